@@ -1,0 +1,5 @@
+"""`python -m anyfit` is `anyfit`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,328 @@
+"""The command line: one flat verb a job. Torch is imported by the verb that needs it, so `--help` answers at once."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .values.job import Job
+    from .values.machine import Machine
+
+app = typer.Typer(
+    name="anyfit",
+    help="Any model, fit: says whether it fits, how fast it will be and why, and then trains it that way.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Target = Annotated[
+    str,
+    typer.Argument(help="'demo', or a function that returns an anyfit.Job: package.module:function or file.py:function"),
+]
+Batch = Annotated[int | None, typer.Option("--batch", help="samples a step (demo)")]
+Seq = Annotated[int | None, typer.Option("--seq", help="bytes a sample (demo)")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32 (demo)")]
+MachineName = Annotated[str | None, typer.Option("--machine", help="a preset or a machine file; this machine when not given")]
+DeviceMemory = Annotated[str | None, typer.Option("--device-memory", help="use no more than this of a device, such as 24GiB")]
+HostMemory = Annotated[str | None, typer.Option("--host-memory", help="use no more than this of the host's memory")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
+
+
+@app.command()
+def profile(
+    target: Target = "demo",
+    machine: MachineName = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    dtype: Dtype = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    as_json: Json = False,
+) -> None:
+    """Parameters, FLOPs, seconds and bytes of every block, without running the model."""
+    from . import profile as make_profile
+
+    made = make_profile(_job(target, batch, seq, dtype), _machine(machine, device_memory, host_memory))
+    if as_json:
+        return _print_json(made.to_json())
+    from .showing.terminal import show_profile
+
+    return show_profile(made, _console())
+
+
+@app.command()
+def plan(
+    target: Target = "demo",
+    machine: MachineName = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    dtype: Dtype = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="also write the plan to this file")] = None,
+    as_json: Json = False,
+) -> None:
+    """Does it fit, how fast will it be, and why. Needs no GPU."""
+    from . import plan as make_plan
+
+    made = make_plan(_job(target, batch, seq, dtype), _machine(machine, device_memory, host_memory))
+    if output is not None:
+        made.save(output)
+    if as_json:
+        return _print_json(made.to_json())
+    from .showing.terminal import show_plan
+
+    return show_plan(made, _console())
+
+
+@app.command()
+def why(
+    plan: Annotated[Path, typer.Argument(help="a plan file")],
+    other: Annotated[str | None, typer.Argument(help="one of its decisions, or a second plan file to compare with")] = None,
+    as_json: Json = False,
+) -> None:
+    """Explains the decisions of a plan, one of them, or the difference between two plans."""
+    from .showing.terminal import show_rows
+    from .values.plan import Plan
+
+    first = Plan.load(plan)
+    is_file = other is not None and Path(other).exists()
+    rows = first.compared_with(Plan.load(str(other))) if is_file else first.explained(other)
+    if as_json:
+        return _print_json(rows)
+    return show_rows(rows, _console())
+
+
+@app.command()
+def probe(
+    full: Annotated[bool, typer.Option("--full", help="more sizes and repeats, and the disk")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="also write the machine to this file")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measures this machine anew: compute, memory, copies, disk. Later plans use what it found."""
+    from .probing.cache import remeasured
+    from .showing.terminal import show_machine, shown_progress
+
+    with shown_progress("probing", _console(stderr=True)) as report:
+        machine = remeasured("full" if full else "quick", report)
+    if output is not None:
+        machine.save(output)
+    if as_json:
+        return _print_json(machine.to_json())
+    return show_machine(machine, _console())
+
+
+@app.command()
+def check(
+    target: Target = "demo",
+    plan: Annotated[Path | None, typer.Option("--plan", help="a plan file; made anew when not given")] = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    dtype: Dtype = None,
+    steps: Annotated[int, typer.Option("--steps", min=3, help="real steps to time")] = 8,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    as_json: Json = False,
+) -> None:
+    """A few real steps: predicted beside measured, and one step compared with plain PyTorch."""
+    from . import plan as make_plan
+    from .running.check import check as run_check
+    from .values.plan import Plan
+
+    job = _job(target, batch, seq, dtype)
+    machine = _machine(None, device_memory, host_memory)
+    made = Plan.load(plan) if plan is not None else make_plan(job, machine)
+    found = run_check(job, made, machine, steps)
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        from .showing.terminal import show_forecast_beside_measured
+
+        console = _console()
+        show_forecast_beside_measured(made, found.step_seconds, found.peak_bytes, console)
+        console.print(
+            f"one step beside plain PyTorch: loss off by {found.loss_difference:.1e}, weights by {found.weight_difference:.1e}",
+            highlight=False,
+        )
+    if not found.agrees:
+        raise ValueError("the step differs from plain PyTorch by more than rounding explains")
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+def fit(
+    script: Annotated[Path | None, typer.Argument(help="your training script; the built-in demo when not given")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="the script's own arguments")] = None,
+    folder: Annotated[Path | None, typer.Option("--folder", help="the run folder; runs/<time> when not given")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="go on exactly where the run in this folder stopped")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="steps in all (demo)")] = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    dtype: Dtype = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="of weights and data order (demo)")] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="a plan file; made anew when not given")] = None,
+    save_every: Annotated[
+        int | None, typer.Option("--save-every", min=0, help="steps between checkpoints; 0: at the end")
+    ] = None,
+    log_every: Annotated[int, typer.Option("--log-every", min=1, help="steps between lines, without a terminal")] = 10,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="two runs give the same bits")] = False,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+) -> None:
+    """Trains: the built-in demo (a byte-level GPT that learns Python's own source), or your script.
+
+    A script may be started by torchrun or srun as well; options before its name are anyfit's, those after it its own.
+    """
+    from . import fitting
+
+    own_demo = {"--steps": steps, "--batch": batch, "--seq": seq, "--dtype": dtype, "--seed": seed}
+    if resume is not None and folder is not None:
+        raise ValueError("--resume goes on in its own folder; leave --folder out")
+    if resume is not None and not resume.is_dir():
+        raise FileNotFoundError(f"no run folder {resume} to resume")
+    if script is not None:
+        given = [name for name, value in own_demo.items() if value is not None]
+        if given:
+            raise ValueError(f"{given[0]} is an option of the demo; give your script its own arguments after its name")
+        from .running.launch import Launch
+
+        limits = {"device_memory": device_memory, "host_memory": host_memory}
+        launch = Launch(
+            folder=resume or fitting.new_folder(folder),
+            resume=resume is not None,
+            save_every=save_every or 0,
+            limits=limits,
+            plan=plan,
+            deterministic=deterministic,
+        )
+        return fitting.fit_script(script, arguments or [], launch, log_every)
+    if resume is not None:
+        own_demo |= {"--save-every": save_every, "--device-memory": device_memory, "--host-memory": host_memory}
+        given = [name for name, value in own_demo.items() if value is not None]
+        if given or deterministic:
+            raise ValueError(f"a resumed run keeps its options; leave {given[0] if given else '--deterministic'} out")
+        return fitting.fit_demo(fitting.resumed_options(resume), resume, plan, resume=True, log_every=log_every)
+    from . import demo
+
+    options = fitting.DemoOptions(
+        steps=steps or demo.STEPS,
+        batch_size=batch or demo.BATCH,
+        length=seq or demo.LENGTH,
+        precision=dtype or demo.default_precision(),
+        seed=seed or 0,
+        save_every=50 if save_every is None else save_every,
+        deterministic=deterministic,
+        device_memory=device_memory,
+        host_memory=host_memory,
+    )
+    return fitting.fit_demo(options, fitting.new_folder(folder), plan, resume=False, log_every=log_every)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run folder: then its newest whole one")],
+    output: Annotated[Path, typer.Argument(help="the safetensors file to write")],
+) -> None:
+    """Writes a checkpoint's weights as safetensors."""
+    from .running import checkpoint as checkpoints
+
+    if (checkpoint / "checkpoints").is_dir():
+        found, passed_over = checkpoints.newest(checkpoint / "checkpoints")
+        if found is None:
+            raise FileNotFoundError(f"{checkpoint} holds no whole checkpoint" + "".join(f"; {why}" for why in passed_over))
+        checkpoint = found
+    count = checkpoints.export(checkpoint, output)
+    typer.echo(f"{count} tensors of {checkpoint} in {output}")
+
+
+def main() -> None:
+    """Runs the command line; what the user can mend is one line and status 2, anything else keeps its traceback."""
+    from .values.plan import NoPlan
+
+    try:
+        app()
+    except NoPlan as verdict:
+        print(f"anyfit: {verdict}", file=sys.stderr)
+        sys.exit(3)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        if getattr(error, "__notes__", None) or _in_user_code(error):
+            raise
+        print(f"anyfit: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _in_user_code(error: BaseException) -> bool:
+    """Whether the error was raised by code that is neither anyfit's nor a library's it calls."""
+    here = str(Path(__file__).parent)
+    trace, last = error.__traceback__, ""
+    while trace is not None:
+        last = trace.tb_frame.f_code.co_filename
+        trace = trace.tb_next
+    return not last.startswith(here)
+
+
+def _job(target: str, batch: int | None, seq: int | None, dtype: str | None) -> Job:
+    given = {"--batch": batch, "--seq": seq, "--dtype": dtype}
+    if target == "demo":
+        from . import demo
+
+        return demo.job(batch_size=batch or demo.BATCH, length=seq or demo.LENGTH, precision=dtype or demo.default_precision())
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise ValueError(f"{named[0]} is for the demo; {target} decides it in the Job it returns")
+    return _job_from(target)
+
+
+def _job_from(target: str) -> Job:
+    from .values.job import Job
+
+    place, colon, name = target.rpartition(":")
+    if not colon:
+        raise ValueError(f"{target!r} names no function; write package.module:function or file.py:function, or 'demo'")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise FileNotFoundError(f"no file {place}")
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        assert spec is not None
+        assert spec.loader is not None
+        module: Any = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        sys.path.insert(0, str(Path(place).parent.resolve()))
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, "")
+        module = importlib.import_module(place)
+    make = getattr(module, name, None)
+    if make is None:
+        raise ValueError(f"{place} has no {name!r}")
+    job = make() if callable(make) and not isinstance(make, Job) else make
+    if not isinstance(job, Job):
+        raise TypeError(f"{target} gave {type(job).__name__}, not an anyfit.Job")
+    return job
+
+
+def _machine(name: str | None, device_memory: str | None, host_memory: str | None) -> Machine:
+    from . import Machine, probe
+
+    machine = probe() if name is None else Machine.load(name)
+    return machine.with_limits(device_memory=device_memory, host_memory=host_memory)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def _print_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=1))

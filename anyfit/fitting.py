@@ -1,0 +1,178 @@
+"""What `anyfit fit` does: opens a run folder, trains the built-in demo or a user's script in it, and says how it went."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from .showing.progress import Bar, Beat, Lines, Watcher
+from .showing.terminal import show_forecast_beside_measured, show_plan
+from .values.record import decode, write_atomically
+
+if TYPE_CHECKING:
+    from .running.launch import Launch
+    from .running.run import Run
+
+RECENT = 20  # steps that make up the speed shown
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the demo was told; kept in the run folder, so that a resumed run is the same run."""
+
+    steps: int
+    batch_size: int
+    length: int
+    precision: str
+    seed: int
+    save_every: int
+    deterministic: bool
+    device_memory: str | None
+    host_memory: str | None
+
+
+def new_folder(asked_for: Path | None, parent: Path = Path("runs")) -> Path:
+    """The folder asked for, which must not hold a run, or a fresh one named by the time."""
+    folder = asked_for or parent / time.strftime("%Y%m%d-%H%M%S")
+    if (folder / "plan.json").exists():
+        raise FileExistsError(f"{folder} holds a run; go on with --resume {folder}, or choose another --folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise OSError(f"cannot write to the run folder {folder}: {error.strerror}; choose another --folder") from None
+    return folder
+
+
+def fit_demo(options: DemoOptions, folder: Path, plan: Path | None, *, resume: bool, log_every: int) -> None:
+    from . import demo, start
+    from .running.launch import Launch, launched
+
+    write_atomically(folder / "run.json", json.dumps(asdict(options), indent=1).encode())
+    console = Console(stderr=False)
+    limits = {"device_memory": options.device_memory, "host_memory": options.host_memory}
+    job = demo.job(
+        batch_size=options.batch_size,
+        length=options.length,
+        steps=options.steps,
+        precision=options.precision,
+        seed=options.seed,
+    )
+    launch = Launch(folder, resume, options.save_every, limits=limits, plan=plan, deterministic=options.deterministic)
+    with launched(launch), _watcher(console, log_every) as watcher:
+        run = start(job)
+        run_report = Report(run, watcher, options.steps)
+        launch.say, launch.on_step = watcher.say, run_report.step
+        show_plan(run.plan, console)
+        if resume:
+            watcher.say(f"going on from step {run.steps}")
+        dataset = demo.SourceCode(options.length)
+        epochs = -(-options.steps * options.batch_size // len(dataset))
+        loader = run.loader(dataset, epochs=epochs)
+        for batch in loader:
+            if run.steps >= options.steps:
+                break
+            run.step(batch)
+        finish(run, launch, run_report, console)
+        with run.weights() as model:
+            console.print("\nwhat it writes now:\n", style="bold")
+            console.print(demo.write(model.eval(), options.length), markup=False, highlight=False)
+        run.close()
+
+
+def resumed_options(folder: Path) -> DemoOptions:
+    """What a run folder says the demo was told."""
+    file = folder / "run.json"
+    if not file.exists():
+        raise FileNotFoundError(f"no run to resume in {folder}: it has no run.json")
+    options = decode(DemoOptions, json.loads(file.read_text()), str(file))
+    assert isinstance(options, DemoOptions)
+    return options
+
+
+def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every: int) -> None:
+    """Runs the user's script as `python script` would, with every `anyfit.start` in it under this launch."""
+    from .running.launch import launched
+
+    if not script.is_file():
+        raise FileNotFoundError(f"no script {script}")
+    console = Console()
+    before, path = sys.argv, list(sys.path)
+    sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent.resolve())
+    try:
+        with launched(launch), _watcher(console, log_every) as watcher:
+            launch.say = watcher.say
+            reports: dict[int, Report] = {}
+
+            def step(run: Run, alarms: list[str]) -> None:
+                if id(run) not in reports:
+                    show_plan(run.plan, console)
+                    reports[id(run)] = Report(run, watcher, None)
+                reports[id(run)].step(run, alarms)
+
+            launch.on_step = step
+            runpy.run_path(str(script), run_name="__main__")
+            for report in reports.values():
+                if not report.run.is_closed:
+                    finish(report.run, launch, report, console)
+    finally:
+        sys.argv, sys.path[:] = before, path
+
+
+class Report:
+    """Turns a run's metrics into beats for a watcher, and keeps what the closing lines need."""
+
+    def __init__(self, run: Run, watcher: Watcher, steps: int | None) -> None:
+        self.run, self._watcher, self._steps = run, watcher, steps
+        self.seconds: deque[float] = deque(maxlen=1000)
+
+    def step(self, run: Run, alarms: list[str]) -> None:
+        metrics = run.metrics
+        self.seconds.append(metrics.seconds)
+        recent = statistics.median(list(self.seconds)[-RECENT:])
+        for line in alarms:
+            self._watcher.say(f"alarm: {line}")
+        beat = Beat(
+            step=run.steps,
+            steps=self._steps if self._steps is not None else run.planned_steps,
+            loss=metrics.loss,
+            seconds=recent,
+            tokens_per_second=metrics.tokens_per_second * metrics.seconds / recent,
+            compute_share=metrics.compute_share * metrics.seconds / recent,
+            peak_bytes=metrics.peak_bytes["device"],
+        )
+        self._watcher.beat(beat, run.plan)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of the steps that were not watched for memory."""
+        usual = list(self.seconds)[3:] or list(self.seconds)
+        return statistics.median(usual)
+
+
+def finish(run: Run, launch: Launch, report: Report, console: Console) -> None:
+    """The last checkpoint, the weights as safetensors, and the forecast beside what was measured."""
+    from .running.checkpoint import export
+
+    saved = launch.save(run)
+    weights = launch.folder / "weights.safetensors"
+    export(saved, weights)
+    console.print(f"\ncheckpoint {saved}, weights {weights}", markup=False, highlight=False, soft_wrap=True)
+    if report.seconds:
+        show_forecast_beside_measured(run.plan, report.step_seconds, run.metrics.peak_bytes["device"], console)
+        console.print(f"loss {run.metrics.loss:.3f} after {run.steps} steps", highlight=False)
+
+
+def _watcher(console: Console, log_every: int) -> Watcher:
+    return Bar(console) if console.is_terminal else Lines(console, log_every)

@@ -1,0 +1,97 @@
+"""Pinned copies between host and device by size: each direction alone, and each with the other busy.
+
+To read one direction while the other is busy, the other is given twice as many copies first: its queue then outlasts
+ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .cuda import new_stream, pinned, seconds_between, timing_event
+from .meters import Effort, Ladder, Meter
+
+READING_BYTES = 128 * 2**20  # copied in one burst
+BURSTS = 3
+
+
+@dataclass(frozen=True)
+class Direction:
+    """One way between host and device, on its own stream."""
+
+    stream: torch.cuda.Stream
+    source: torch.Tensor
+    target: torch.Tensor
+
+    def first(self, size: int) -> Direction:
+        """The same way for the first `size` bytes, sliced once: slicing costs more than a small copy."""
+        return Direction(self.stream, self.source[:size], self.target[:size])
+
+    def copy(self, times: int) -> None:
+        with torch.cuda.stream(self.stream):
+            for _ in range(times):
+                self.target.copy_(self.source, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class CopyLadders:
+    up: Ladder
+    down: Ladder
+    up_both: Ladder
+    down_both: Ladder
+
+    @property
+    def meters(self) -> list[Meter]:
+        return [meter for ladder in (self.up, self.down, self.up_both, self.down_both) for meter in ladder.meters]
+
+
+@contextlib.contextmanager
+def copy_ladders(device: torch.device, effort: Effort) -> Iterator[CopyLadders]:
+    """Bytes/s by bytes of one copy. The buffers live as long as the context."""
+    with directions(device, max(effort.copy_bytes)) as (up, down):
+
+        def ladder(label: str, ours: Direction, other: Direction | None) -> Ladder:
+            return Ladder({float(size): Meter(label, functools.partial(_rate, ours, other, size)) for size in effort.copy_bytes})
+
+        yield CopyLadders(
+            up=ladder("copies to the device", up, None),
+            down=ladder("copies from the device", down, None),
+            up_both=ladder("copies both ways", up, down),
+            down_both=ladder("copies both ways", down, up),
+        )
+
+
+@contextlib.contextmanager
+def directions(device: torch.device, size: int) -> Iterator[tuple[Direction, Direction]]:
+    """Up and down, each with buffers of its own."""
+    with pinned(size) as sent, pinned(size) as received:
+        on_device = [torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        torch.cuda.synchronize(device)  # the fills run on another stream than the copies
+        yield (
+            Direction(new_stream(device), sent, on_device[0]),
+            Direction(new_stream(device), on_device[1], received),
+        )
+
+
+def _rate(ours: Direction, other: Direction | None, size: int) -> float:
+    ours = ours.first(size)
+    ours.copy(1)  # wakes the link from its power-saving state
+    times = max(2, min(256, READING_BYTES // size))
+    return statistics.median(_burst_rate(ours, other and other.first(size), times) for _ in range(BURSTS))
+
+
+def _burst_rate(ours: Direction, other: Direction | None, times: int) -> float:
+    start, end = timing_event(), timing_event()
+    torch.cuda.synchronize()
+    if other is not None:
+        other.copy(2 * times)
+    start.record(ours.stream)
+    ours.copy(times)
+    end.record(ours.stream)
+    return ours.source.numel() * times / seconds_between(start, end)

@@ -1,0 +1,146 @@
+"""Disk rates by requests in flight, past the page cache (O_DIRECT), as chunks of model state will be read and
+written.
+
+Requests are 4 MiB, aligned, one thread for each in flight. The file is unlinked as soon as it is open, so that
+nothing is left behind whatever happens, and written once before it is measured, so that writes are overwrites: what
+training does from its second step on. A file system that refuses O_DIRECT is measured through the page cache, and its
+source says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from anyfit.values.machine import Disk, Figure
+
+from .meters import Effort, Ladder, Meter
+
+REQUEST_BYTES = 4 * 2**20
+DEPTHS = (1, 4, 8)
+LEAST_REQUESTS = 2 * max(DEPTHS)
+FREE_SHARE = 0.05  # of the free space, at most, is written
+FILL_SECONDS = 1.5  # a slow disk gets a smaller file
+READING_SECONDS = 0.08
+FREE_SPREAD = 0.05  # others write too
+
+DIRECT = "measured"
+THROUGH_CACHE = "measured: through the page cache, because this file system refuses O_DIRECT"
+
+
+@dataclass(frozen=True)
+class DiskLadders:
+    folder: Path
+    read: Ladder
+    write: Ladder
+    source: str
+
+    @property
+    def meters(self) -> list[Meter]:
+        return self.read.meters + self.write.meters
+
+    def disk(self) -> Disk:
+        free = Figure(float(shutil.disk_usage(self.folder).free), FREE_SPREAD, "measured")
+        return Disk(free, self.read.curve(self.source), self.write.curve(self.source))
+
+
+@contextlib.contextmanager
+def disk_ladders(folders: Iterable[Path], effort: Effort) -> Iterator[DiskLadders | None]:
+    """Measures the first folder that can be written; None where none can, or none has room."""
+    for folder in folders:
+        opened = _open_scratch(folder)
+        if opened is None:
+            continue
+        descriptor, source = opened
+        scratch = _Scratch(descriptor, source)
+        try:
+            if scratch.fill(min(effort.disk_bytes, FREE_SHARE * shutil.disk_usage(folder).free)):
+                yield DiskLadders(folder, scratch.ladder("read"), scratch.ladder("write"), source)
+                return
+        finally:
+            scratch.close()
+    yield None
+
+
+def _open_scratch(folder: Path) -> tuple[int, str] | None:
+    """A descriptor of a file that no longer has a name, and how its rates are to be marked."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, prefix="anyfit-probe-")
+    except OSError:
+        return None
+    os.close(handle)
+    try:
+        with contextlib.suppress(OSError, AttributeError):  # no O_DIRECT in the file system, or in the operating system
+            return os.open(name, os.O_RDWR | os.O_DIRECT), DIRECT
+        return os.open(name, os.O_RDWR), THROUGH_CACHE
+    finally:
+        Path(name).unlink()
+
+
+class _Scratch:
+    """An open file, and as many aligned buffers as requests may be in flight."""
+
+    def __init__(self, descriptor: int, source: str) -> None:
+        self.descriptor = descriptor
+        self.source = source
+        self.requests = 0  # that the file holds
+        self.buffers = [mmap.mmap(-1, REQUEST_BYTES) for _ in range(max(DEPTHS))]
+        content = os.urandom(REQUEST_BYTES)  # some drives compress
+        for buffer in self.buffers:
+            buffer[:] = content
+        self.threads = ThreadPoolExecutor(len(self.buffers), thread_name_prefix="anyfit-probe-disk")
+
+    def close(self) -> None:
+        self.threads.shutdown()
+        os.close(self.descriptor)
+        for buffer in self.buffers:
+            buffer.close()
+
+    def fill(self, wanted_bytes: float) -> bool:
+        """Whether the file now holds enough to measure."""
+        deadline = time.perf_counter() + FILL_SECONDS
+        wanted = int(wanted_bytes) // REQUEST_BYTES
+        with contextlib.suppress(OSError):  # a quota, or a full disk: what was written may still do
+            while self.requests < wanted and time.perf_counter() < deadline:
+                self._transfer("write", 0, self.requests)
+                self.requests += 1
+        return self.requests >= LEAST_REQUESTS
+
+    def ladder(self, way: Literal["read", "write"]) -> Ladder:
+        return Ladder({depth: Meter(f"disk {way}", functools.partial(self._bytes_per_second, way, depth)) for depth in DEPTHS})
+
+    def _bytes_per_second(self, way: Literal["read", "write"], depth: int) -> float:
+        if way == "read" and self.source != DIRECT and hasattr(os, "posix_fadvise"):
+            os.fsync(self.descriptor)
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        deadline = start + READING_SECONDS
+
+        def keep_in_flight(lane: int) -> int:
+            done = 0
+            while done == 0 or time.perf_counter() < deadline:
+                self._transfer(way, lane, (lane + done * depth) % self.requests)
+                done += 1
+            return done
+
+        requests = sum(self.threads.map(keep_in_flight, range(depth)))
+        if way == "write" and self.source != DIRECT:
+            os.fsync(self.descriptor)
+        return requests * REQUEST_BYTES / (time.perf_counter() - start)
+
+    def _transfer(self, way: Literal["read", "write"], lane: int, request: int) -> None:
+        operation = os.preadv if way == "read" else os.pwritev
+        moved = operation(self.descriptor, [self.buffers[lane]], request * REQUEST_BYTES)
+        if moved != REQUEST_BYTES:
+            raise OSError(f"the disk moved {moved} of {REQUEST_BYTES} bytes in one {way}")

@@ -1,0 +1,84 @@
+"""The host beside the devices: its cores, its memory and what really limits it, and how fast that memory is.
+
+What may be pinned is an estimate, because trying it would take most of the machine's memory away from everyone for a
+minute: three quarters of the limit (on the H200 box 90 of 125 GiB could be pinned). RLIMIT_MEMLOCK bounds it only
+where the driver counts pinned pages against it; one slab larger than the limit tells.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from pathlib import Path
+
+import psutil
+import torch
+
+from anyfit.values.machine import Figure
+
+from . import cgroups
+from .cuda import pinned
+from .meters import Effort, Meter, host_seconds, rate_meter
+
+PINNABLE_SHARE = 0.75
+TRIAL_BYTES = 64 * 2**20
+
+
+def cores() -> int:
+    """Cores this process may run on: its affinity, and its control group's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, math.ceil(min(cgroups.cpu_limit(), allowed))))
+
+
+def memory_figure() -> Figure:
+    total = float(psutil.virtual_memory().total)
+    limit = cgroups.memory_limit_bytes()
+    if limit < total:
+        return Figure(limit, 0.0, "measured: the control group's limit")
+    return Figure(total, 0.0, "measured")
+
+
+def pinnable_figure(memory_bytes: float) -> Figure:
+    share = PINNABLE_SHARE * memory_bytes
+    said = "measured: estimated as three quarters of the memory limit"
+    locked = _memlock_bytes()
+    if locked < share and not _pins_beyond(locked):
+        return Figure(float(locked), 0.0, "measured: RLIMIT_MEMLOCK (ulimit -l)")
+    return Figure(share, 0.1, said)
+
+
+def bandwidth_meter(effort: Effort) -> Meter:
+    """Bytes/s, read and written, of a copy on all threads that is too large for the caches."""
+    source, target = (torch.ones(effort.host_bytes // 4) for _ in range(2))
+    meter, _ = rate_meter("host memory", lambda: target.copy_(source), 2.0 * effort.host_bytes, host_seconds, effort)
+    return meter
+
+
+def processor_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def _memlock_bytes() -> float:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return math.inf
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return math.inf if soft == resource.RLIM_INFINITY else float(soft)
+
+
+def _pins_beyond(locked_bytes: float) -> bool:
+    if not torch.cuda.is_available() or locked_bytes >= TRIAL_BYTES:
+        return False
+    try:
+        with pinned(TRIAL_BYTES):
+            return True
+    except MemoryError:
+        return False

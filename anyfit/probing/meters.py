@@ -1,0 +1,175 @@
+"""What is measured again and again, and what its repeats say.
+
+A `Meter` is one quantity; a `Ladder` is one quantity by size. All meters of a probe are read in rounds, each round
+reading every meter once, so that the repeats of one meter lie seconds apart: what the neighbours on the machine do,
+and how its clocks drift, then shows up in the spread instead of hiding in a quiet tenth of a second. The value is the
+median of the rounds; the spread is the widest distance of a round from it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from anyfit.values.machine import Curve, Figure
+
+from .cuda import seconds_between, timing_event
+
+Report = Callable[[str, float], None]  # what is being measured, and the fraction done
+Work = Callable[[], object]
+Timer = Callable[[Work, int], float]  # seconds that so many runs take together
+Size = TypeVar("Size")
+
+BURSTS = 5  # one reading is the median of so many bursts, so that a hiccup does not count
+LEAST_BURSTS = 3
+LEAST_ROUNDS = 3  # fewer say nothing about spread
+LEAST_SPREAD = 0.01  # equal readings are luck: clocks and temperatures move by this much from day to day
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to look."""
+
+    rounds: int
+    reading_seconds: float  # about how long one reading runs
+    longest_seconds: float  # a size of which one run takes longer is left out: slow machines get shorter curves
+    patience_seconds: float  # past this, rounds beyond the least number are left out
+    update_parameters: int
+    host_bytes: int  # of each buffer in the host memory measure
+    copy_bytes: tuple[int, ...]
+    disk_bytes: int  # of the measured file; 0 leaves the disk out
+    link_bytes: int  # the large message on which a link's rate is measured
+
+
+QUICK = Effort(
+    rounds=3,
+    reading_seconds=0.01,
+    longest_seconds=0.02,
+    patience_seconds=4.0,
+    update_parameters=4 * 2**20,
+    host_bytes=64 * 2**20,
+    copy_bytes=(64 * 2**10, 1 * 2**20, 4 * 2**20, 64 * 2**20),
+    disk_bytes=0,
+    link_bytes=32 * 2**20,
+)
+FULL = Effort(
+    rounds=5,
+    reading_seconds=0.04,
+    longest_seconds=0.1,
+    patience_seconds=17.0,
+    update_parameters=16 * 2**20,
+    host_bytes=256 * 2**20,
+    copy_bytes=tuple(2**10 * size for size in (64, 256, 1024, 4096, 16384, 65536, 262144)),
+    disk_bytes=256 * 2**20,
+    link_bytes=128 * 2**20,
+)
+
+
+def host_seconds(work: Work, times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        work()
+    return time.perf_counter() - start
+
+
+def cuda_seconds(work: Work, times: int) -> float:
+    start, end = timing_event(), timing_event()
+    start.record()
+    for _ in range(times):
+        work()
+    end.record()
+    return seconds_between(start, end)
+
+
+def timer_of(device: torch.device) -> Timer:
+    return cuda_seconds if device.type == "cuda" else host_seconds
+
+
+@dataclass
+class Meter:
+    label: str  # what a progress bar says
+    read: Callable[[], float]
+    readings: list[float] = field(default_factory=list)
+
+    def figure(self, source: str = "measured") -> Figure:
+        return figure(self.readings, source)
+
+
+def figure(readings: Sequence[float], source: str = "measured") -> Figure:
+    middle = statistics.median(readings)
+    spread = max(abs(reading - middle) for reading in readings) / middle
+    return Figure(middle, max(spread, LEAST_SPREAD), source)
+
+
+@dataclass
+class Ladder:
+    """Meters by size, sizes ascending."""
+
+    rungs: dict[float, Meter] = field(default_factory=dict)
+
+    @property
+    def meters(self) -> list[Meter]:
+        return list(self.rungs.values())
+
+    def curve(self, source: str = "measured") -> Curve:
+        figures = {size: meter.figure() for size, meter in self.rungs.items()}
+        points = tuple((float(size), value.value) for size, value in figures.items())
+        # One spread for the whole curve, so it is the worst point's.
+        return Curve(points, max(value.spread for value in figures.values()), source)
+
+
+def rate_meter(label: str, work: Work, amount: float, timer: Timer, effort: Effort) -> tuple[Meter, float]:
+    """A meter of `amount` a second, and the seconds that one run takes."""
+    for _ in range(2):  # the first run loads kernels and touches memory
+        work()
+    once = max(timer(work, 1), 1e-7)
+    if once < effort.reading_seconds / 100:  # too short for one reading of the clock to say
+        once = max(timer(work, 20) / 20, 1e-7)
+    bursts = max(LEAST_BURSTS, min(BURSTS, int(effort.reading_seconds / once)))
+    times = max(1, int(effort.reading_seconds / bursts / once))
+
+    def read() -> float:
+        return amount * times / statistics.median(timer(work, times) for _ in range(bursts))
+
+    return Meter(label, read), once
+
+
+def climb(
+    label: str, sizes: Iterable[Size], prepare: Callable[[Size], tuple[float, Work]], timer: Timer, effort: Effort
+) -> Ladder:
+    """Meters from the smallest size upwards, until one run takes too long or no longer fits.
+
+    `prepare` gives the amount of work (FLOPs, bytes) that stands on the curve's axis, and the work.
+    """
+    ladder = Ladder()
+    seconds_per_amount = 0.0
+    for size in sizes:
+        try:
+            amount, work = prepare(size)
+            if seconds_per_amount * amount > 2 * effort.longest_seconds:
+                break  # not even tried, unless it may well be faster than the last one was
+            meter, once = rate_meter(label, work, amount, timer, effort)
+        except torch.OutOfMemoryError:
+            if ladder.rungs:
+                break
+            raise
+        if ladder.rungs and once > effort.longest_seconds:
+            break
+        ladder.rungs[amount] = meter
+        seconds_per_amount = once / amount
+    return ladder
+
+
+def read_in_rounds(meters: Sequence[Meter], effort: Effort, started: float, report: Report) -> None:
+    """Reads every meter once a round. `started` is when the probe began, by time.perf_counter."""
+    for round_index in range(effort.rounds):
+        if round_index >= LEAST_ROUNDS and time.perf_counter() - started > effort.patience_seconds:
+            break
+        for index, meter in enumerate(meters):
+            report(meter.label, (round_index * len(meters) + index) / (effort.rounds * len(meters)))
+            meter.readings.append(meter.read())

@@ -1,0 +1,215 @@
+"""The whole probe: every subject sets up its meters, all meters are read in rounds, and the readings become a
+Machine.
+
+Torch's thread count is put back, its random state is never touched, and the disk's file and the pinned buffers are
+gone when `measure` returns. Run it in one process of a node at a time: two probes side by side measure each other.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from anyfit.values.machine import Collective, Copies, Device, Disk, Figure, Host, Limits, Machine
+
+from . import compute, host, memory
+from .copies import CopyLadders, copy_ladders
+from .disk import DiskLadders, disk_ladders
+from .folder import cache_folder
+from .links import LinksFailed, measure_links
+from .meters import FULL, QUICK, Effort, Ladder, Meter, Report, read_in_rounds
+from .update import device_loads, host_load, update_ladders
+
+EFFORTS: Mapping[str, Effort] = {"quick": QUICK, "full": FULL}
+SETUP_SHARE, READING_SHARE = 0.2, 0.7  # of the progress bar; links have the rest
+WORKING_SHARE = 1 / 16  # of the free memory: what one measure may hold
+
+
+def measure(effort: Literal["quick", "full"], report: Report | None = None) -> Machine:
+    """This machine: `quick` looks at few sizes and leaves the disk out, `full` takes its time."""
+    if effort not in EFFORTS:
+        raise ValueError(f'no effort {effort!r}: write "quick" or "full"')
+    level, tell = EFFORTS[effort], report or _silence
+    memory.gpus_before_use()  # while this process holds nothing on the GPU
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    tell("setting up", 0.0)
+    rates = _measure_rates(device, level, tell)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the links, and whoever called, need the memory
+    tell("links between GPUs", SETUP_SHARE + READING_SHARE)
+    collectives, trouble = _links(device, level)
+    tell("done", 1.0)
+    count = rates.device.count
+    return Machine(
+        name=rates.device.name if count == 1 else f"{count} x {rates.device.name}",
+        nodes=1,
+        device=rates.device,
+        host=rates.host,
+        copies=rates.copies,
+        disk=rates.disk,
+        collectives=collectives,
+        limits=Limits(),
+        date=datetime.date.today().isoformat(),
+        versions=_versions(device),
+        comment="; ".join([f"{effort} probe", *trouble]),
+    )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The parts of a Machine that are measured in this process."""
+
+    device: Device
+    host: Host
+    copies: Copies | None
+    disk: Disk | None
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """Everything that is read in rounds."""
+
+    matmul: Mapping[str, Ladder]
+    attention: Mapping[str, Ladder]
+    elementwise: Ladder
+    launch: Meter
+    bandwidth: Meter
+    update: Ladder
+    update_loaded: Ladder
+    copies: CopyLadders | None
+    disk: DiskLadders | None
+
+    @property
+    def meters(self) -> list[Meter]:
+        ladders = [*self.matmul.values(), *self.attention.values(), self.elementwise, self.update, self.update_loaded]
+        alone = [meter for ladder in ladders for meter in ladder.meters] + [self.launch, self.bandwidth]
+        return alone + (self.copies.meters if self.copies else []) + (self.disk.meters if self.disk else [])
+
+
+def _measure_rates(device: torch.device, level: Effort, tell: Report) -> Rates:
+    started = time.perf_counter()
+    threads = torch.get_num_threads()
+    try:
+        with torch.no_grad(), ExitStack() as stack:
+            subjects = _set_up(device, level, stack, lambda label, done: tell(label, SETUP_SHARE * done))
+            read_in_rounds(subjects.meters, level, started, lambda label, done: tell(label, SETUP_SHARE + READING_SHARE * done))
+    finally:
+        torch.set_num_threads(threads)
+    return Rates(
+        _device(device, subjects),
+        _host(subjects),
+        _copies(subjects.copies) if subjects.copies else None,
+        subjects.disk.disk() if subjects.disk else None,
+    )
+
+
+def _set_up(device: torch.device, level: Effort, stack: ExitStack, tell: Report) -> Subjects:
+    """Builds and warms up every meter. What must be undone is left on the stack."""
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    room = WORKING_SHARE * free
+    tell("products", 0.0)
+    matmul = compute.matmul_ladders(device, level, room)
+    tell("attention", 0.3)
+    attention = compute.attention_ladders(device, level, room)
+    tell("device memory", 0.5)
+    elementwise = memory.elementwise_ladder(device, level, room)
+    launch = compute.launch_meter(device, level)
+    tell("host memory", 0.7)
+    bandwidth = host.bandwidth_meter(level)
+    load = stack.enter_context(device_loads(device)) if on_gpu else host_load
+    update, update_loaded = update_ladders(host.cores(), level, load)
+    tell("copies and disk", 0.8)
+    return Subjects(
+        matmul,
+        attention,
+        elementwise,
+        launch,
+        bandwidth,
+        update,
+        update_loaded,
+        copies=stack.enter_context(copy_ladders(device, level)) if on_gpu else None,
+        disk=stack.enter_context(disk_ladders(_disk_folders(), level)) if level.disk_bytes else None,
+    )
+
+
+def _device(device: torch.device, subjects: Subjects) -> Device:
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        # GPUs of other kinds in the same node are left alone: a Machine has one kind.
+        count = sum(torch.cuda.get_device_name(index) == name for index in range(torch.cuda.device_count()))
+        usable, context = memory.gpu_figures(device)
+    else:
+        name, count = host.processor_name(), 1
+        # Of a CPU device's memory, a limit counts tensors only: the interpreter's own share is no part of it.
+        usable, context = host.memory_figure(), Figure(0.0, 0.0, "measured: a CPU has no context outside the allocator")
+    return Device(
+        kind="cuda" if device.type == "cuda" else "cpu",
+        name=name,
+        count=count,
+        memory_bytes=usable,
+        context_bytes=context,
+        matmul={dtype: ladder.curve() for dtype, ladder in subjects.matmul.items()},
+        attention={dtype: ladder.curve() for dtype, ladder in subjects.attention.items()},
+        memory=subjects.elementwise.curve(),
+        launch_seconds=subjects.launch.figure(),
+    )
+
+
+def _host(subjects: Subjects) -> Host:
+    limit = host.memory_figure()
+    return Host(
+        cores=host.cores(),
+        memory_bytes=limit,
+        pinnable_bytes=host.pinnable_figure(limit.value),
+        bytes_per_second=subjects.bandwidth.figure(),
+        update=subjects.update.curve(),
+        update_loaded=subjects.update_loaded.curve(),
+    )
+
+
+def _copies(ladders: CopyLadders) -> Copies:
+    return Copies(
+        up=ladders.up.curve(),
+        down=ladders.down.curve(),
+        up_both=ladders.up_both.curve(),
+        down_both=ladders.down_both.curve(),
+    )
+
+
+def _links(device: torch.device, level: Effort) -> tuple[tuple[Collective, ...], list[str]]:
+    """The collectives, and what is to be said where they could not be measured: the rest is still of use."""
+    if device.type == "cpu" or torch.cuda.device_count() == 1:
+        return (), []
+    try:
+        return measure_links("nccl", torch.cuda.device_count(), level), []
+    except LinksFailed as failure:
+        return (), [f"links between GPUs were not measured: {failure}"]
+
+
+def _disk_folders() -> list[Path]:
+    return [cache_folder(), Path(tempfile.gettempdir())]
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "system": platform.platform()}
+    if device.type == "cuda":
+        versions["cuda"] = str(torch.version.cuda or torch.version.hip)
+        drivers = {driver for _, driver in memory.gpus_before_use().values()}
+        if drivers:
+            versions["driver"] = ", ".join(sorted(drivers))
+    return versions
+
+
+def _silence(label: str, done: float) -> None:
+    """Nobody watches."""

@@ -1,0 +1,133 @@
+"""How many parameters a second the CPU updates, by threads: alone, and while the rest of a training step keeps memory
+busy.
+
+The update is torch's fused AdamW on float32, 28 bytes of memory traffic a parameter. In an offloaded step it runs
+beside copies in both directions and matmuls, which share the memory bus with it; on a machine without a GPU a thread
+that copies memory stands in for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import numpy
+import torch
+from torch.nn import functional
+
+from .copies import directions
+from .cuda import new_stream, sleeping_event
+from .meters import Effort, Ladder, Meter, host_seconds, rate_meter
+
+LOAD_COPY_BYTES = 32 * 2**20
+LOAD_EDGE = 4096
+
+
+def update_ladders(cores: int, effort: Effort, load: Callable[[], AbstractContextManager[None]]) -> tuple[Ladder, Ladder]:
+    """Parameters/s by threads: alone, and under the load."""
+    step = _fused_adamw(effort.update_parameters)
+    alone, loaded = Ladder(), Ladder()
+    for threads in thread_counts(cores):
+        with _threads(threads):
+            meter, _ = rate_meter("CPU update", step, effort.update_parameters, host_seconds, effort)
+        alone.rungs[threads] = Meter(meter.label, functools.partial(_on_threads, threads, meter.read))
+        loaded.rungs[threads] = Meter(f"{meter.label} under load", functools.partial(_under, load, threads, meter.read))
+    return alone, loaded
+
+
+def thread_counts(cores: int) -> list[int]:
+    """1, 2, 4, … and all of them; three quarters of many, where memory is often saturated already."""
+    counts = {2**power for power in range(cores.bit_length())} | {cores}
+    if cores >= 8:
+        counts.add(cores * 3 // 4)
+    return sorted(counts)
+
+
+@contextlib.contextmanager
+def host_load() -> Iterator[None]:
+    """A thread that copies memory. numpy, because its copies run on one thread and without Python's lock."""
+    source, target = (numpy.ones(LOAD_COPY_BYTES, dtype=numpy.uint8) for _ in range(2))
+    with _repeating(lambda: numpy.copyto(target, source)):
+        yield
+
+
+@contextlib.contextmanager
+def device_loads(device: torch.device) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Gives a load of copies both ways and matmuls; its buffers live as long as this context."""
+    generator = torch.Generator(device).manual_seed(0)
+    inputs, weight = (torch.randn(LOAD_EDGE, LOAD_EDGE, device=device, generator=generator).to(torch.bfloat16) for _ in range(2))
+    with directions(device, LOAD_COPY_BYTES) as (up, down):
+        compute = new_stream(device)
+        ends = [[sleeping_event() for _ in range(3)] for _ in range(2)]
+
+        def feed() -> None:
+            """Queues one more portion, and waits for the portion before it: the streams never run dry."""
+            ends.reverse()
+            up.copy(4)
+            down.copy(4)
+            with torch.no_grad(), torch.cuda.stream(compute):
+                for _ in range(8):
+                    functional.linear(inputs, weight)
+            for event, stream in zip(ends[0], (up.stream, down.stream, compute), strict=True):
+                event.record(stream)
+            for event in ends[1]:
+                event.synchronize()
+
+        yield lambda: _repeating(feed)
+
+
+@contextlib.contextmanager
+def _repeating(portion: Callable[[], object]) -> Iterator[None]:
+    """Runs `portion` again and again on a thread; what fails there fails here."""
+    running, stop = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    def repeat() -> None:
+        try:
+            portion()
+            running.set()
+            while not stop.is_set():
+                portion()
+        except BaseException as failure:
+            failures.append(failure)
+            running.set()
+
+    thread = threading.Thread(target=repeat, name="anyfit-probe-load", daemon=True)
+    thread.start()
+    running.wait()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _on_threads(threads: int, read: Callable[[], float]) -> float:
+    with _threads(threads):
+        return read()
+
+
+def _under(load: Callable[[], AbstractContextManager[None]], threads: int, read: Callable[[], float]) -> float:
+    with load():
+        return _on_threads(threads, read)
+
+
+def _fused_adamw(parameters: int) -> Callable[[], object]:
+    parameter = torch.nn.Parameter(torch.full((parameters,), 0.5))
+    parameter.grad = torch.full((parameters,), 1e-3)
+    return torch.optim.AdamW([parameter], lr=1e-4, fused=True).step

@@ -1,0 +1,1 @@
+"""A placed model at work: steps, metrics, data order, checkpoints, launch."""

@@ -1,0 +1,193 @@
+"""How a run was launched: its place among the ranks, its folder, and what happens when it is told to stop.
+
+`anyfit fit` opens a `Launch` around the demo or the user's script; `anyfit.start` picks it up. After each step the launch
+writes metrics, saves when it is time, and, when a signal asked for it (Ctrl-C, a cluster's preemption), saves and ends
+with that signal's status. A script run by plain `python` has no launch, and nothing of this happens to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from anyfit.values.machine import Machine
+
+from . import checkpoint
+from .alarms import Alarms
+
+if TYPE_CHECKING:
+    import torch
+
+    from .run import Run
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among those of the run, from torchrun's or Slurm's environment."""
+
+    index: int
+    count: int
+    local: int
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Rank:
+        torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+        for names in (torchrun, slurm):
+            given = [name for name in names if name in environment]
+            if names is slurm and "SLURM_PROCID" not in given:
+                continue  # inside an allocation but not started by srun: one process
+            if given:
+                missing = [name for name in names if name not in environment]
+                if missing:
+                    raise ValueError(f"{given[0]} is set but {missing[0]} is not; start with torchrun, srun, or neither")
+                return cls(*(int(environment[name]) for name in names))
+        return cls(0, 1, 0)
+
+    def refuse_several(self) -> None:
+        if self.count != 1:
+            raise ValueError(f"{self.count} processes were started; this version of anyfit trains on one: start a single one")
+
+
+@dataclass
+class Launch:
+    """One `anyfit fit`: what the command line said, and what goes on."""
+
+    folder: Path
+    resume: bool = False
+    save_every: int = 0  # steps; 0 saves at the end only
+    keep: int = 2  # checkpoints
+    limits: Mapping[str, str | None] = field(default_factory=dict)
+    plan: Path | None = None
+    deterministic: bool = False
+    on_step: Callable[[Run, list[str]], None] = lambda _run, _alarms: None
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+
+    _asked: int | None = None
+    _alarms: Alarms = field(default_factory=Alarms)
+    _before: dict[int, Any] = field(default_factory=dict)
+
+    def follow(self, run: Run, machine: Machine) -> None:
+        """Opens the folder; from here on a signal waits for the end of the step."""
+        run.launch = self
+        run.plan.save(self.folder / "plan.json")
+        machine.save(self.folder / "machine.json")
+        self._truncate_metrics(run.steps)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._ask)
+
+    def unfollow(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _ask(self, number: int, _frame: FrameType | None) -> None:
+        if self._asked is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt  # asked twice: do not wait for the step
+        self._asked = number
+        self.say(f"{signal.Signals(number).name}: saving after this step")
+
+    def after_step(self, run: Run) -> None:
+        metrics = run.metrics
+        alarms = self._alarms.listen(run.steps, metrics.loss, run.skipped)
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics.to_json() | {"time": time.time(), "alarms": alarms}) + "\n")
+        self.on_step(run, alarms)
+        if self._asked is not None:
+            self._end(run, self._asked)
+        if self.save_every and run.steps % self.save_every == 0:
+            self.save(run)
+
+    def save(self, run: Run) -> Path:
+        path = self.checkpoints / f"{run.steps:08d}"
+        run.save(path)
+        checkpoint.remove_older(self.checkpoints, self.keep)
+        return path
+
+    def _end(self, run: Run, number: int) -> None:
+        path = self.save(run)
+        self.say(f"saved step {run.steps} in {path}; go on with: anyfit fit --resume {self.folder}")
+        run.close()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def newest_checkpoint(self) -> Path | None:
+        """Where `--resume` goes on; None is the beginning."""
+        found, passed_over = checkpoint.newest(self.checkpoints)
+        for reason in passed_over:
+            self.say(f"passed over a checkpoint: {reason}")
+        return found
+
+    def _truncate_metrics(self, steps: int) -> None:
+        """What was measured after the checkpoint is measured again."""
+        file = self.folder / "metrics.jsonl"
+        if not file.exists():
+            return
+        kept = []
+        for line in file.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= steps:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                break  # a line cut short when the process died
+        aside = file.with_suffix(".writing")
+        aside.write_text("".join(f"{line}\n" for line in kept))
+        aside.replace(file)
+
+
+def device_for(machine: Machine, rank: Rank) -> torch.device:
+    """The device this rank computes on, held to the machine's limit."""
+    import torch
+
+    if machine.device.kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"the plan is for {machine.device.name}, and torch sees no GPU here")
+    device = torch.device("cuda", rank.local)
+    torch.cuda.set_device(device)
+    if machine.limits.device_bytes is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        allowed = max(machine.limits.device_bytes - int(machine.device.context_bytes.value), 0)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
+    return device
+
+
+def make_deterministic() -> None:
+    """Bit-equal reruns: deterministic kernels, and cuBLAS workspaces that do not depend on timing."""
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+_current: Launch | None = None
+
+
+def current() -> Launch | None:
+    return _current
+
+
+@contextmanager
+def launched(launch: Launch) -> Iterator[Launch]:
+    global _current
+    assert _current is None, "one launch a process"
+    _current = launch
+    try:
+        yield launch
+    finally:
+        _current = None
+        launch.unfollow()

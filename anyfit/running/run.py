@@ -1,0 +1,331 @@
+"""Run: a placed model at work. `step` is the whole of training; `loss`, `backward` and `update` are its parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from anyfit.placing import Placed
+from anyfit.placing.gradients import clip_factor, total_norm
+from anyfit.placing.tiers import LiveBytes, peak_bytes_of_gpu
+from anyfit.values.job import Batch, Job
+from anyfit.values.plan import Plan
+
+from . import checkpoint
+from .launch import Launch
+from .loader import Loader, Sized
+from .metrics import Metrics
+
+WATCHED_STEPS = 2  # on the CPU device the storages of the first steps are counted: one makes the optimizer's state, one uses it
+
+
+class Run:
+    """Trains a job as its plan says. Made by `anyfit.start`.
+
+    for batch in run.loader(dataset):
+        loss = run.step(batch)
+    run.save("checkpoints/1000")
+    """
+
+    def __init__(self, job: Job, plan: Plan, placed: Placed) -> None:
+        self.job = job
+        self.plan = plan
+        self.launch: Launch | None = None  # set by `anyfit fit`
+        self.model: nn.Module = placed.model
+        self.optimizer: Optimizer = placed.updates.optimizer
+        self.scheduler: LRScheduler | None = _scheduler(job, self.optimizer)
+        self.steps = 0  # done, skipped ones included
+        self.skipped = 0
+        self._placed = placed
+        self._loader: Loader | None = None
+        self._loader_position = 0  # to take up, from a checkpoint
+        self._open: list[tuple[Tensor, Tensor, Tensor | None, int]] = []  # losses handed out: shown, total, weight, rows
+        self._rows = 0  # samples that went backward since the last update
+        self._weight: Tensor | None = None  # of those samples, where the loss gives weights
+        self._last: dict[str, Any] = {}
+        self._peak_bytes = 0
+        self._watched = 0
+        self._clock = time.perf_counter()
+        self._closed = False
+
+    # ------------------------------------------------------------------ training
+
+    def step(self, batch: Batch) -> Tensor:
+        """One update from one batch of `batch_size` samples; the mean loss, detached, without waiting for the device.
+
+        An error on the way (in your model, your data) leaves the state of the last completed step.
+        """
+        self._check_open()
+        rows = self.job.rows(batch)
+        if rows is not None and rows != self.job.batch_size:
+            raise ValueError(
+                f"the batch has {rows} samples, and Job(batch_size={self.job.batch_size}); "
+                "drop an incomplete last batch (run.loader does), or pad it and return (sum, weight) from the loss"
+            )
+        if self._rows:
+            raise RuntimeError(f"{self._rows} samples wait for run.update(); call it before run.step")
+        with self._counting():
+            try:
+                loss = self._forward_backward(self.job.cut(batch, self.micro_batches))
+                self.update()
+            except BaseException:
+                self._abandon()
+                raise
+        self._last["loss"] = loss
+        if self.launch is not None:
+            self.launch.after_step(self)
+        return loss
+
+    def _forward_backward(self, parts: Sequence[Batch]) -> Tensor:
+        losses: list[Tensor] = []
+        weights: list[Tensor] = []
+        for part, rows in zip(parts, self.micro_batches, strict=True):
+            total, weight = self.job.evaluate(self.model, self.job.prepare(part, self._placed.device))
+            losses.append(self._backward(total, weight, rows, alone=len(parts) == 1))
+            if weight is not None:
+                weights.append(weight)
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return loss / torch.stack(weights).sum() if weights else loss
+
+    def _backward(self, total: Tensor, weight: Tensor | None, rows: int, *, alone: bool) -> Tensor:
+        """Backward of one micro-batch, so that the sum over micro-batches is the batch's mean; its part of the loss."""
+        count = self.job.batch_size
+        if weight is not None:
+            # Alone, the weight is known now; else only when all micro-batches are through: the update divides by it.
+            (total / weight if alone else total).backward()
+            if not alone:
+                self._weight = weight if self._weight is None else self._weight + weight
+        elif alone:
+            total.backward()
+        elif count % rows == 0:
+            total = total / (count // rows)
+            total.backward()
+        else:
+            total = total * (rows / count)
+            total.backward()
+        self._rows += rows
+        return total.detach()
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean loss of one micro-batch, for a loop of your own: follow with `run.backward(loss)`."""
+        self._check_open()
+        total, weight = self.job.evaluate(self.model, self.job.prepare(batch, self._placed.device))
+        shown = total if weight is None else total / weight
+        rows = self.job.rows(batch) or self.plan.micro_batch
+        if torch.is_grad_enabled():
+            self._open.append((shown, total, weight, rows))
+        return shown
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of a loss that `run.loss` returned."""
+        for index, (shown, total, weight, rows) in enumerate(self._open):
+            if shown is loss:
+                del self._open[index]
+                if self._rows + rows > self.job.batch_size:
+                    raise ValueError(
+                        f"{self._rows + rows} samples since the last run.update(), and Job(batch_size={self.job.batch_size})"
+                    )
+                part = self._backward(total, weight, rows, alone=rows == self.job.batch_size)
+                before = self._last.get("loss_so_far")
+                self._last["loss_so_far"] = part if before is None else before + part
+                return
+        raise ValueError("run.backward takes a loss that run.loss returned, once; scale it inside Job(loss=)")
+
+    def update(self) -> None:
+        """Clips, updates and steps the scheduler; leaves the step out where a gradient is not finite."""
+        self._check_open()
+        if self._rows != self.job.batch_size and self.job.split is None:
+            raise ValueError(
+                f"run.update() after {self._rows} of {self.job.batch_size} samples: run.backward every micro-batch first"
+            )
+        gradients = self._placed.gradients.collected()
+        if not gradients:
+            raise RuntimeError("no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?")
+        if self._weight is not None:
+            for gradient in gradients.values():
+                gradient.div_(self._weight)
+        norm = total_norm(gradients)
+        if bool(torch.isfinite(norm)):
+            factor = None if self.job.clip_norm is None else clip_factor(norm, self.job.clip_norm)
+            self._placed.updates.apply(gradients, factor)
+            if self.scheduler is not None:
+                self.scheduler.step()
+        else:
+            self.skipped += 1
+        loss = self._last.pop("loss_so_far", None)
+        if loss is not None:
+            self._last["loss"] = loss if self._weight is None else loss / self._weight
+        self._abandon()
+        self.steps += 1
+        now = time.perf_counter()
+        self._last["norm"], self._last["seconds"], self._clock = norm, now - self._clock, now
+
+    def _abandon(self) -> None:
+        """Forgets the gradients of the step under way."""
+        self._placed.gradients.clear()
+        self._open.clear()
+        self._rows, self._weight = 0, None
+        self._last.pop("loss_so_far", None)
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Samples of each micro-batch of a step; only the last may be smaller."""
+        whole, rest = divmod(self.job.batch_size, self.plan.micro_batch)
+        return [self.plan.micro_batch] * whole + ([rest] if rest else [])
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The mean loss of a batch of any size in evaluation mode; nothing is learnt from it."""
+        self._check_open()
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            total, weight = self.job.evaluate(self.model, self.job.prepare(batch, self._placed.device))
+        finally:
+            for module, training in modes:
+                module.training = training
+        return total if weight is None else total / weight
+
+    def loader(self, dataset: Sized, *, epochs: int = 1, shuffle: bool = True, **options: Any) -> Loader:
+        """Batches of the dataset in an order that depends on the seed alone; resumes where a checkpoint stood.
+
+        `options` are torch's DataLoader's: collate_fn, num_workers, …
+        """
+        if self._loader is not None:
+            raise RuntimeError("this run has a loader; one data order a run can be resumed")
+        self._loader = Loader(dataset, self.job.batch_size, self.job.seed, epochs, shuffle, **options)
+        self._loader.position = self._loader_position
+        return self._loader
+
+    # ------------------------------------------------------------------ weights and checkpoints
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Full weights by original name, tied ones under each name, on the host: the fp32 masters; and the buffers."""
+        self._check_open()
+        return checkpoint.full_state_dict(self._placed)
+
+    @contextmanager
+    def weights(self) -> Iterator[nn.Module]:
+        """The model whole and readable; edits of its parameters become part of the run."""
+        self._check_open()
+        before = self._placed.state.snapshot()
+        yield self.model
+        self._placed.state.adopt_edits(before)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a checkpoint: all of it or nothing; one that stood there is replaced only once the new one is whole."""
+        self._check_open()
+        if self._rows:
+            raise RuntimeError("a checkpoint holds whole steps: call run.update() before run.save")
+        checkpoint.save(Path(folder), self._placed, self._progress(), self.plan)
+
+    def resume(self, folder: str | Path) -> None:
+        """Takes up weights, optimizer, scheduler, data position and random state from a checkpoint."""
+        progress = checkpoint.load(Path(folder), self._placed)
+        self.steps, self.skipped = progress["steps"], progress["skipped"]
+        self._loader_position = progress["loader_position"]
+        if self._loader is not None:
+            self._loader.position = self._loader_position
+        if (self.scheduler is None) != (progress["scheduler"] is None):
+            raise ValueError(f"{folder}: saved {'without' if self.scheduler else 'with'} a scheduler; Job(scheduler=) differs")
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(progress["scheduler"])
+        for group, saved in zip(self.optimizer.param_groups, progress["groups"], strict=True):
+            group.update(saved)
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "loader_position": self._loader.position if self._loader is not None else self._loader_position,
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups],
+        }
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def metrics(self) -> Metrics:
+        """Of the last step. Looking waits for the device."""
+        if "norm" not in self._last:
+            raise RuntimeError("no step has been made yet")
+        last, forecast = self._last, self.plan.forecast
+        speed = forecast.step_seconds / last["seconds"]
+        return Metrics(
+            step=self.steps,
+            loss=float(last["loss"]),
+            gradient_norm=float(last["norm"]),
+            learning_rates=tuple(float(group["lr"]) for group in self.optimizer.param_groups),
+            seconds=last["seconds"],
+            samples_per_second=self.job.batch_size / last["seconds"],
+            tokens_per_second=forecast.tokens_per_second * speed,
+            compute_share=forecast.compute_share * speed,
+            peak_bytes=self._peaks(),
+            skipped=self.skipped,
+        )
+
+    def _peaks(self) -> Mapping[str, int]:
+        if self._placed.device.type == "cuda":
+            return {"device": peak_bytes_of_gpu(self._placed.device), "host": 0, "disk": 0}
+        return {"device": self._peak_bytes, "host": 0, "disk": 0}
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        if self._placed.device.type != "cpu" or self._watched >= WATCHED_STEPS:
+            yield
+            return
+        held = self._placed.bytes
+        with LiveBytes() as live:
+            yield
+        self._watched += 1
+        self._peak_bytes = max(self._peak_bytes, held + live.peak_bytes)
+
+    @property
+    def planned_steps(self) -> int | None:
+        """How many steps the run's loader makes, where it has one."""
+        return None if self._loader is None else self.steps + len(self._loader) - self._loader.position
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Lets go of everything; the model keeps its weights."""
+        self._closed = True
+        if self.launch is not None:
+            self.launch.unfollow()
+            self.launch = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this run is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _scheduler(job: Job, optimizer: Optimizer) -> LRScheduler | None:
+    if job.scheduler is None:
+        return None
+    scheduler = job.scheduler(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise TypeError(
+            "ReduceLROnPlateau needs a metric with each step; step it yourself with run.optimizer, without Job(scheduler=)"
+        )
+    if not isinstance(scheduler, LRScheduler):
+        raise TypeError(f"Job(scheduler=) made {type(scheduler).__name__}, not a torch learning-rate scheduler")
+    return scheduler

@@ -1,0 +1,1 @@
+"""Values for people: tables, bars and lines in a terminal."""

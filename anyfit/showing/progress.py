@@ -1,0 +1,93 @@
+"""The progress of a run: a bar on a terminal, a plain line every few steps elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from anyfit.values.plan import Plan
+from anyfit.values.units import show_bytes, show_count, show_seconds
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One step as a watcher sees it."""
+
+    step: int
+    steps: int | None  # in all, where known
+    loss: float
+    seconds: float  # a step takes lately
+    tokens_per_second: float
+    compute_share: float
+    peak_bytes: int
+
+    def text(self, plan: Plan) -> str:
+        drift = self.seconds / plan.forecast.step_seconds - 1
+        left = "" if self.steps is None else f", {show_seconds((self.steps - self.step) * self.seconds)} left"
+        limit = show_bytes(plan.limit_bytes["device"])
+        return (
+            f"loss {self.loss:.3f}, {show_count(self.tokens_per_second)} tokens/s, {self.compute_share:.0%} of peak compute, "
+            f"memory {show_bytes(self.peak_bytes)} of {limit}{left}, {drift:+.0%} against the forecast"
+        )
+
+
+class Watcher(Protocol):
+    """What a run reports to."""
+
+    def beat(self, beat: Beat, plan: Plan) -> None: ...
+    def say(self, line: str) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
+
+
+class Bar:
+    """A live bar; lines said meanwhile scroll above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("step {task.completed}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+        )
+        self._task: TaskID | None = None
+
+    def beat(self, beat: Beat, plan: Plan) -> None:
+        if self._task is None:
+            self._task = self._progress.add_task("", total=beat.steps)
+        self._progress.update(self._task, completed=beat.step, description=beat.text(plan))
+
+    def say(self, line: str) -> None:
+        self._progress.console.print(line, markup=False)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, _k: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None) -> None:
+        self._progress.stop()
+
+
+class Lines:
+    """One line every `every` steps, for logs."""
+
+    def __init__(self, console: Console, every: int) -> None:
+        self._console, self._every = console, every
+
+    def beat(self, beat: Beat, plan: Plan) -> None:
+        if beat.step % self._every == 0 or beat.step == beat.steps:
+            self.say(f"step {beat.step}" + (f" of {beat.steps}" if beat.steps else "") + f": {beat.text(plan)}")
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _k: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None) -> None:
+        pass

@@ -1,0 +1,156 @@
+"""Plans, profiles and checks as tables. With a terminal they have colour and bars; in a pipe they are plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from anyfit.values.machine import Machine
+from anyfit.values.plan import TIERS, Plan
+from anyfit.values.profile import BlockCost, Profile
+from anyfit.values.units import show_bytes, show_count, show_seconds
+
+BAR_CELLS = 40
+# One colour a meaning, told apart by lightness as well: readable without colour vision.
+PARTS = {"compute": "blue", "recompute": "cyan", "update": "magenta", "communication": "yellow", "offload": "red"}
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """The decision and why, then each tier's memory against its limit, then the step by what it is spent on."""
+    table = Table.grid(padding=(0, 2))
+    for label, text in plan.rows():
+        table.add_row(Text(label, style="bold"), Text(text))
+    console.print(table)
+    forecast = plan.forecast
+    bars = Table.grid(padding=(0, 2))
+    for tier in TIERS:
+        used = forecast.reserved_bytes if tier == "device" else forecast.peak_bytes[tier]
+        limit = plan.limit_bytes[tier]
+        if used and limit:
+            share = used / limit
+            bars.add_row(
+                Text(tier),
+                _bar([("green" if share < 0.9 else "yellow", share)]),
+                Text(f"{share:.0%} of {show_bytes(limit)}"),
+            )
+    parts = [(name, seconds) for name, seconds in forecast.split_seconds.items() if seconds > 0]
+    shares = [(PARTS.get(name, "white"), seconds / forecast.step_seconds) for name, seconds in parts]
+    legend = ", ".join(f"{name} {seconds / forecast.step_seconds:.0%}" for name, seconds in parts)
+    bars.add_row(Text("step"), _bar(shares), Text(legend))
+    console.print(bars)
+
+
+def _bar(shares: Sequence[tuple[str, float]]) -> Text:
+    """Coloured shares of a whole, the rest dotted."""
+    bar, filled = Text(), 0
+    end = 0.0
+    for colour, share in shares:
+        end += share
+        cells = max(round(min(end, 1.0) * BAR_CELLS) - filled, 0)
+        bar.append("█" * cells, style=colour)
+        filled += cells
+    bar.append("·" * (BAR_CELLS - filled), style="dim")
+    return bar
+
+
+def show_profile(profile: Profile, console: Console) -> None:
+    """A row a block at the largest micro-batch, equal neighbours together; then the totals."""
+    each = profile.passes[0]
+    table = Table(title=f"{profile.model}, micro-batch {each.micro_batch}, {profile.precision}, on {profile.machine}")
+    for name in ("block", "class"):
+        table.add_column(name)
+    for name in ("count", "parameters", "FLOPs", "forward", "backward", "kept"):
+        table.add_column(name, justify="right")
+    for name, kind, count, block in _grouped(profile):
+        table.add_row(
+            name or "(outside blocks)",
+            kind,
+            str(count),
+            show_count(count * block.parameters),
+            show_count(count * (block.flops_forward + block.flops_backward)),
+            show_seconds(count * block.seconds_forward),
+            show_seconds(count * block.seconds_backward),
+            show_bytes(count * block.kept_bytes),
+        )
+    console.print(table)
+    state = profile.state
+    rows = {
+        "parameters": f"{show_count(profile.parameters)}, {show_count(profile.trainable)} trainable",
+        "model state": f"{show_bytes(state.resident)}: weights {show_bytes(state.parameters)}, masters "
+        f"{show_bytes(state.masters)}, {profile.optimizer} {show_bytes(state.optimizer)}, buffers {show_bytes(state.buffers)}",
+        "gradients": show_bytes(state.gradients),
+        "a pass": f"{show_seconds(each.seconds)} ± {profile.time_error:.0%}, {show_count(each.flops)} FLOPs, "
+        f"{each.flops / each.seconds / profile.peak_flops_per_second:.0%} of peak compute",
+        "peak of a pass": f"{show_bytes(each.peak_bytes)} beyond the model state, at {each.peak_at}",
+        "update": show_seconds(profile.update.seconds),
+    }
+    show_rows(rows, console)
+
+
+def _grouped(profile: Profile) -> Iterator[tuple[str, str, int, BlockCost]]:
+    """Runs of neighbouring blocks that cost the same: (name, class, how many, one of them)."""
+    blocks = profile.passes[0].blocks
+    start = 0
+    while start < len(blocks):
+        end = start + 1
+        while end < len(blocks) and replace(blocks[end], name=blocks[start].name) == blocks[start]:
+            end += 1
+        name = blocks[start].name if end == start + 1 else f"{blocks[start].name} … {blocks[end - 1].name.rpartition('.')[2]}"
+        yield name, blocks[start].kind, end - start, blocks[start]
+        start = end
+
+
+def show_rows(rows: Mapping[str, str], console: Console) -> None:
+    table = Table.grid(padding=(0, 2))
+    for label, text in rows.items():
+        table.add_row(Text(label, style="bold"), Text(text))
+    console.print(table)
+
+
+def show_machine(machine: Machine, console: Console) -> None:
+    device, host = machine.device, machine.host
+    rows = {
+        "machine": f"{machine.name}: {machine.nodes} x {device.count} {device.name}, measured {machine.date}",
+        "device memory": f"{show_bytes(device.memory_bytes.value)}, at {show_bytes(device.memory.peak)}/s",
+        "matmul": ", ".join(
+            f"{dtype} {show_count(curve.peak)}FLOP/s ± {curve.spread:.0%}" for dtype, curve in device.matmul.items()
+        ),
+        "attention": ", ".join(f"{dtype} {show_count(curve.peak)}FLOP/s" for dtype, curve in device.attention.items()),
+        "launch": show_seconds(device.launch_seconds.value),
+        "host": f"{host.cores} cores, {show_bytes(host.memory_bytes.value)}, AdamW {show_count(host.update.peak)} parameters/s",
+    }
+    if machine.copies is not None:
+        up, down = machine.copies.up, machine.copies.down
+        rows["copies"] = f"up {show_bytes(up.peak)}/s, down {show_bytes(down.peak)}/s"
+    if machine.disk is not None:
+        disk = machine.disk
+        rows["disk"] = (
+            f"read {show_bytes(disk.read.peak)}/s, write {show_bytes(disk.write.peak)}/s, "
+            f"{show_bytes(disk.free_bytes.value)} free"
+        )
+    show_rows(rows, console)
+
+
+def show_forecast_beside_measured(plan: Plan, seconds: float, peak_bytes: int, console: Console) -> None:
+    forecast = plan.forecast
+    table = Table("", "predicted", "measured", "off by")
+    for name, predicted, measured, show in (
+        ("step", forecast.step_seconds, seconds, show_seconds),
+        ("device peak", forecast.peak_bytes["device"], peak_bytes, show_bytes),
+    ):
+        table.add_row(name, show(predicted), show(measured), f"{predicted / measured - 1:+.0%}" if measured else "not measured")
+    console.print(table)
+
+
+@contextmanager
+def shown_progress(doing: str, console: Console) -> Iterator[Callable[[str, float], None]]:
+    """A bar for work that reports what it does and how far it is; silent without a terminal."""
+    with Progress(TextColumn(doing), BarColumn(), TextColumn("{task.description}"), console=console, transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda what, share: progress.update(task, completed=share, description=what)

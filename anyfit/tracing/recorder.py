@@ -1,0 +1,176 @@
+"""Writes down every op below autograd, and when each storage is born and dies.
+
+Autograd itself decides what lives: the recorder only watches. A storage is born with the op that returns it and dies when
+torch lets go of it, which a weak reference tells. Ops of backward are ascribed to the module whose saved tensors they
+unpack; a recomputed forward runs its modules again and so names itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from anyfit.values.graph import Op, OpKind, Phase, ValueKind
+
+aten = torch.ops.aten
+# Reads only the rows it is asked for, however large the table.
+GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.slice_backward}
+
+
+@dataclass
+class Storage:
+    """A value in the making."""
+
+    bytes: int
+    kind: ValueKind
+    born: int
+    dies: int | None
+    block: int
+
+
+class Recorder(TorchDispatchMode):
+    """Records ops and storages while active. `names` and `blocks` are by module identity."""
+
+    def __init__(self, names: Mapping[int, str], block_of: Mapping[int, int], outside: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[Op] = []
+        self.storages: list[Storage] = []
+        self.phase: Phase = "forward"
+        self._names, self._block_of, self._outside = names, block_of, outside
+        self._stack: list[tuple[str, int]] = [("", outside)]
+        self._backward_at: tuple[str, int] = ("", outside)
+        self._known: dict[int, Storage | None] = {}  # by storage identity; None: not of this pass
+        self._watched: list[weakref.ref[Any]] = []
+
+    # ------------------------------------------------------------------ what the caller tells
+
+    def leave_out(self, tensors: Iterator[torch.Tensor]) -> None:
+        """Parameters and buffers: there before the pass, and counted elsewhere."""
+        for tensor in tensors:
+            self._known[tensor.untyped_storage()._cdata] = None
+
+    def count_input(self, tensor: torch.Tensor) -> None:
+        self._meet(tensor, "input")
+
+    def mark_gradient(self, tensor: torch.Tensor) -> None:
+        storage = self._known.get(tensor.untyped_storage()._cdata)
+        if storage is not None:
+            storage.kind = "gradient"
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Follows the modules as they are called, and the tensors that autograd saves."""
+        hooks = []
+        for module in model.modules():
+            hooks.append(module.register_forward_pre_hook(self._enter))
+            hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            try:
+                yield
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+    # ------------------------------------------------------------------ what torch tells
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        here = self._stack[-1]
+        self._stack.append((self._names[id(module)], self._block_of.get(id(module), here[1])))
+
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        left = self._stack.pop()
+        if self.phase == "backward":  # a recomputed module: the gradients that follow are its own
+            self._backward_at = left
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, int]]:
+        return tensor, self._stack[-1]
+
+    def _unpack(self, packed: tuple[torch.Tensor, tuple[str, int]]) -> torch.Tensor:
+        tensor, self._backward_at = packed
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+        outputs = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
+        fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in self._known]
+        if not fresh and not func._schema.is_mutable:
+            return result  # a view, or a look at sizes: costs nothing
+        in_backward = self.phase == "backward"
+        recomputes = in_backward and len(self._stack) > 1
+        module, block = self._backward_at if in_backward and not recomputes else self._stack[-1]
+        packet = func._overloadpacket
+        self.ops.append(
+            Op(
+                name=str(func).removeprefix("aten."),
+                kind=_kind_of(packet),
+                phase=self.phase,
+                recomputes=recomputes,
+                block=block,
+                module=module,
+                dtype=str((outputs or inputs)[0].dtype).removeprefix("torch.") if outputs or inputs else "float32",
+                flops=_flops(packet, args, kwargs, result),
+                bytes=_touched_bytes(packet, inputs, outputs),
+            )
+        )
+        for tensor in fresh:
+            self._meet(tensor, "activation", block=block)
+        return result
+
+    def _meet(self, tensor: torch.Tensor, kind: ValueKind, block: int | None = None) -> None:
+        storage = tensor.untyped_storage()
+        identity = storage._cdata
+        if identity in self._known:
+            return
+        born = max(len(self.ops) - 1, 0)
+        seen = Storage(storage.nbytes(), kind, born, None, self._outside if block is None else block)
+        self._known[identity] = seen
+        self.storages.append(seen)
+        self._watched.append(weakref.ref(storage, self._died(identity, seen)))
+
+    def _died(self, identity: int, seen: Storage) -> Callable[[Any], None]:
+        def note(_reference: Any) -> None:
+            seen.dies = max(len(self.ops) - 1, 0)
+            self._known.pop(identity, None)
+
+        return note
+
+
+def _kind_of(packet: Any) -> OpKind:
+    if "attention" in packet.__name__:
+        return "attention"
+    if packet in (aten.convolution, aten._convolution, aten.convolution_backward):
+        return "convolution"
+    return "matmul" if packet in flop_registry else "memory"
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        query, key, value = args[1].shape, args[2].shape, args[3].shape
+        return int(5 * sdpa_flop_count(query, key, value) // 2)  # two products forward, five backward
+    formula = flop_registry.get(packet)
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+
+
+def _touched_bytes(packet: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    written = sum(_bytes_of(tensor) for tensor in outputs)
+    if packet in GATHERS:
+        return 2 * written + sum(_bytes_of(tensor) for tensor in inputs if not tensor.dtype.is_floating_point)
+    return written + sum(_bytes_of(tensor) for tensor in inputs)
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    # An expanded tensor reads its storage, not its shape.
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

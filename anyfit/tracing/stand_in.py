@@ -1,0 +1,69 @@
+"""The user's model and batch without their bytes: fake tensors that know shape, dtype and device, but hold nothing.
+
+All fakes live on a fake CPU, whatever device will compute: fake CUDA tensors abort the process on a build without CUDA.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+
+from anyfit.values.batches import map_tensors
+from anyfit.values.job import Batch, Job
+
+CPU = torch.device("cpu")
+
+
+def fake_model(job: Job, mode: FakeTensorMode) -> nn.Module:
+    """The job's model on fake tensors, in the run's precision, ties kept."""
+    if isinstance(job.model, nn.Module):
+        with FakeCopyMode(mode):
+            model = copy.deepcopy(job.model)
+    else:
+        with torch.device("meta"):
+            model = job.build()
+    dtypes = job.dtypes(model)
+    replaced: dict[int, nn.Parameter | torch.Tensor] = {}  # by identity, so that tied tensors stay one
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in replaced:
+                fake = nn.Parameter(_as_fake(parameter.detach(), mode), requires_grad=parameter.requires_grad)
+                replaced[id(parameter)] = fake
+            if parameter is not None:
+                module._parameters[name] = replaced[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = replaced.setdefault(id(buffer), _as_fake(buffer, mode))
+    with mode, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dtype != dtypes[name]:
+                parameter.data = parameter.data.to(dtypes[name])
+    return model
+
+
+def fake_batch(job: Job, rows: int, mode: FakeTensorMode) -> Batch:
+    """`rows` samples like the job's largest, as fakes."""
+    sample = job.sample if job.max_sample is None else job.max_sample
+    if job.split is not None:
+        rest = job.batch_size - rows
+        sample = job.cut(sample, [rows, rest] if rest else [rows])[0]
+    else:
+        job.rows(sample)  # refuses tensors that disagree about the number of samples
+
+    def imitate(tensor: torch.Tensor) -> torch.Tensor:
+        shape = (rows, *tensor.shape[1:]) if tensor.dim() and job.split is None else tensor.shape
+        return torch.empty(shape, dtype=tensor.dtype, device=CPU)
+
+    with mode:
+        return job.prepare(map_tensors(sample, imitate), CPU)
+
+
+def _as_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    if tensor.is_meta:
+        return FakeTensor(mode, tensor, CPU)
+    return mode.from_tensor(tensor)

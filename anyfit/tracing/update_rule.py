@@ -1,0 +1,105 @@
+"""What the user's optimizer does to each element, learnt by stepping it once on small stand-ins.
+
+The optimizer is made by the user's own factory over the fake model, so its parameter groups and options are the real ones;
+then every group is given small real parameters and stepped while its ops and storages are counted. Any optimizer that
+works element by element is understood this way, and none has to be known by name.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anyfit.values.graph import UpdateRule
+
+ELEMENTS = 4096  # of a stand-in: large enough that step counters do not matter
+
+
+def learn(optimizer: Optimizer) -> UpdateRule:
+    """Steps `optimizer` on stand-ins in place of its own parameters; it is of no further use afterwards."""
+    optimizer.state.clear()  # what a constructor made for the fake parameters (Adagrad) is made again below
+    counts = {}
+    for copies in (1, 2):
+        optimizer.state.clear()
+        stand_ins = []
+        for group in optimizer.param_groups:
+            made = [nn.Parameter(torch.ones(ELEMENTS)) for _ in range(copies)]
+            for parameter in made:
+                parameter.grad = torch.ones(ELEMENTS)
+            group["params"] = made
+            stand_ins.append(made)
+        _initialise(optimizer)
+        optimizer.step()  # the first step makes the state; the second is like all that follow
+        with _Meter() as meter:
+            optimizer.step()
+        counts[copies] = meter
+    groups = len(stand_ins)
+    parameters = 2 * groups
+    state = tuple(
+        sum(
+            item.numel() * item.element_size()
+            for item in pytree.tree_leaves(optimizer.state.get(made[0], {}))
+            if isinstance(item, torch.Tensor)
+        )
+        // ELEMENTS  # a step counter beside the moments is no cost by the element
+        for made in stand_ins
+    )
+    grows = counts[2].peak_bytes > 1.5 * counts[1].peak_bytes
+    return UpdateRule(
+        name=type(optimizer).__name__,
+        state_bytes_per_element=tuple(float(size) for size in state),
+        bytes_per_element=counts[2].touched_bytes / (parameters * ELEMENTS),
+        ops_per_parameter=counts[2].ops / parameters,
+        scratch_bytes_per_element=counts[1].peak_bytes / ELEMENTS,
+        scratch_is_shared=not grows,
+    )
+
+
+def _initialise(optimizer: Optimizer) -> None:
+    """Optimizers that make their state in the constructor get it for the stand-ins too."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "sum": torch.full_like(parameter, group["initial_accumulator_value"]),
+                }
+
+
+class _Meter(TorchDispatchMode):
+    """Counts ops, bytes touched and the peak of what they allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops = 0
+        self.touched_bytes = 0
+        self.peak_bytes = 0
+        self._live: dict[int, int] = {}
+        self._references: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+        there = {tensor.untyped_storage()._cdata for tensor in inputs}
+        result = func(*args, **kwargs)
+        outputs = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
+        fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in there]
+        if not fresh and not func._schema.is_mutable:
+            return result
+        self.ops += 1
+        self.touched_bytes += sum(tensor.numel() * tensor.element_size() for tensor in inputs + outputs)
+        for tensor in fresh:
+            storage = tensor.untyped_storage()
+            self._live[storage._cdata] = storage.nbytes()
+            self._references.append(weakref.ref(storage, self._forget(storage._cdata)))
+        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        return result
+
+    def _forget(self, identity: int) -> Any:
+        return lambda _reference: self._live.pop(identity, None)

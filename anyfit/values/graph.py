@@ -1,0 +1,112 @@
+"""Graph: what one micro-batch does to the machine, seen on fake tensors: every op, every storage, every parameter.
+
+Time in a graph is counted in ops: `born` and `dies` are indices into `ops`. A storage that dies at i is still there while
+op i runs; one that outlives the pass dies at len(ops). Views share a storage, so they cost nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from .record import Record
+
+Phase = Literal["forward", "backward"]
+OpKind = Literal["matmul", "convolution", "attention", "memory"]
+ValueKind = Literal["activation", "gradient", "input"]
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str  # as the dispatcher calls it: "mm.default"
+    kind: OpKind  # which rate of the machine bounds it
+    phase: Phase
+    recomputes: bool  # forward work that runs inside backward
+    block: int  # index into Graph.blocks
+    module: str  # the innermost module, by its path in the model
+    dtype: str
+    flops: int
+    bytes: int  # read and written
+
+
+@dataclass(frozen=True)
+class Value:
+    """One storage that the pass allocates."""
+
+    bytes: int
+    kind: ValueKind
+    born: int
+    dies: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    names: tuple[str, ...]  # all of them, where weights are tied
+    shape: tuple[int, ...]
+    dtype: str  # as the run holds it
+    elements: int
+    trainable: bool
+    used: bool  # this batch gave it a gradient
+    block: int
+    group: int  # of the optimizer; -1 outside every group
+
+
+@dataclass(frozen=True)
+class Block:
+    name: str  # path of the module; "" for what belongs to no block
+    kind: str  # class of the module
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """What the optimizer does to each element, learnt by stepping it once on a small stand-in."""
+
+    name: str
+    state_bytes_per_element: tuple[float, ...]  # a parameter group each
+    bytes_per_element: float  # read and written by one step
+    ops_per_parameter: float
+    scratch_bytes_per_element: float  # temporary, of one parameter, or of all where `scratch_is_shared` is False
+    scratch_is_shared: bool
+
+
+@dataclass(frozen=True)
+class Graph(Record):
+    kind: ClassVar[str] = "graph"
+    version: ClassVar[int] = 1
+
+    model: str  # class of the model
+    micro_batch: int
+    tokens: int  # of one micro-batch; samples, where the batch has no token sequence
+    precision: Literal["bf16", "fp32"]
+    parameters: tuple[Parameter, ...]
+    buffer_bytes: int
+    blocks: tuple[Block, ...]
+    ops: tuple[Op, ...]
+    backward_starts: int  # index of backward's first op
+    values: tuple[Value, ...]
+    update: UpdateRule
+    fingerprint: str  # of the model: names, shapes, dtypes
+
+    @property
+    def flops(self) -> int:
+        return sum(op.flops for op in self.ops)
+
+    def kept(self, value: Value) -> bool:
+        """Forward made it and backward still needs it."""
+        return value.born < self.backward_starts <= value.dies and value.kind == "activation"
+
+    def live_bytes(self, gradients: Literal["kept", "consumed"]) -> list[int]:
+        """Bytes alive during each op. Gradients of parameters live to the end, or are consumed by the op that made them."""
+        change = [0] * (len(self.ops) + 1)
+        for value in self.values:
+            dies = value.born if value.kind == "gradient" and gradients == "consumed" else value.dies
+            change[value.born] += value.bytes
+            if dies < len(self.ops):
+                change[dies + 1] -= value.bytes
+        live, total = [], 0
+        for delta in change[: len(self.ops)]:
+            total += delta
+            live.append(total)
+        return live

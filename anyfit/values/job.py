@@ -1,0 +1,276 @@
+"""Job: what to train. The only value that holds the user's own Python objects; it never travels as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+
+from .batches import cut, map_tensors, rows_of
+from .record import nearest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+Batch: TypeAlias = Any  # tensors in any nest of mappings, sequences and dataclasses
+LossValue: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+PRECISIONS = ("bf16", "fp32")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Job:
+    """A model, a loss, an optimizer and a batch size: all that is needed to plan and train.
+
+    model         an nn.Module, or a function that makes one (it is called on the meta device for planning, for real once)
+    loss          (model, batch) -> a scalar tensor, the mean over the batch's samples; or (sum, weight), two scalars:
+                  gradients are then normalised by the weight of the whole batch, so padding is exact
+    optimizer     model -> a torch optimizer, parameter groups included
+    sample        a batch like those to come; only its shapes and dtypes matter
+    batch_size    samples a step, over all micro-batches
+    scheduler     optimizer -> a torch learning-rate scheduler, stepped once an update
+    clip_norm     gradients are scaled down to this global norm when they exceed it
+    precision     "bf16": weights are bf16 with exact fp32 masters; "fp32": all is fp32
+    seed          of weights, data order and dropout
+    micro_batch   samples a forward pass; None lets the plan choose
+    max_sample    the largest batch to expect, when sizes vary; memory is planned for it
+    split         (batch, sizes) -> batches, for layouts where samples do not lie along dim 0 of every tensor
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Batch], LossValue]
+    optimizer: Callable[[nn.Module], Optimizer]
+    sample: Batch
+    batch_size: int
+    _: KW_ONLY
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    clip_norm: float | None = None
+    precision: Literal["bf16", "fp32"] = "bf16"
+    seed: int = 0
+    micro_batch: int | None = None
+    max_sample: Batch | None = None
+    split: Callable[[Batch, Sequence[int]], Sequence[Batch]] | None = None
+
+    def __post_init__(self) -> None:
+        for name, optional in (
+            ("model", False),
+            ("loss", False),
+            ("optimizer", False),
+            ("scheduler", True),
+            ("split", True),
+        ):
+            value = getattr(self, name)
+            if not callable(value) and not (optional and value is None):
+                raise TypeError(f"Job({name}=) must be callable, got {_describe(value)}{_HINTS.get(name, '')}")
+        if isinstance(self.optimizer, type) or hasattr(self.optimizer, "param_groups"):
+            raise TypeError(
+                f"Job(optimizer=) takes a function of the model, got {_describe(self.optimizer)}" + _HINTS["optimizer"]
+            )
+        for name in ("batch_size", "micro_batch", "seed"):
+            value = getattr(self, name)
+            if name == "micro_batch" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"Job({name}=) must be an int, got {_describe(value)}")
+            if value < (0 if name == "seed" else 1):
+                raise ValueError(f"Job({name}=) must be positive, got {value}")
+        if self.micro_batch is not None and self.micro_batch > self.batch_size:
+            raise ValueError(f"Job(micro_batch={self.micro_batch}) is larger than batch_size={self.batch_size}")
+        if self.clip_norm is not None:
+            if not isinstance(self.clip_norm, int | float) or isinstance(self.clip_norm, bool):
+                raise TypeError(f"Job(clip_norm=) must be a number or None, got {_describe(self.clip_norm)}")
+            if not self.clip_norm > 0:
+                raise ValueError(f"Job(clip_norm=) must be positive, got {self.clip_norm}; None does not clip")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"Job(precision={self.precision!r})" + nearest(str(self.precision), PRECISIONS))
+        if self.sample is None:
+            raise TypeError("Job(sample=) is None; give a batch like those to come, for example next(iter(loader))")
+
+    def build(self) -> nn.Module:
+        """The model itself, or what the factory makes."""
+        from torch import nn
+
+        if isinstance(self.model, nn.Module):
+            return self.model
+        model = self.model()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"Job(model=) made {_describe(model)}, not an nn.Module")
+        return model
+
+    def dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """By parameter name, the dtype in which a run holds it: as `precision` says, batch norms and integers as they are."""
+        import torch
+        from torch.nn.modules.batchnorm import _BatchNorm
+
+        kept = {
+            id(parameter)
+            for module in model.modules()
+            if isinstance(module, _BatchNorm)
+            for parameter in module.parameters(recurse=False)
+        }
+        allowed = (torch.float32, torch.bfloat16) if self.precision == "bf16" else (torch.float32,)
+        dtypes = {}
+        for name, parameter in model.named_parameters():
+            if parameter.dtype.is_floating_point and parameter.dtype not in allowed:
+                raise TypeError(
+                    f"parameter {name} is {parameter.dtype}, which precision={self.precision!r} cannot hold exactly; "
+                    f"build the model in {' or '.join(map(str, allowed))}"
+                )
+            low = self.precision == "bf16" and parameter.dtype.is_floating_point and id(parameter) not in kept
+            dtypes[name] = torch.bfloat16 if low else parameter.dtype
+        return dtypes
+
+    def build_optimizer(self, model: nn.Module) -> tuple[Optimizer, dict[int, int]]:
+        """The user's optimizer over `model`, and by parameter identity the group each parameter is in."""
+        from torch.optim import Optimizer
+
+        optimizer = self.optimizer(model)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"Job(optimizer=) made {_describe(optimizer)}, not a torch.optim.Optimizer")
+        of_the_model = {id(parameter) for parameter in model.parameters()}
+        group_of = {}
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in of_the_model:
+                    raise ValueError(
+                        f"Job(optimizer=) holds a parameter of shape {tuple(parameter.shape)} that is not of the model it "
+                        f"was given{_HINTS['optimizer']}"
+                    )
+                group_of[id(parameter)] = index
+        return optimizer, group_of
+
+    def fingerprint(self, model: nn.Module) -> str:
+        """Names, shapes, dtypes and trainability of all parameters, and the batch: what a plan for this job depends on."""
+        facts: list[Any] = [type(model).__qualname__, self.precision, self.batch_size]
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            facts.append([name, list(parameter.shape), parameter.requires_grad])
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    def cut(self, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+        """The batch as consecutive micro-batches of these sizes: by `split`, or along dim 0 of every tensor."""
+        if self.split is None:
+            return cut(batch, sizes)
+        parts = list(self.split(batch, sizes))
+        if len(parts) != len(sizes):
+            raise ValueError(f"Job(split=) made {len(parts)} micro-batches where {len(sizes)} were asked for")
+        return parts
+
+    def rows(self, batch: Batch) -> int | None:
+        """Samples in a batch; None where only the user's `split` knows."""
+        return rows_of(batch) if self.split is None else None
+
+    def prepare(self, batch: Batch, device: torch.device) -> Batch:
+        """The batch on the device, its floating tensors in the precision of the weights."""
+        import torch
+
+        to = torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+        def place(tensor: Tensor) -> Tensor:
+            floating = tensor.dtype in (torch.float32, torch.bfloat16)
+            return tensor.to(device, to if floating else tensor.dtype, non_blocking=True)
+
+        return map_tensors(batch, place)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The loss as (mean, None), or (sum, weight) where the user's function says so; refuses what cannot be trained on."""
+        import torch
+
+        value = self.loss(model, batch)
+        total, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.dtype.is_floating_point:
+            shown = (
+                f"a {total.dtype} tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else _describe(total)
+            )
+            raise ValueError(f"Job(loss=) must return a scalar tensor, or (sum, weight), got {shown}; take its .mean()")
+        if torch.is_grad_enabled() and not total.requires_grad:
+            raise ValueError("the loss is not connected to any trainable parameter: was it detached, or made under no_grad?")
+        if weight is not None:
+            weight = torch.as_tensor(weight, dtype=torch.float32, device=total.device).detach()
+            if weight.numel() != 1:
+                raise ValueError(f"the weight of a loss must be one number, got shape {tuple(weight.shape)}; take its .sum()")
+            weight = weight.reshape(())
+        return total.reshape(()), weight
+
+    @classmethod
+    def from_huggingface(
+        cls,
+        source: Any,
+        *,
+        batch_size: int,
+        length: int,
+        optimizer: Callable[[nn.Module], Optimizer] | None = None,
+        auto_class: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """A Job for a Hugging Face language model.
+
+        source       a configuration, a folder or name `AutoConfig` knows, or a model
+        length       tokens a sample
+        optimizer    AdamW at 3e-4 when not given
+        auto_class   such as "AutoModelForMaskedLM"; else the configuration's own architecture, else AutoModelForCausalLM
+        options      any other argument of Job
+        """
+        try:
+            import transformers
+        except ImportError:
+            raise ImportError("Job.from_huggingface needs transformers: pip install 'anyfit[hf]'") from None
+        import torch
+
+        model: nn.Module | Callable[[], nn.Module]
+        if isinstance(source, torch.nn.Module):
+            model, config = source, getattr(source, "config", None)
+            if config is None:
+                raise TypeError(f"{type(source).__name__} has no Hugging Face config; use anyfit.Job for a plain module")
+        else:
+            config = transformers.AutoConfig.from_pretrained(source) if isinstance(source, str | Path) else source
+            if not isinstance(config, transformers.PretrainedConfig):
+                raise TypeError(f"from_huggingface takes a config, a folder or a model, got {_describe(source)}")
+            named = auto_class or (config.architectures or ["AutoModelForCausalLM"])[0]
+            made_by = getattr(transformers, named, None)
+            if made_by is None:
+                raise ValueError(f"transformers has no {named!r}; give auto_class, such as 'AutoModelForCausalLM'")
+            build = made_by.from_config if named.startswith("Auto") else made_by
+
+            def model() -> nn.Module:
+                made = build(config)
+                assert isinstance(made, torch.nn.Module)
+                return made.train()
+
+        config.use_cache = False  # a cache is for generation; in training it only holds memory
+        text = config.get_text_config()
+        sample = options.pop("sample", None)
+        if sample is None:
+            ids = torch.zeros(batch_size, length, dtype=torch.long)
+            sample = {"input_ids": ids, "labels": ids.clone()}
+        if length > (getattr(text, "max_position_embeddings", None) or length):
+            raise ValueError(f"length {length} is more than the model's {text.max_position_embeddings} positions")
+
+        def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+            value: Tensor = model(**batch).loss
+            return value
+
+        return cls(
+            model=model,
+            loss=loss,
+            optimizer=optimizer or (lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)),
+            sample=sample,
+            batch_size=batch_size,
+            **options,
+        )
+
+
+_HINTS = {
+    "model": "; pass an nn.Module or a function that makes one, such as lambda: GPT(config)",
+    "loss": "; pass a function such as lambda model, batch: model(**batch).loss",
+    "optimizer": "; pass a function such as lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
+    "scheduler": "; pass a function such as lambda optimizer: CosineAnnealingLR(optimizer, 1000)",
+}
+
+
+def _describe(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r:.60}"

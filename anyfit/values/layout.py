@@ -1,0 +1,85 @@
+"""Where each parameter lies: flat chunks in order of use. Pure arithmetic, so a plan knows its bytes before a run takes them.
+
+A chunk holds parameters of one kind: same dtype, same optimizer group, trainable or not. Its weights, low halves, gradient
+sums and moments are separate flat buffers that share offsets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ALIGN_ELEMENTS = 128  # every parameter starts on a 256-byte boundary even in bf16: vector loads and CUDA kernels like that
+CHUNK_BYTES = 64 * 2**20  # of weights; larger ones only when a single parameter is
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter inside a chunk."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int  # in elements, as `elements`
+    elements: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    dtype: str
+    element_bytes: int
+    trainable: bool
+    group: int  # of the optimizer; -1 outside every group
+    elements: int  # padding included
+    slots: tuple[Slot, ...]
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.element_bytes
+
+    @property
+    def is_updated(self) -> bool:
+        return self.trainable and self.group >= 0
+
+
+@dataclass(frozen=True)
+class Placeable:
+    """What a layout needs to know of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    element_bytes: int
+    trainable: bool
+    group: int
+
+
+def lay_out(parameters: Iterable[Placeable], chunk_bytes: int) -> tuple[Chunk, ...]:
+    """Parameters in the given order, packed into chunks of at most `chunk_bytes` (a larger one stands alone)."""
+    chunks: list[Chunk] = []
+    open_chunks: dict[tuple[str, int, bool, int], list[Slot]] = {}
+
+    def close(kind: tuple[str, int, bool, int]) -> None:
+        slots = open_chunks.pop(kind)
+        dtype, element_bytes, trainable, group = kind
+        chunks.append(Chunk(dtype, element_bytes, trainable, group, _end(slots), tuple(slots)))
+
+    for parameter in parameters:
+        kind = (parameter.dtype, parameter.element_bytes, parameter.trainable, parameter.group)
+        elements = math.prod(parameter.shape)
+        slots = open_chunks.get(kind, [])
+        if slots and (_end(slots) + elements) * parameter.element_bytes > chunk_bytes:
+            close(kind)
+            slots = []
+        slots.append(Slot(parameter.name, parameter.shape, _end(slots), elements))
+        open_chunks[kind] = slots
+    for kind in list(open_chunks):
+        close(kind)
+    return tuple(chunks)
+
+
+def _end(slots: list[Slot]) -> int:
+    if not slots:
+        return 0
+    last = slots[-1].offset + slots[-1].elements
+    return -(-last // ALIGN_ELEMENTS) * ALIGN_ELEMENTS

@@ -1,0 +1,238 @@
+"""Machine: what the hardware is, how fast each part of it is, and how much of it may be used.
+
+Every rate says where it comes from (`measured`, or `datasheet: <source>`) and how far repeats of its measurement
+spread, so that a forecast made from it can carry an honest error band.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from .record import Record, nearest
+from .units import parse_bytes, show_bytes
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number about the hardware."""
+
+    value: float
+    spread: float  # relative: how far from their median repeated measurements lay at most
+    source: str  # "measured" or "measured: <how>", or "datasheet: <where it is printed, and what was taken off>"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A rate by size. Between points it is a straight line on logarithmic axes, outside them it is constant."""
+
+    points: tuple[tuple[float, float], ...]  # (size, rate), sizes ascending
+    spread: float
+    source: str
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)):
+            raise ValueError("a curve needs points with ascending sizes")
+        if any(size <= 0 or rate <= 0 for size, rate in self.points):
+            raise ValueError("a curve's sizes and rates are positive")
+
+    def at(self, size: float) -> float:
+        points = self.points
+        if size <= points[0][0]:
+            return points[0][1]
+        for (left, rate_left), (right, rate_right) in itertools.pairwise(points):
+            if size <= right:
+                share = math.log(size / left) / math.log(right / left)
+                return math.exp((1 - share) * math.log(rate_left) + share * math.log(rate_right))
+        return points[-1][1]
+
+    @property
+    def peak(self) -> float:
+        return max(rate for _, rate in self.points)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of processor that computes, and how many a node has. A CPU is a device too: its memory is the host's."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    count: int  # in each node
+    memory_bytes: Figure  # what one process may take in all
+    context_bytes: Figure  # of that, what the runtime takes outside torch's allocator
+    matmul: Mapping[str, Curve]  # by dtype: FLOP/s by FLOPs of one product
+    attention: Mapping[str, Curve]  # by dtype: FLOP/s by FLOPs of one causal forward call, counted whole (unmasked)
+    memory: Curve  # bytes/s, read and written, by bytes of one element-wise op
+    launch_seconds: Figure  # the least time between two ops
+
+
+@dataclass(frozen=True)
+class Host:
+    """The memory and cores beside the devices of one node."""
+
+    cores: int
+    memory_bytes: Figure  # the real limit: the control group's where there is one
+    pinnable_bytes: Figure
+    bytes_per_second: Figure
+    update: Curve  # AdamW parameters/s by threads, alone
+    update_loaded: Curve  # the same while both copy directions and matmuls run
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Pinned copies between host and device: bytes/s by bytes of one copy, alone and with the other direction busy."""
+
+    up: Curve
+    down: Curve
+    up_both: Curve
+    down_both: Curve
+
+
+@dataclass(frozen=True)
+class Disk:
+    free_bytes: Figure
+    read: Curve  # bytes/s by requests in flight
+    write: Curve
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: seconds = latency + bytes / rate.
+
+    Bytes are those of the largest buffer that one rank holds: the gathered output of an all_gather, the input of a
+    reduce_scatter or an all_to_all, the tensor of an all_reduce or a send. A group across the cluster fills its nodes.
+    """
+
+    name: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+    across: Literal["node", "cluster"]
+    group: int
+    latency_seconds: Figure
+    bytes_per_second: Figure
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of each tier one process may take; None is all there is."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Machine(Record):
+    """Devices, links, tiers, rates and limits.
+
+    `Machine.load` takes a preset's name or a file; `anyfit.probe()` measures the machine at hand.
+    """
+
+    kind: ClassVar[str] = "machine"
+    version: ClassVar[int] = 1
+
+    name: str
+    nodes: int
+    device: Device
+    host: Host
+    copies: Copies | None  # None on a CPU device, whose memory is the host's
+    disk: Disk | None
+    collectives: tuple[Collective, ...]
+    limits: Limits
+    date: str  # of the measurement, or of the datasheets
+    versions: Mapping[str, str]  # of torch, the driver, …, where measured
+    comment: str
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """A machine from a preset's name (`Machine.presets()`) or from a file."""
+        if isinstance(path, str) and path in cls.presets():
+            preset = resources.files(__package__).joinpath("machines", f"{path}.json")
+            return cls.from_json(json.loads(preset.read_text()), where=path)
+        file = Path(path)
+        if not file.exists() and file.suffix != ".json":
+            raise FileNotFoundError(f"no machine file or preset {str(path)!r}" + nearest(str(path), cls.presets()))
+        return super().load(file)
+
+    @staticmethod
+    def presets() -> tuple[str, ...]:
+        folder = resources.files(__package__).joinpath("machines")
+        if not folder.is_dir():
+            return ()
+        return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json")))
+
+    def with_limits(
+        self,
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        disk: str | int | None = None,
+    ) -> Self:
+        """The same machine, of which no more than this may be used. None leaves a limit as it is."""
+        wanted = {
+            "device_bytes": (device_memory, self.device.memory_bytes.value, f"one {self.device.name}"),
+            "host_bytes": (host_memory, self.host.memory_bytes.value, "the host"),
+            "disk_bytes": (disk, self.disk.free_bytes.value if self.disk else 0, "the disk"),
+        }
+        limits = self.limits
+        for name, (given, there, owner) in wanted.items():
+            if given is None:
+                continue
+            if name == "disk_bytes" and self.disk is None:
+                raise ValueError(f"no disk is known of {self.name!r}; measure it with: anyfit probe --full")
+            size = parse_bytes(given)
+            if not 0 < size <= there:
+                raise ValueError(
+                    f"a limit of {show_bytes(size)} where {owner} has {show_bytes(there)}: give more than 0, at most that"
+                )
+            limits = replace(limits, **{name: size})
+        return replace(self, limits=limits)
+
+    def with_devices(self, gpus: int | None = None, nodes: int | None = None) -> Self:
+        """The same kind of machine with so many GPUs in each node, and so many nodes. None leaves a number as it is.
+
+        The host's memory, cores and disk are those of one node, and stay.
+        """
+        for flag, number in (("--gpus", gpus), ("--nodes", nodes)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ValueError(f"{flag} {number!r}: give a whole number from 1 up")
+        if gpus is not None and self.device.kind != "cuda":
+            raise ValueError(f"--gpus {gpus}: {self.name!r} has no GPU; name a machine that has: --machine h200")
+        count = self.device.count if gpus is None else gpus
+        machine = replace(self, device=replace(self.device, count=count), nodes=self.nodes if nodes is None else nodes)
+        known = {collective.across for collective in self.collectives}
+        if count > self.device.count and "node" not in known:
+            raise ValueError(f"--gpus {gpus}: no link between GPUs is known of {self.name!r}; a preset has them: h100-node")
+        if machine.nodes > self.nodes and "cluster" not in known:
+            raise ValueError(f"--nodes {nodes}: no link between nodes is known of {self.name!r}; a preset has them: h100-node")
+        return machine
+
+    @property
+    def device_limit_bytes(self) -> int:
+        return self._limit(self.limits.device_bytes, self.device.memory_bytes)
+
+    @property
+    def host_limit_bytes(self) -> int:
+        return self._limit(self.limits.host_bytes, self.host.memory_bytes)
+
+    @property
+    def disk_limit_bytes(self) -> int:
+        return self._limit(self.limits.disk_bytes, self.disk.free_bytes) if self.disk else 0
+
+    @staticmethod
+    def _limit(limit: int | None, there: Figure) -> int:
+        return int(there.value) if limit is None else min(limit, int(there.value))
+
+    @property
+    def fingerprint(self) -> str:
+        """What a plan depends on and two probes of one machine agree on: the kind, number and size of its parts."""
+        device = self.device
+        memory_gib = round(device.memory_bytes.value / 2**30)
+        parts = [device.kind, device.name, device.count, self.nodes, memory_gib, self.host.cores]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,199 @@
+"""Plan: every decision about a training run, what it will cost, and why it was taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+from .record import Record, nearest
+from .units import show_bytes, show_count, show_seconds
+
+Tier = Literal["device", "host", "disk"]
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan is expected to cost. Errors are relative and were measured against real runs."""
+
+    step_seconds: float
+    step_error: float
+    split_seconds: Mapping[str, float]  # compute, recompute, update, exposed communication, exposed offload
+    peak_bytes: Mapping[str, int]  # by tier
+    peak_error: float
+    reserved_bytes: int  # of the device: peak, what the allocator adds, and the runtime's own
+    samples_per_second: float
+    tokens_per_second: float
+    compute_share: float  # of the device's best matmul rate
+
+
+@dataclass(frozen=True)
+class Decision:
+    name: str
+    choice: str
+    why: str  # the best rejected neighbour and its price
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A neighbour that lost: the same plan with one decision changed."""
+
+    decision: str
+    choice: str
+    step_seconds: float
+    device_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    model: str  # names, shapes and dtypes of the parameters
+    machine: str  # kind, number and size of the devices
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of blocks that one pipeline rank holds, and what is done with each block's activations."""
+
+    first_block: int
+    last_block: int  # inclusive
+    activations: tuple[Literal["keep"], ...]
+
+
+@dataclass(frozen=True)
+class Plan(Record):
+    kind: ClassVar[str] = "plan"
+    version: ClassVar[int] = 1
+
+    model: str
+    machine: str
+    parameters: int
+    precision: Literal["bf16", "fp32"]
+    batch_size: int
+    micro_batch: int
+    accumulation: int  # micro-batches a step
+    mesh: Mapping[str, int]  # named axes: data, tensor, sequence, pipeline
+    stages: tuple[Stage, ...]
+    chunk_bytes: int  # model state lies in flat buffers of about this size
+    limit_bytes: Mapping[str, int]  # by tier
+    forecast: Forecast
+    decisions: tuple[Decision, ...]
+    alternatives: tuple[Alternative, ...]
+    fingerprint: Fingerprint | None  # None: made for no model in particular, starts on any
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.micro_batch <= self.batch_size:
+            raise ValueError(f"micro_batch is {self.micro_batch}; it must lie between 1 and batch_size ({self.batch_size})")
+        wanted = -(-self.batch_size // self.micro_batch)
+        if self.accumulation != wanted:
+            raise ValueError(
+                f"accumulation is {self.accumulation}; batch_size {self.batch_size} in micro-batches of "
+                f"{self.micro_batch} makes {wanted}"
+            )
+        for name, size in self.mesh.items():
+            if name not in AXES:
+                raise ValueError(f"mesh: unknown axis {name!r}" + nearest(name, AXES))
+            if size != 1:
+                raise ValueError(f"mesh: {name} is {size}; this version runs on one device, so every axis is 1")
+        if self.chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes is {self.chunk_bytes}; it must be positive")
+
+    @property
+    def fits(self) -> bool:
+        """The reserved peak lies within the device's limit even at the far end of its error band."""
+        return self.forecast.reserved_bytes <= self.limit_bytes["device"]
+
+    def unbound(self) -> Self:
+        """The same plan without its fingerprint: starts on another model or machine, at your own risk."""
+        return replace(self, fingerprint=None)
+
+    def decision(self, name: str) -> Decision:
+        for decision in self.decisions:
+            if decision.name == name:
+                return decision
+        raise ValueError(f"the plan has no decision {name!r}" + nearest(name, [known.name for known in self.decisions]))
+
+    def explained(self, name: str | None) -> dict[str, str]:
+        """Why each decision, or the one named, was taken, with every alternative that was weighed."""
+        decisions = self.decisions if name is None else (self.decision(name),)
+        rows = {}
+        for decision in decisions:
+            rows[decision.name] = f"{decision.choice}: {decision.why}"
+            for other in self.alternatives:
+                if other.decision == decision.name:
+                    verdict = "" if other.fits else ", does not fit"
+                    price = other.step_seconds / self.forecast.step_seconds - 1
+                    rows[f"  not {other.choice}"] = (
+                        f"{show_seconds(other.step_seconds)} a step ({price:+.0%}), {show_bytes(other.device_bytes)}{verdict}"
+                    )
+        return rows
+
+    def compared_with(self, other: Self) -> dict[str, str]:
+        """What differs between this plan and another, and what it costs."""
+        mine, theirs = dict(self.rows()), dict(other.rows())
+        rows = {
+            label: f"{mine.get(label, '-')}  |  {theirs.get(label, '-')}"
+            for label in [*mine, *(label for label in theirs if label not in mine)]
+            if mine.get(label) != theirs.get(label)
+        }
+        price = other.forecast.step_seconds / self.forecast.step_seconds - 1
+        room = other.forecast.reserved_bytes - self.forecast.reserved_bytes
+        rows["the second"] = (
+            f"takes {price:+.1%} time a step and {'+' if room >= 0 else '-'}{show_bytes(abs(room))} device memory"
+        )
+        return rows
+
+    def refuse_unless_made_for(self, model: str, machine: str) -> None:
+        """Raises unless both fingerprints are those the plan was made for."""
+        if self.fingerprint is None:
+            return
+        for what, mine, theirs, named in (
+            ("model", self.fingerprint.model, model, self.model),
+            ("machine", self.fingerprint.machine, machine, self.machine),
+        ):
+            if mine != theirs:
+                raise ValueError(
+                    f"this plan was made for another {what} ({named}, fingerprint {mine}; here {theirs}). "
+                    f"Plan again with anyfit.plan(job), or start(job, plan.unbound()) to use it as it is"
+                )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The plan as labelled lines for people, decisions first."""
+        forecast = self.forecast
+        rows = [("model", f"{self.model}, {show_count(self.parameters)} parameters, {self.precision}")]
+        rows += [("machine", self.machine)]
+        rows += [(decision.name, f"{decision.choice}: {decision.why}") for decision in self.decisions]
+        rows += [
+            (
+                "step",
+                f"{show_seconds(forecast.step_seconds)} ± {forecast.step_error:.0%}, "
+                f"{show_count(forecast.tokens_per_second)} tokens/s, {forecast.compute_share:.0%} of peak compute",
+            ),
+            (
+                "of which",
+                ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in forecast.split_seconds.items() if seconds > 0),
+            ),
+        ]
+        for tier in TIERS:
+            peak = forecast.reserved_bytes if tier == "device" else forecast.peak_bytes[tier]
+            if peak:
+                limit = self.limit_bytes[tier]
+                rows.append((f"{tier} memory", f"{show_bytes(peak)} of {show_bytes(limit)} ± {forecast.peak_error:.0%}"))
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+AXES = ("data", "tensor", "sequence", "pipeline")
+
+
+class NoPlan(Exception):  # noqa: N818  (a verdict about the job, not a fault)
+    """Nothing fits: says by how much, and what to change."""
+
+    def __init__(self, message: str, shortfall_bytes: int) -> None:
+        super().__init__(message)
+        self.shortfall_bytes = shortfall_bytes

@@ -1,0 +1,104 @@
+"""Profile: seconds and bytes of a training step on one machine, block by block, for every micro-batch considered.
+
+Model-state bytes are exact; seconds and activation bytes are forecasts and carry the machine's and the cost model's error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from .record import Record
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    name: str
+    kind: str  # class of the module
+    parameters: int
+    flops_forward: int
+    flops_backward: int
+    seconds_forward: float
+    seconds_backward: float
+    seconds_recompute: float  # of backward: forward work done again
+    kept_bytes: int  # held from forward for backward
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forward and backward of one micro-batch."""
+
+    micro_batch: int
+    tokens: int
+    blocks: tuple[BlockCost, ...]
+    peak_bytes: int  # live at once beyond the model state, this pass's own gradients included
+    peak_bytes_accumulating: int  # the same when gradients of earlier micro-batches are already held
+    peak_at: str  # the module where the peak is
+
+    @property
+    def flops(self) -> int:
+        return sum(block.flops_forward + block.flops_backward for block in self.blocks)
+
+    @property
+    def seconds(self) -> float:
+        return sum(block.seconds_forward + block.seconds_backward for block in self.blocks)
+
+    @property
+    def seconds_recompute(self) -> float:
+        return sum(block.seconds_recompute for block in self.blocks)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(block.kept_bytes for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Exact bytes of what lives from step to step, on one device with nothing sharded."""
+
+    parameters: int
+    masters: int  # the low halves that make bf16 weights exact fp32 masters
+    optimizer: int
+    buffers: int
+    scratch: int  # the fp32 masters of the chunk at work
+    gradients: int  # of all parameters that get one
+    accumulators: int  # fp32 gradient sums, held only when several micro-batches make a step
+
+    @property
+    def resident(self) -> int:
+        return self.parameters + self.masters + self.optimizer + self.buffers + self.scratch
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    seconds: float
+    scratch_bytes: int  # temporary, while one chunk is updated
+
+
+@dataclass(frozen=True)
+class Profile(Record):
+    kind: ClassVar[str] = "profile"
+    version: ClassVar[int] = 1
+
+    model: str
+    machine: str
+    precision: Literal["bf16", "fp32"]
+    optimizer: str
+    batch_size: int
+    parameters: int
+    trainable: int
+    state: StateBytes
+    passes: tuple[Pass, ...]  # micro-batch descending
+    update: UpdateCost
+    blocks: int
+    chunk_bytes: int
+    device_limit_bytes: int
+    host_limit_bytes: int
+    disk_limit_bytes: int
+    context_bytes: int  # taken by the runtime outside torch's allocator
+    allocator_overhead: float  # reserved over allocated
+    peak_flops_per_second: float  # the device's best matmul rate in this precision
+    time_error: float  # relative, of a forecast step time
+    memory_error: float  # relative, of the forecast peak
+    model_fingerprint: str
+    machine_fingerprint: str

@@ -1,0 +1,167 @@
+"""Frozen dataclasses that travel as strict, versioned JSON.
+
+A `Record` is a document of its own (a plan, a machine): its JSON names its kind and version. Plain dataclasses nest inside.
+Reading is driven by the field types and forgives nothing: an unknown, missing or mistyped key is an error that names the
+key by its full path and the nearest known one, because a misspelt setting that is silently ignored costs a training run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import json
+import math
+import os
+import tempfile
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` when some known word is close, else `; known: ...`."""
+    options = sorted(known)
+    close = difflib.get_close_matches(word, options, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(options)}" if options else ""
+
+
+class Record:
+    """A dataclass that is a JSON document: `save`, `load`, `to_json`, `from_json`."""
+
+    kind: ClassVar[str]
+    version: ClassVar[int]
+
+    def to_json(self) -> dict[str, Any]:
+        body = encode(self)
+        assert isinstance(body, dict)
+        return {"anyfit": self.kind, "version": self.version, **body}
+
+    @classmethod
+    def from_json(cls, document: object, *, where: str = "") -> Self:
+        where = where or cls.kind
+        if not isinstance(document, Mapping):
+            raise ValueError(f"{where}: expected a JSON object, got {_name_of(document)}")
+        if document.get("anyfit") != cls.kind:
+            raise ValueError(f"{where}: not an anyfit {cls.kind} (its 'anyfit' key says {document.get('anyfit')!r})")
+        if document.get("version") != cls.version:
+            raise ValueError(
+                f"{where}: version {document.get('version')!r} of the {cls.kind} format; this anyfit reads version {cls.version}"
+            )
+        body = {key: value for key, value in document.items() if key not in ("anyfit", "version")}
+        value = decode(cls, body, where)
+        assert isinstance(value, cls)
+        return value
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        write_atomically(Path(path), (json.dumps(self.to_json(), indent=1) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        file = Path(path)
+        try:
+            document = json.loads(file.read_text())
+        except FileNotFoundError:
+            raise FileNotFoundError(f"no {cls.kind} file at {file}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file}: not JSON ({error})") from None
+        return cls.from_json(document, where=str(file))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Written aside and renamed: a reader sees the old file or the new one, never half of either."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(aside).chmod(0o666 & ~umask)  # mkstemp's 0600 would hide a plan from a colleague
+        Path(aside).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(aside).unlink()
+        raise
+
+
+def encode(value: Any) -> Any:
+    """A value as JSON's own types."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(kind: Any, value: Any, where: str) -> Any:
+    """JSON as a value of type `kind`, or a ValueError that names `where`."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _decode_dataclass(kind, value, where)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        options = [option for option in arguments if option is not type(None)]
+        assert len(options) == 1, f"{where}: only optional unions travel as JSON"
+        return decode(options[0], value, where)
+    if origin is Literal:
+        if value not in arguments or isinstance(value, bool):
+            raise ValueError(f"{where}: {value!r}" + nearest(str(value), [str(option) for option in arguments]))
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where}: expected a list, got {_name_of(value)}")
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return tuple(decode(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+        if len(value) != len(arguments):
+            raise ValueError(f"{where}: expected {len(arguments)} items, got {len(value)}")
+        return tuple(
+            decode(item_kind, item, f"{where}[{index}]")
+            for index, (item_kind, item) in enumerate(zip(arguments, value, strict=True))
+        )
+    if origin in (Mapping, dict):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where}: expected an object, got {_name_of(value)}")
+        return {key: decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where}: expected {kind.__name__}, got {_name_of(value)} {value!r}")
+    if kind is float and not math.isfinite(value):
+        raise ValueError(f"{where}: expected a finite number, got {value!r}")
+    return value
+
+
+def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: expected an object, got {_name_of(value)}")
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for key in value:
+        if key not in fields:
+            raise ValueError(f"{where}: unknown key {key!r}" + nearest(str(key), fields))
+    missing = [name for name in fields if name not in value]
+    if missing:
+        unknown_but_close = f" (keys given: {', '.join(map(str, value)) or 'none'})"
+        raise ValueError(f"{where}: missing key {missing[0]!r}{unknown_but_close}")
+    hints = get_type_hints(kind)
+    arguments = {name: decode(hints[name], value[name], f"{where}.{name}") for name in fields}
+    try:
+        return kind(**arguments)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _name_of(value: object) -> str:
+    return {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string", "bool": "a boolean"}.get(
+        type(value).__name__, type(value).__name__
+    )

@@ -1,0 +1,80 @@
+"""Quantities as people write and read them. Inside the house they are plain bytes, seconds and counts."""
+
+from __future__ import annotations
+
+import re
+
+_BYTE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BYTE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """
+    >>> parse_bytes("24GiB")
+    25769803776
+    >>> parse_bytes("1.5 kB")
+    1500
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text < 0:
+            raise ValueError(f"a size cannot be negative: {text}")
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text) if isinstance(text, str) else None
+    if match is None or match[2].lower() not in _BYTE_UNITS:
+        raise ValueError(f"{text!r} is not a size; write it like 24GiB, 512MiB or 8000000000")
+    return int(float(match[1]) * _BYTE_UNITS[match[2].lower()])
+
+
+def parse_count(text: str | int) -> int:
+    """
+    >>> parse_count("10B")
+    10000000000
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)\s*", text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{text!r} is not a count; write it like 500M, 10B or 1T")
+    return int(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[match[2].lower()])
+
+
+def show_bytes(size: float) -> str:
+    """
+    >>> show_bytes(3 * 2**30)
+    '3.00 GiB'
+    """
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(size) >= unit:
+            return f"{_three_digits(size / unit)} {name}"
+    return f"{size:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """
+    >>> show_seconds(0.0042), show_seconds(75), show_seconds(7300)
+    ('4.20 ms', '1 min 15 s', '2 h 2 min')
+    """
+    if seconds < 1e-3:
+        return f"{_three_digits(seconds * 1e6)} µs"
+    if seconds < 1:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    if seconds < 60:
+        return f"{_three_digits(seconds)} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    return f"{int(seconds // 3600):,} h {int(seconds % 3600 // 60)} min"
+
+
+def show_count(count: float) -> str:
+    """
+    >>> show_count(3_780_000_000)
+    '3.78 B'
+    """
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= unit:
+            return f"{_three_digits(count / unit)} {name}"
+    return f"{count:.0f}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
