@@ -153,7 +153,7 @@ def _state(graph: Graph, chunks: Sequence[Chunk]) -> StateBytes:
 
 def _update(graph: Graph, chunks: Sequence[Chunk], machine: Machine) -> UpdateCost:
     rule, device = graph.update, machine.device
-    seconds, scratch = 0.0, 0
+    seconds, scratch, widened = 0.0, 0, 0
     for chunk in chunks:
         if not chunk.is_updated:
             continue
@@ -162,12 +162,11 @@ def _update(graph: Graph, chunks: Sequence[Chunk], machine: Machine) -> UpdateCo
             seconds += rule.ops_per_parameter * max(device.launch_seconds.value, per_op / device.memory.at(per_op))
         widest = max(slot.elements for slot in chunk.slots)
         own = widest if rule.scratch_is_shared else chunk.elements
-        needed = own * rule.scratch_bytes_per_element
+        scratch = max(scratch, int(own * rule.scratch_bytes_per_element))
         if chunk.dtype == "bfloat16":
             seconds += SPLIT_BYTES_PER_ELEMENT * chunk.elements / device.memory.at(8 * chunk.elements)
-            needed += 4 * chunk.elements  # the gradient in fp32
-        scratch = max(scratch, int(needed))
-    return UpdateCost(seconds=seconds, scratch_bytes=scratch)
+            widened = max(widened, 4 * chunk.elements)
+    return UpdateCost(seconds=seconds, scratch_bytes=scratch, widened_bytes=widened)
 
 
 def _element_bytes(dtype: str) -> int:

@@ -68,7 +68,7 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
     # A smaller last micro-batch costs its share of a whole one.
     passes = profile.batch_size / each.micro_batch
     if accumulation == 1:
-        peak = state.resident + max(each.peak_bytes, state.gradients + update.scratch_bytes)
+        peak = state.resident + max(each.peak_bytes, state.gradients + update.widened_bytes + update.scratch_bytes)
     else:
         peak = state.resident + state.accumulators + max(each.peak_bytes_accumulating, update.scratch_bytes)
     compute = passes * (each.seconds - each.seconds_recompute)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import platform
 from pathlib import Path
 from typing import Literal
 
@@ -24,10 +23,12 @@ from .probe import measure
 
 
 def cached(effort: Literal["quick", "full"] = "quick", report: Report | None = None) -> Machine:
-    """This machine as it was measured last, or else now. A full measurement serves for a quick one."""
-    for enough in ("full",) if effort == "full" else ("full", "quick"):
+    """This machine as it was measured last, or else now. For a quick measurement a full one does as well."""
+    efforts = ("full",) if effort == "full" else ("full", "quick")
+    files = [file for file in map(machine_file, efforts) if file.exists()]
+    for file in sorted(files, key=_written, reverse=True):
         with contextlib.suppress(OSError, ValueError):
-            return Machine.load(machine_file(enough))
+            return Machine.load(file)
     return remeasured(effort, report)
 
 
@@ -44,6 +45,13 @@ def machine_file(effort: str) -> Path:
     return cache_folder() / f"machine-{_hardware()}-{effort}.json"
 
 
+def _written(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0  # gone since it was seen
+
+
 def _hardware() -> str:
     """A short name for all that a measurement depends on: another GPU, limit or torch is another file."""
     memory.gpus_before_use()
@@ -51,8 +59,8 @@ def _hardware() -> str:
     parts = [
         Machine.version,
         str(torch.__version__),
-        torch.get_num_threads(),
-        platform.node(),
+        # On a CPU device the rates are those of so many threads. Beside a GPU they are not: torchrun may set what it likes.
+        None if gpus else torch.get_num_threads(),
         host.processor_name(),
         host.cores(),
         host.memory_figure().value,

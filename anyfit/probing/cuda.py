@@ -7,6 +7,7 @@ process.
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,11 +45,14 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
 @contextlib.contextmanager
 def pinned(size: int) -> Iterator[torch.Tensor]:
     """Bytes of host memory that the device reaches without a detour."""
-    buffer = torch.full((size,), 1, dtype=torch.uint8)
+    # Pages of its own: a page that two buffers share cannot be registered for both.
+    buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).fill_(1)
     runtime = _cuda.cudart()
     error = int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
     if error:
-        raise MemoryError(f"{size} bytes of host memory could not be pinned (CUDA error {error})")
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")  # CUDA reports the failure once more, at the next kernel: let it be this one
+        raise MemoryError(f"{size} bytes of host memory could not be pinned (CUDA error {error}); try: ulimit -l unlimited")
     try:
         yield buffer
     finally:

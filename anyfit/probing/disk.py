@@ -111,6 +111,8 @@ class _Scratch:
         """Whether the file now holds enough to measure."""
         deadline = time.perf_counter() + FILL_SECONDS
         wanted = int(wanted_bytes) // REQUEST_BYTES
+        if wanted < LEAST_REQUESTS:
+            return False
         with contextlib.suppress(OSError):  # a quota, or a full disk: what was written may still do
             while self.requests < wanted and time.perf_counter() < deadline:
                 self._transfer("write", 0, self.requests)

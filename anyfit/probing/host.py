@@ -19,9 +19,9 @@ from anyfit.values.machine import Figure
 
 from . import cgroups
 from .cuda import pinned
-from .meters import Effort, Meter, host_seconds, rate_meter
+from .meters import Effort, Meter, host_seconds, rate_meter, torch_threads
 
-PINNABLE_SHARE = 0.75
+PINNABLE_SHARE, PINNABLE_SPREAD = 0.75, 0.1
 TRIAL_BYTES = 64 * 2**20
 
 
@@ -41,18 +41,23 @@ def memory_figure() -> Figure:
 
 def pinnable_figure(memory_bytes: float) -> Figure:
     share = PINNABLE_SHARE * memory_bytes
-    said = "measured: estimated as three quarters of the memory limit"
     locked = _memlock_bytes()
     if locked < share and not _pins_beyond(locked):
         return Figure(float(locked), 0.0, "measured: RLIMIT_MEMLOCK (ulimit -l)")
-    return Figure(share, 0.1, said)
+    return Figure(share, PINNABLE_SPREAD, "measured: estimated as three quarters of the memory limit")
 
 
 def bandwidth_meter(effort: Effort) -> Meter:
-    """Bytes/s, read and written, of a copy on all threads that is too large for the caches."""
+    """Bytes/s, read and written, of a copy on all cores that is too large for most caches."""
     source, target = (torch.ones(effort.host_bytes // 4) for _ in range(2))
-    meter, _ = rate_meter("host memory", lambda: target.copy_(source), 2.0 * effort.host_bytes, host_seconds, effort)
-    return meter
+    with torch_threads(cores()):
+        meter, _ = rate_meter("host memory", lambda: target.copy_(source), 2.0 * effort.host_bytes, host_seconds, effort)
+
+    def read_on_all_cores() -> float:
+        with torch_threads(cores()):
+            return meter.read()
+
+    return Meter(meter.label, read_on_all_cores)
 
 
 def processor_name() -> str:

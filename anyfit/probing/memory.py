@@ -26,6 +26,7 @@ ELEMENTWISE_BYTES = {
     "cpu": tuple(2**10 * size for size in (3, 12, 48, 192, 768, 3072, 12288, 49152, 196608)),
     "cuda": tuple(2**10 * size for size in (3, 48, 768, 3072, 12288, 49152, 196608, 786432, 3145728)),
 }
+CONTEXT_SPREAD = 0.1  # which kernels are loaded depends on the model
 
 
 def elementwise_ladder(device: torch.device, effort: Effort, room_bytes: float) -> Ladder:
@@ -66,5 +67,7 @@ def gpu_figures(device: torch.device) -> tuple[Figure, Figure]:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     context = total - free - torch.cuda.memory_reserved(device) - others
-    usable_source = "measured: the total less what other processes hold" if others else "measured"
-    return Figure(total - others, LEAST_SPREAD, usable_source), Figure(max(context, 0.0), 5 * LEAST_SPREAD, "measured")
+    usable = Figure(float(total), 0.0, "measured")
+    if others:
+        usable = Figure(total - others, LEAST_SPREAD, "measured: the total less what other processes hold")
+    return usable, Figure(max(context, 0.0), CONTEXT_SPREAD, "measured")

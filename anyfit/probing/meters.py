@@ -8,9 +8,10 @@ median of the rounds; the spread is the widest distance of a round from it.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,10 +26,12 @@ Work = Callable[[], object]
 Timer = Callable[[Work, int], float]  # seconds that so many runs take together
 Size = TypeVar("Size")
 
-BURSTS = 5  # one reading is the median of so many bursts, so that a hiccup does not count
+# One reading is the median of its bursts, so that a hiccup does not count. They are short, because threads that wait for
+# one of theirs which has lost its core make a small op a hundred times slower, and a long burst of them never ends.
+BURST_SECONDS = 0.0015
 LEAST_BURSTS = 3
 LEAST_ROUNDS = 3  # fewer say nothing about spread
-LEAST_SPREAD = 0.01  # equal readings are luck: clocks and temperatures move by this much from day to day
+LEAST_SPREAD = 0.05  # what one process cannot see: memory layout and clocks differ from process to process
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,10 @@ class Effort:
     """How long to look."""
 
     rounds: int
+    stride: int  # every so manieth size of a ladder is looked at
     reading_seconds: float  # about how long one reading runs
     longest_seconds: float  # a size of which one run takes longer is left out: slow machines get shorter curves
-    patience_seconds: float  # past this, rounds beyond the least number are left out
+    patience_seconds: float  # on a CPU; past this, rounds beyond the least number are left out
     update_parameters: int
     host_bytes: int  # of each buffer in the host memory measure
     copy_bytes: tuple[int, ...]
@@ -48,8 +52,9 @@ class Effort:
 
 QUICK = Effort(
     rounds=3,
+    stride=2,
     reading_seconds=0.01,
-    longest_seconds=0.02,
+    longest_seconds=0.03,
     patience_seconds=4.0,
     update_parameters=4 * 2**20,
     host_bytes=64 * 2**20,
@@ -59,6 +64,7 @@ QUICK = Effort(
 )
 FULL = Effort(
     rounds=5,
+    stride=1,
     reading_seconds=0.04,
     longest_seconds=0.1,
     patience_seconds=17.0,
@@ -88,6 +94,16 @@ def cuda_seconds(work: Work, times: int) -> float:
 
 def timer_of(device: torch.device) -> Timer:
     return cuda_seconds if device.type == "cuda" else host_seconds
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass
@@ -127,20 +143,24 @@ def rate_meter(label: str, work: Work, amount: float, timer: Timer, effort: Effo
     """A meter of `amount` a second, and the seconds that one run takes."""
     for _ in range(2):  # the first run loads kernels and touches memory
         work()
-    once = max(timer(work, 1), 1e-7)
-    if once < effort.reading_seconds / 100:  # too short for one reading of the clock to say
-        once = max(timer(work, 20) / 20, 1e-7)
-    bursts = max(LEAST_BURSTS, min(BURSTS, int(effort.reading_seconds / once)))
-    times = max(1, int(effort.reading_seconds / bursts / once))
+    once = min(timer(work, 1) for _ in range(3))
+    if once < BURST_SECONDS / 20:  # too short for one look at the clock to say
+        once = min(timer(work, 20) for _ in range(3)) / 20
+    times = max(1, int(BURST_SECONDS / max(once, 1e-7)))
 
     def read() -> float:
-        return amount * times / statistics.median(timer(work, times) for _ in range(bursts))
+        bursts: list[float] = []
+        while len(bursts) < LEAST_BURSTS or sum(bursts) < effort.reading_seconds:
+            bursts.append(timer(work, times))
+            if sum(bursts) > 3 * effort.reading_seconds:
+                break  # somebody else is at work too; what they leave us is what this round reads
+        return amount * times / statistics.median(bursts)
 
     return Meter(label, read), once
 
 
 def climb(
-    label: str, sizes: Iterable[Size], prepare: Callable[[Size], tuple[float, Work]], timer: Timer, effort: Effort
+    label: str, sizes: Sequence[Size], prepare: Callable[[Size], tuple[float, Work]], timer: Timer, effort: Effort
 ) -> Ladder:
     """Meters from the smallest size upwards, until one run takes too long or no longer fits.
 
@@ -148,7 +168,7 @@ def climb(
     """
     ladder = Ladder()
     seconds_per_amount = 0.0
-    for size in sizes:
+    for size in sizes[:: effort.stride]:
         try:
             amount, work = prepare(size)
             if seconds_per_amount * amount > 2 * effort.longest_seconds:
@@ -165,10 +185,10 @@ def climb(
     return ladder
 
 
-def read_in_rounds(meters: Sequence[Meter], effort: Effort, started: float, report: Report) -> None:
-    """Reads every meter once a round. `started` is when the probe began, by time.perf_counter."""
+def read_in_rounds(meters: Sequence[Meter], effort: Effort, deadline: float, report: Report) -> None:
+    """Reads every meter once a round. Past the deadline, by time.perf_counter, only the least number of rounds is done."""
     for round_index in range(effort.rounds):
-        if round_index >= LEAST_ROUNDS and time.perf_counter() - started > effort.patience_seconds:
+        if round_index >= LEAST_ROUNDS and time.perf_counter() > deadline:
             break
         for index, meter in enumerate(meters):
             report(meter.label, (round_index * len(meters) + index) / (effort.rounds * len(meters)))

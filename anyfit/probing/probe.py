@@ -32,6 +32,7 @@ from .update import device_loads, host_load, update_ladders
 
 EFFORTS: Mapping[str, Effort] = {"quick": QUICK, "full": FULL}
 SETUP_SHARE, READING_SHARE = 0.2, 0.7  # of the progress bar; links have the rest
+GPU_PATIENCE = 3  # a GPU has more to measure: copies, and more sizes
 WORKING_SHARE = 1 / 16  # of the free memory: what one measure may hold
 
 
@@ -97,12 +98,13 @@ class Subjects:
 
 
 def _measure_rates(device: torch.device, level: Effort, tell: Report) -> Rates:
-    started = time.perf_counter()
+    patience = level.patience_seconds * (GPU_PATIENCE if device.type == "cuda" else 1)
+    deadline = time.perf_counter() + patience
     threads = torch.get_num_threads()
     try:
         with torch.no_grad(), ExitStack() as stack:
             subjects = _set_up(device, level, stack, lambda label, done: tell(label, SETUP_SHARE * done))
-            read_in_rounds(subjects.meters, level, started, lambda label, done: tell(label, SETUP_SHARE + READING_SHARE * done))
+            read_in_rounds(subjects.meters, level, deadline, lambda label, done: tell(label, SETUP_SHARE + READING_SHARE * done))
     finally:
         torch.set_num_threads(threads)
     return Rates(

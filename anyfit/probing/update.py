@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from .copies import directions
 from .cuda import new_stream, sleeping_event
-from .meters import Effort, Ladder, Meter, host_seconds, rate_meter
+from .meters import Effort, Ladder, Meter, host_seconds, rate_meter, torch_threads
 
 LOAD_COPY_BYTES = 32 * 2**20
 LOAD_EDGE = 4096
@@ -31,7 +31,7 @@ def update_ladders(cores: int, effort: Effort, load: Callable[[], AbstractContex
     step = _fused_adamw(effort.update_parameters)
     alone, loaded = Ladder(), Ladder()
     for threads in thread_counts(cores):
-        with _threads(threads):
+        with torch_threads(threads):
             meter, _ = rate_meter("CPU update", step, effort.update_parameters, host_seconds, effort)
         alone.rungs[threads] = Meter(meter.label, functools.partial(_on_threads, threads, meter.read))
         loaded.rungs[threads] = Meter(f"{meter.label} under load", functools.partial(_under, load, threads, meter.read))
@@ -76,7 +76,13 @@ def device_loads(device: torch.device) -> Iterator[Callable[[], AbstractContextM
             for event in ends[1]:
                 event.synchronize()
 
-        yield lambda: _repeating(feed)
+        @contextlib.contextmanager
+        def load() -> Iterator[None]:
+            with _repeating(feed):
+                yield
+            torch.cuda.synchronize(device)  # what is still queued would disturb the next meter
+
+        yield load
 
 
 @contextlib.contextmanager
@@ -107,18 +113,8 @@ def _repeating(portion: Callable[[], object]) -> Iterator[None]:
         raise failures[0]
 
 
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _on_threads(threads: int, read: Callable[[], float]) -> float:
-    with _threads(threads):
+    with torch_threads(threads):
         return read()
 
 

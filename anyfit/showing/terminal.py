@@ -62,15 +62,15 @@ def _bar(shares: Sequence[tuple[str, float]]) -> Text:
 def show_profile(profile: Profile, console: Console) -> None:
     """A row a block at the largest micro-batch, equal neighbours together; then the totals."""
     each = profile.passes[0]
-    table = Table(title=f"{profile.model}, micro-batch {each.micro_batch}, {profile.precision}, on {profile.machine}")
+    table = Table(title=Text(f"{profile.model}, micro-batch {each.micro_batch}, {profile.precision}, on {profile.machine}"))
     for name in ("block", "class"):
         table.add_column(name)
     for name in ("count", "parameters", "FLOPs", "forward", "backward", "kept"):
         table.add_column(name, justify="right")
     for name, kind, count, block in _grouped(profile):
         table.add_row(
-            name or "(outside blocks)",
-            kind,
+            Text(name or "(outside blocks)"),  # rich would read a string's [brackets] as markup
+            Text(kind),
             str(count),
             show_count(count * block.parameters),
             show_count(count * (block.flops_forward + block.flops_backward)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
 import torch
@@ -20,6 +21,8 @@ from .update_rule import learn
 def trace(job: Job, micro_batch: int) -> Graph:
     """Runs loss and backward of one micro-batch on fake tensors and writes down all they do."""
     random_state = torch.get_rng_state()
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of its own before it raises
+    disabled, logger.disabled = logger.disabled, True
     try:
         with _saying("building the model on fake tensors"):
             mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -27,6 +30,7 @@ def trace(job: Job, micro_batch: int) -> Graph:
         return _trace(job, model, mode, micro_batch)
     finally:
         torch.set_rng_state(random_state)
+        logger.disabled = disabled
 
 
 def _trace(job: Job, model: nn.Module, mode: FakeTensorMode, micro_batch: int) -> Graph:

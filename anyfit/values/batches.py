@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +33,10 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(map_tensors(item, change) for item in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {field.name: map_tensors(getattr(batch, field.name), change) for field in dataclasses.fields(batch)}
-        return dataclasses.replace(batch, **fields)
+        twin = copy.copy(batch)  # not built anew: fields outside __init__ stay, and __post_init__ has run
+        for field in dataclasses.fields(batch):
+            object.__setattr__(twin, field.name, map_tensors(getattr(batch, field.name), change))
+        return twin
     return batch
 
 

@@ -77,8 +77,9 @@ class Job:
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"Job({name}=) must be an int, got {_describe(value)}")
-            if value < (0 if name == "seed" else 1):
-                raise ValueError(f"Job({name}=) must be positive, got {value}")
+            least = 0 if name == "seed" else 1
+            if value < least:
+                raise ValueError(f"Job({name}=) must be at least {least}, got {value}")
         if self.micro_batch is not None and self.micro_batch > self.batch_size:
             raise ValueError(f"Job(micro_batch={self.micro_batch}) is larger than batch_size={self.batch_size}")
         if self.clip_norm is not None:
@@ -87,7 +88,7 @@ class Job:
             if not self.clip_norm > 0:
                 raise ValueError(f"Job(clip_norm=) must be positive, got {self.clip_norm}; None does not clip")
         if self.precision not in PRECISIONS:
-            raise ValueError(f"Job(precision={self.precision!r})" + nearest(str(self.precision), PRECISIONS))
+            raise ValueError(f"Job(precision={self.precision!r}) is not known" + nearest(str(self.precision), PRECISIONS))
         if self.sample is None:
             raise TypeError("Job(sample=) is None; give a batch like those to come, for example next(iter(loader))")
 
@@ -147,8 +148,11 @@ class Job:
     def fingerprint(self, model: nn.Module) -> str:
         """Names, shapes, dtypes and trainability of all parameters, and the batch: what a plan for this job depends on."""
         facts: list[Any] = [type(model).__qualname__, self.precision, self.batch_size]
+        dtypes = self.dtypes(model)
+        first: dict[int, str] = {}  # by identity, so that a tied weight is not taken for two
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            facts.append([name, list(parameter.shape), parameter.requires_grad])
+            own = first.setdefault(id(parameter), name)
+            facts.append([name, own, list(parameter.shape), str(dtypes[own]), parameter.requires_grad])
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def cut(self, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
@@ -180,7 +184,15 @@ class Job:
         """The loss as (mean, None), or (sum, weight) where the user's function says so; refuses what cannot be trained on."""
         import torch
 
-        value = self.loss(model, batch)
+        try:
+            value = self.loss(model, batch)
+        except RuntimeError as error:
+            if self.precision == "bf16" and "dtype" in str(error):
+                error.add_note(
+                    "weights and floating inputs are bf16 in this run, and buffers keep their dtype: "
+                    "cast inside the model, or use Job(precision='fp32')"
+                )
+            raise
         total, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.dtype.is_floating_point:
             shown = (
@@ -190,6 +202,8 @@ class Job:
         if torch.is_grad_enabled() and not total.requires_grad:
             raise ValueError("the loss is not connected to any trainable parameter: was it detached, or made under no_grad?")
         if weight is not None:
+            if not isinstance(weight, torch.Tensor | int | float):
+                raise TypeError(f"Job(loss=) returned a pair whose second is {_describe(weight)}; (sum, weight) are two scalars")
             weight = torch.as_tensor(weight, dtype=torch.float32, device=total.device).detach()
             if weight.numel() != 1:
                 raise ValueError(f"the weight of a loss must be one number, got shape {tuple(weight.shape)}; take its .sum()")

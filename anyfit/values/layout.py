@@ -68,7 +68,7 @@ def lay_out(parameters: Iterable[Placeable], chunk_bytes: int) -> tuple[Chunk, .
         kind = (parameter.dtype, parameter.element_bytes, parameter.trainable, parameter.group)
         elements = math.prod(parameter.shape)
         slots = open_chunks.get(kind, [])
-        if slots and (_end(slots) + elements) * parameter.element_bytes > chunk_bytes:
+        if slots and _aligned(_end(slots) + elements) * parameter.element_bytes > chunk_bytes:
             close(kind)
             slots = []
         slots.append(Slot(parameter.name, parameter.shape, _end(slots), elements))
@@ -79,7 +79,8 @@ def lay_out(parameters: Iterable[Placeable], chunk_bytes: int) -> tuple[Chunk, .
 
 
 def _end(slots: list[Slot]) -> int:
-    if not slots:
-        return 0
-    last = slots[-1].offset + slots[-1].elements
-    return -(-last // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+    return _aligned(slots[-1].offset + slots[-1].elements) if slots else 0
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS

@@ -188,9 +188,7 @@ class Machine(Record):
                 raise ValueError(f"no disk is known of {self.name!r}; measure it with: anyfit probe --full")
             size = parse_bytes(given)
             if not 0 < size <= there:
-                raise ValueError(
-                    f"a limit of {show_bytes(size)} where {owner} has {show_bytes(there)}: give more than 0, at most that"
-                )
+                raise ValueError(f"a limit of {show_bytes(size)} where {owner} has {show_bytes(there)}; it must lie between")
             limits = replace(limits, **{name: size})
         return replace(self, limits=limits)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, get_args
 
 from .record import Record, nearest
 from .units import show_bytes, show_count, show_seconds
 
 Tier = Literal["device", "host", "disk"]
-TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+TIERS: tuple[Tier, ...] = get_args(Tier)
+Axis = Literal["data", "tensor", "sequence", "pipeline"]
+AXES: tuple[Axis, ...] = get_args(Axis)
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,21 @@ class Forecast:
     step_seconds: float
     step_error: float
     split_seconds: Mapping[str, float]  # compute, recompute, update, exposed communication, exposed offload
-    peak_bytes: Mapping[str, int]  # by tier
+    peak_bytes: Mapping[Tier, int]
     peak_error: float
     reserved_bytes: int  # of the device: peak, what the allocator adds, and the runtime's own
     samples_per_second: float
     tokens_per_second: float
     compute_share: float  # of the device's best matmul rate
+
+    def __post_init__(self) -> None:
+        if not self.step_seconds > 0:
+            raise ValueError(f"step_seconds is {self.step_seconds}; it must be positive")
+
+    @property
+    def needed_bytes(self) -> int:
+        """Reserved bytes at the far end of the error band: what must fit."""
+        return int(self.reserved_bytes * (1 + self.peak_error))
 
 
 @dataclass(frozen=True)
@@ -73,10 +84,10 @@ class Plan(Record):
     batch_size: int
     micro_batch: int
     accumulation: int  # micro-batches a step
-    mesh: Mapping[str, int]  # named axes: data, tensor, sequence, pipeline
+    mesh: Mapping[Axis, int]
     stages: tuple[Stage, ...]
     chunk_bytes: int  # model state lies in flat buffers of about this size
-    limit_bytes: Mapping[str, int]  # by tier
+    limit_bytes: Mapping[Tier, int]
     forecast: Forecast
     decisions: tuple[Decision, ...]
     alternatives: tuple[Alternative, ...]
@@ -102,7 +113,7 @@ class Plan(Record):
     @property
     def fits(self) -> bool:
         """The reserved peak lies within the device's limit even at the far end of its error band."""
-        return self.forecast.reserved_bytes <= self.limit_bytes["device"]
+        return self.forecast.needed_bytes <= self.limit_bytes["device"]
 
     def unbound(self) -> Self:
         """The same plan without its fingerprint: starts on another model or machine, at your own risk."""
@@ -179,16 +190,13 @@ class Plan(Record):
             peak = forecast.reserved_bytes if tier == "device" else forecast.peak_bytes[tier]
             if peak:
                 limit = self.limit_bytes[tier]
-                rows.append((f"{tier} memory", f"{show_bytes(peak)} of {show_bytes(limit)} ± {forecast.peak_error:.0%}"))
+                rows.append((f"{tier} memory", f"{show_bytes(peak)} ± {forecast.peak_error:.0%} of {show_bytes(limit)}"))
         return rows
 
     def __str__(self) -> str:
         rows = self.rows()
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
-
-
-AXES = ("data", "tensor", "sequence", "pipeline")
 
 
 class NoPlan(Exception):  # noqa: N818  (a verdict about the job, not a fault)

@@ -73,6 +73,7 @@ class StateBytes:
 class UpdateCost:
     seconds: float
     scratch_bytes: int  # temporary, while one chunk is updated
+    widened_bytes: int  # bf16 gradients of the chunk at work in fp32, unless they added up in fp32 already
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import math
 import os
 import tempfile
 import types
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
@@ -47,7 +48,7 @@ class Record:
             raise ValueError(f"{where}: expected a JSON object, got {_name_of(document)}")
         if document.get("anyfit") != cls.kind:
             raise ValueError(f"{where}: not an anyfit {cls.kind} (its 'anyfit' key says {document.get('anyfit')!r})")
-        if document.get("version") != cls.version:
+        if type(document.get("version")) is not int or document["version"] != cls.version:
             raise ValueError(
                 f"{where}: version {document.get('version')!r} of the {cls.kind} format; this anyfit reads version {cls.version}"
             )
@@ -57,23 +58,41 @@ class Record:
         return value
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        write_atomically(Path(path), (json.dumps(self.to_json(), indent=1) + "\n").encode())
+        write_atomically(Path(path), (json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n").encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         file = Path(path)
         try:
-            document = json.loads(file.read_text())
+            document = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_each_key_once)
         except FileNotFoundError:
             raise FileNotFoundError(f"no {cls.kind} file at {file}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise OSError(f"cannot read the {cls.kind} file {file}: {error.strerror}") from None
+        except ValueError as error:
             raise ValueError(f"{file}: not JSON ({error})") from None
         return cls.from_json(document, where=str(file))
 
 
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; of a key written twice, the parser would silently drop the first."""
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {twice!r} is given twice")
+    return document
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Written aside and renamed: a reader sees the old file or the new one, never half of either."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_and_rename(path, content)
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _write_and_rename(path: Path, content: bytes) -> None:
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -132,9 +151,12 @@ def decode(kind: Any, value: Any, where: str) -> Any:
     if origin in (Mapping, dict):
         if not isinstance(value, Mapping):
             raise ValueError(f"{where}: expected an object, got {_name_of(value)}")
+        if get_origin(arguments[0]) is Literal:  # a number for every tier: all of them, and no others
+            _refuse_other_keys(value, get_args(arguments[0]), where)
         return {key: decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        with contextlib.suppress(OverflowError):
+            value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{where}: expected {kind.__name__}, got {_name_of(value)} {value!r}")
     if kind is float and not math.isfinite(value):
@@ -145,20 +167,23 @@ def decode(kind: Any, value: Any, where: str) -> Any:
 def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError(f"{where}: expected an object, got {_name_of(value)}")
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    for key in value:
-        if key not in fields:
-            raise ValueError(f"{where}: unknown key {key!r}" + nearest(str(key), fields))
-    missing = [name for name in fields if name not in value]
-    if missing:
-        unknown_but_close = f" (keys given: {', '.join(map(str, value)) or 'none'})"
-        raise ValueError(f"{where}: missing key {missing[0]!r}{unknown_but_close}")
+    fields = [field.name for field in dataclasses.fields(kind)]
+    _refuse_other_keys(value, fields, where)
     hints = get_type_hints(kind)
     arguments = {name: decode(hints[name], value[name], f"{where}.{name}") for name in fields}
     try:
         return kind(**arguments)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _refuse_other_keys(value: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in value:
+        if key not in known:
+            raise ValueError(f"{where}: unknown key {key!r}" + nearest(str(key), known))
+    for key in known:
+        if key not in value:
+            raise ValueError(f"{where}: missing key {key!r} (keys given: {', '.join(map(str, value)) or 'none'})")
 
 
 def _name_of(value: object) -> str:

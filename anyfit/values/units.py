@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 _BYTE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -22,7 +23,7 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text) if isinstance(text, str) else None
     if match is None or match[2].lower() not in _BYTE_UNITS:
         raise ValueError(f"{text!r} is not a size; write it like 24GiB, 512MiB or 8000000000")
-    return int(float(match[1]) * _BYTE_UNITS[match[2].lower()])
+    return int(Decimal(match[1]) * _BYTE_UNITS[match[2].lower()])  # a float would make 1000 bytes of 1.001 kB
 
 
 def parse_count(text: str | int) -> int:
@@ -35,7 +36,7 @@ def parse_count(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)\s*", text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"{text!r} is not a count; write it like 500M, 10B or 1T")
-    return int(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[match[2].lower()])
+    return int(Decimal(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[match[2].lower()])
 
 
 def show_bytes(size: float) -> str:
@@ -77,4 +78,5 @@ def show_count(count: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    # the bounds are where rounding makes one digit more
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"

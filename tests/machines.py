@@ -1,0 +1,48 @@
+"""A machine made up for tests: a CPU with constant rates, so that costs can be counted by hand."""
+
+from __future__ import annotations
+
+from anyfit.values.machine import Curve, Device, Figure, Host, Limits, Machine
+
+GIB = 2**30
+
+
+def figure(value: float) -> Figure:
+    return Figure(value, 0.0, "measured")
+
+
+def constant(rate: float) -> Curve:
+    return Curve(((1.0, rate),), 0.0, "measured")
+
+
+def small_machine(*, device_bytes: int = 8 * GIB, cores: int = 2, flops_per_second: float = 1e11) -> Machine:
+    return Machine(
+        name="small",
+        nodes=1,
+        device=Device(
+            kind="cpu",
+            name="a made-up processor",
+            count=1,
+            memory_bytes=figure(device_bytes),
+            context_bytes=figure(0),
+            matmul={"float32": constant(flops_per_second), "bfloat16": constant(flops_per_second)},
+            attention={"float32": constant(flops_per_second), "bfloat16": constant(flops_per_second)},
+            memory=constant(1e10),
+            launch_seconds=figure(1e-6),
+        ),
+        host=Host(
+            cores=cores,
+            memory_bytes=figure(device_bytes),
+            pinnable_bytes=figure(device_bytes),
+            bytes_per_second=figure(1e10),
+            update=constant(1e8),
+            update_loaded=constant(1e8),
+        ),
+        copies=None,
+        disk=None,
+        collectives=(),
+        limits=Limits(),
+        date="2026-01-01",
+        versions={},
+        comment="",
+    )

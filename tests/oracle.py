@@ -1,0 +1,153 @@
+"""The oracle: plain PyTorch. Every engine is compared with this loop, on the same seed and data.
+
+In bf16 it keeps whole fp32 masters beside bf16 weights, and rounds by the split's rule (ties away from zero), written here
+on its own. Gradients of several micro-batches add up in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anyfit import Job
+
+
+def train_plainly(job: Job, batches: Sequence[Any], accumulation: int = 1) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final weights (fp32 masters in bf16) of plain PyTorch training."""
+    torch.manual_seed(job.seed)
+    model = job.build()
+    trainer = (_PlainFp32 if job.precision == "fp32" else _PlainBf16)(job, model)
+    losses = [trainer.step(batch, accumulation) for batch in batches]
+    return losses, trainer.weights()
+
+
+class _PlainFp32:
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        self.job, self.model = job, model
+        self.optimizer = job.optimizer(model)
+        self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
+
+    def step(self, batch: Any, accumulation: int) -> float:
+        total = 0.0
+        for part in _equal_parts(batch, accumulation):
+            loss = self.job.loss(self.model, part)
+            if isinstance(loss, tuple):
+                assert accumulation == 1, "the one-batch result is the oracle of (sum, weight)"
+                loss = loss[0] / loss[1]
+            if accumulation > 1:
+                loss = loss / accumulation
+            loss.backward()
+            total += float(loss.detach())
+        if self.job.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.model.zero_grad()  # those outside the optimizer too
+        return total
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+
+
+class _PlainBf16:
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        self.job, self.model = job, model
+        self.optimizer = job.optimizer(model)
+        self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
+        self.keeps_fp32 = {
+            parameter
+            for module in model.modules()
+            if isinstance(module, nn.BatchNorm2d)
+            for parameter in module.parameters(recurse=False)
+        }
+        trained = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        self.masters: dict[nn.Parameter, Tensor] = {}
+        for parameter in model.parameters():
+            if parameter in self.keeps_fp32:
+                continue
+            if parameter.requires_grad and id(parameter) in trained:
+                self.masters[parameter] = parameter.detach().clone()
+            parameter.data = round_half_away(parameter.data)
+
+    def step(self, batch: Any, accumulation: int) -> float:
+        total, sums = 0.0, {}
+        for part in _equal_parts(batch, accumulation):
+            loss = self.job.loss(self.model, _to_bf16(part))
+            if isinstance(loss, tuple):
+                assert accumulation == 1
+                loss = loss[0] / loss[1]
+            if accumulation > 1:
+                loss = loss / accumulation
+            loss.backward()
+            total += float(loss.detach())
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    gradient = parameter.grad.float()
+                    sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+                    parameter.grad = None
+        for parameter, gradient in sums.items():
+            parameter.data = self.masters.get(parameter, parameter.data.float())
+            parameter.grad = gradient
+        if self.job.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.model.zero_grad()
+        for parameter in sums:
+            if parameter in self.masters:
+                self.masters[parameter] = parameter.data
+            if parameter not in self.keeps_fp32:
+                parameter.data = round_half_away(parameter.data)
+        return total
+
+    def weights(self) -> dict[str, Tensor]:
+        masters = {id(parameter): master for parameter, master in self.masters.items()}
+        return {
+            name: masters.get(id(tensor), tensor.detach()).clone()
+            for name, tensor in self.model.state_dict(keep_vars=True).items()
+        }
+
+
+def round_half_away(exact: Tensor) -> Tensor:
+    """fp32 to bf16 in float64 arithmetic on the magnitude, ties away from zero."""
+    bits = exact.contiguous().view(torch.int32).to(torch.int64)
+    magnitude = (bits & 0x7FFFFFFF) + 0x8000
+    sign = bits & 0x80000000
+    high = ((magnitude & 0xFFFF0000) | sign) >> 16
+    return torch.where(high >= 0x8000, high - 0x10000, high).to(torch.int16).view(torch.bfloat16)
+
+
+def _equal_parts(batch: Any, count: int) -> list[Any]:
+    if count == 1:
+        return [batch]
+    if isinstance(batch, Tensor):
+        return list(batch.chunk(count))
+    cut = {key: value.chunk(count) for key, value in batch.items()}
+    return [{key: parts[index] for key, parts in cut.items()} for index in range(count)]
+
+
+def _to_bf16(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.bfloat16() if batch.is_floating_point() else batch
+    return {key: _to_bf16(value) for key, value in batch.items()}
+
+
+def assert_bit_equal(mine: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    assert mine.keys() == plain.keys()
+    for name, expected in plain.items():
+        assert mine[name].dtype == expected.dtype, name
+        assert torch.equal(mine[name], expected), f"{name}: off by {(mine[name].float() - expected.float()).abs().max()}"
+
+
+def assert_close(mine: dict[str, Tensor], plain: dict[str, Tensor], tolerance: float) -> None:
+    """Per tensor and normwise."""
+    assert mine.keys() == plain.keys()
+    for name, expected in plain.items():
+        difference = float((mine[name].double() - expected.double()).norm())
+        scale = float(expected.double().norm())
+        assert difference <= tolerance * max(scale, 1e-12), f"{name}: {difference:.3e} against {scale:.3e}"

@@ -1,0 +1,92 @@
+"""The machine file: read when it can be, measured again when not, and never an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from anyfit.probing import cache, host
+from anyfit.values.machine import Machine
+from tests.machines import small_machine
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ANYFIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The efforts of all measurements made; each gives a machine that says which it was."""
+    efforts: list[str] = []
+
+    def measure(effort: str, report: object = None) -> Machine:
+        efforts.append(effort)
+        return dataclasses.replace(small_machine(), comment=f"{effort} {len(efforts)}")
+
+    monkeypatch.setattr(cache, "measure", measure)
+    return efforts
+
+
+def test_a_machine_is_measured_once(folder: Path, measured: list[str]) -> None:
+    first = cache.cached("quick")
+    assert cache.cached("quick") == first
+    assert measured == ["quick"]
+    assert [file.parent for file in folder.iterdir()] == [folder]
+
+
+def test_a_full_measurement_serves_for_a_quick_one_but_not_the_other_way(folder: Path, measured: list[str]) -> None:
+    cache.cached("quick")
+    full = cache.cached("full")
+    assert measured == ["quick", "full"]
+    quick_file = cache.machine_file("quick")
+    os.utime(quick_file, (0, 0))
+    assert cache.cached("quick") == full
+    assert measured == ["quick", "full"]
+
+
+def test_what_was_measured_last_is_used(folder: Path, measured: list[str]) -> None:
+    cache.cached("full")
+    os.utime(cache.machine_file("full"), (0, 0))
+    again = cache.remeasured("quick")
+    assert cache.cached("quick") == again
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff\xfe", b"[]", b'{"anyfit": "machine", "version": 0}', b'{"anyfit": "plan", "version": 1}', b"null"],
+)
+def test_a_corrupt_or_outdated_file_is_measured_again(folder: Path, measured: list[str], content: bytes) -> None:
+    cache.cached("quick")
+    cache.machine_file("quick").write_bytes(content)
+    assert cache.cached("quick").comment == "quick 2"
+    assert cache.cached("quick").comment == "quick 2"
+
+
+def test_a_folder_in_the_files_place_is_no_error(folder: Path, measured: list[str]) -> None:
+    cache.machine_file("quick").mkdir(parents=True)
+    assert cache.cached("quick").comment == "quick 1"
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("ANYFIT_CACHE", str(tmp_path / "file" / "cache"))
+    assert cache.cached("quick").comment == "quick 1"
+
+
+def test_other_hardware_or_torch_is_another_file(folder: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = cache.machine_file("quick")
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    newer_torch = cache.machine_file("quick")
+    monkeypatch.setattr(host, "cores", lambda: 4096)
+    assert len({here, newer_torch, cache.machine_file("quick")}) == 3
+
+
+def test_without_a_setting_the_cache_is_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANYFIT_CACHE", raising=False)
+    assert cache.cache_folder() == Path.home() / ".cache" / "anyfit"

@@ -1,0 +1,262 @@
+"""Checkpoints: exact, whole or not there, and refused when damaged or foreign."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
+
+import anyfit
+from anyfit.running import checkpoint
+from tests.machines import small_machine
+from tests.models import Convolutional, Tangled, byte_batches, image_batches, image_loss, next_byte_loss, tiny_gpt
+from tests.oracle import assert_bit_equal
+
+ROWS = 4
+SCHEDULERS: dict[str, Any] = {
+    "none": None,
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "milestones": lambda optimizer: MultiStepLR(optimizer, [2, 4, 6], gamma=0.5),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=1e-2, total_steps=20),
+    "sequence": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer), MultiStepLR(optimizer, [3])], milestones=[4]
+    ),
+}
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters()),
+}
+
+
+def job_for(model: Any = tiny_gpt, **options: Any) -> anyfit.Job:
+    images = model is Convolutional
+    defaults = {
+        "loss": image_loss if images else next_byte_loss,
+        "optimizer": OPTIMIZERS["adamw"],
+        "sample": image_batches(1, ROWS)[0] if images else byte_batches(1, ROWS)[0],
+        "precision": "fp32",
+    }
+    return anyfit.Job(model=model, batch_size=ROWS, **(defaults | options))
+
+
+def start(job: anyfit.Job, resume: Path | None = None) -> anyfit.Run:
+    return anyfit.start(job, machine=small_machine(), resume=resume)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    with start(job_for()) as run:
+        run.step(byte_batches(1, ROWS)[0])
+        run.save(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("model", "optimizer", "scheduler"),
+    [
+        (tiny_gpt, "adamw", "lambda"),
+        (Tangled, "adamw", "milestones"),
+        (Tangled, "sgd", "sequence"),
+        (Convolutional, "adagrad", "none"),
+        (Convolutional, "adamw", "one cycle"),
+    ],
+)
+def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(
+    tmp_path: Path, model: Any, optimizer: str, scheduler: str, precision: Any
+) -> None:
+    job = job_for(model, optimizer=OPTIMIZERS[optimizer], scheduler=SCHEDULERS[scheduler], precision=precision, clip_norm=1.0)
+    batches = image_batches(8, ROWS) if model is Convolutional else byte_batches(8, ROWS)
+    with start(job) as run:
+        for batch in batches[:5]:
+            run.step(batch)
+        run.save(tmp_path / "5")
+        expected = [float(run.step(batch)) for batch in batches[5:]]
+        weights, rates = run.state_dict(), run.metrics.learning_rates
+        after = torch.rand(1)
+    with start(job, resume=tmp_path / "5") as run:
+        assert run.steps == 5
+        assert [float(run.step(batch)) for batch in batches[5:]] == expected
+        assert_bit_equal(run.state_dict(), weights)
+        assert run.metrics.learning_rates == rates
+        assert torch.equal(torch.rand(1), after)
+
+
+def test_the_loader_goes_on_with_the_next_batch(tmp_path: Path) -> None:
+    dataset = list(byte_batches(1, 50)[0])
+    job = job_for()
+    with start(job) as run:
+        loader = run.loader(dataset, epochs=2)
+        seen = []
+        for batch in loader:
+            run.step(batch)
+            seen.append(batch)
+            if len(seen) == 14:
+                run.save(tmp_path / "14")
+    assert len(seen) == len(loader) == 25
+    with start(job, resume=tmp_path / "14") as run:
+        rest = list(run.loader(dataset, epochs=2))
+    assert len(rest) == 11
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(rest, seen[14:], strict=True))
+
+
+def test_saving_over_a_checkpoint_replaces_it(saved: Path) -> None:
+    with start(job_for(), resume=saved) as run:
+        run.step(byte_batches(1, ROWS)[0])
+        run.save(saved)
+    with start(job_for(), resume=saved) as run:
+        assert run.steps == 2
+    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+
+
+def test_a_folder_that_is_not_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("precious")
+    with start(job_for()) as run, pytest.raises(FileExistsError, match="not a checkpoint"):
+        run.save(tmp_path / "thesis")
+    assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "precious"
+
+
+def test_an_unwritable_place_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with start(job_for()) as run, pytest.raises(OSError, match="could not write a checkpoint"):
+        run.save(tmp_path / "file" / "checkpoint")
+
+
+FULL_DISK = """
+import resource, sys
+import torch, anyfit
+from tests.running.test_checkpoint import job_for, start
+from tests.models import byte_batches
+from pathlib import Path
+folder = Path(sys.argv[1])
+with start(job_for(), resume=folder) as run:
+    run.step(byte_batches(1, 4)[0])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # a real write error half-way through a file
+    try:
+        run.save(folder)
+    except OSError as error:
+        print(error)
+"""
+
+
+def test_a_write_that_fails_half_way_leaves_the_previous_checkpoint_whole(saved: Path, root: Path) -> None:
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(saved)], cwd=root, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "could not write a checkpoint" in done.stdout
+    assert "untouched" in done.stdout
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("name", checkpoint.FILES)
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
+def test_damage_is_found_before_anything_changes(saved: Path, name: str, damage: str) -> None:
+    path = saved / name
+    content = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(content[:-1])
+    elif damage == "flipped":
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    else:
+        path.unlink()
+    with start(job_for()) as run:
+        before = run.state_dict()
+        with pytest.raises(ValueError, match=name):
+            run.resume(saved)
+        assert_bit_equal(run.state_dict(), before)
+        assert run.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "damaged"),
+        ('{"anyfit": "plan", "version": 1, "files": {}}', "plan version 1"),
+        ('{"anyfit": "checkpoint", "version": 2, "files": {}}', "version 2"),
+        ('{"anyfit": "checkpoint", "version": 1, "files": {"../evil": {}}}', "list of files"),
+    ],
+)
+def test_a_manifest_that_is_not_ours_is_refused(saved: Path, content: str, said: str) -> None:
+    (saved / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=said):
+        start(job_for(), resume=saved)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(saved: Path) -> None:
+    with pytest.raises(ValueError, match="another model"):
+        start(job_for(Tangled), resume=saved)
+    with pytest.raises(ValueError, match="AdamW"):
+        start(job_for(optimizer=OPTIMIZERS["sgd"]), resume=saved)
+    with pytest.raises(ValueError, match="scheduler"):
+        start(job_for(scheduler=SCHEDULERS["lambda"]), resume=saved)
+
+
+def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        start(job_for(), resume=tmp_path / "nothing")
+    (tmp_path / "foreign").mkdir()
+    save_file({"weight": torch.zeros(1)}, tmp_path / "foreign" / "weights.safetensors")
+    with pytest.raises(ValueError, match="not an anyfit checkpoint"):
+        start(job_for(), resume=tmp_path / "foreign")
+
+
+def test_a_process_that_died_between_the_two_renames_loses_nothing(saved: Path) -> None:
+    saved.rename(saved.with_name(".saved.old"))
+    with start(job_for(), resume=saved) as run:
+        assert run.steps == 1
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_the_rest_explained(saved: Path) -> None:
+    parent = saved.parent / "checkpoints"
+    for step in (10, 9, 100):
+        shutil.copytree(saved, parent / f"{step:08d}")
+    (parent / "00000100" / "weights.safetensors").write_bytes(b"")
+    (parent / ".00000101.writing").mkdir()
+    found, passed_over = checkpoint.newest(parent)
+    assert found == parent / "00000010"
+    assert len(passed_over) == 1
+    assert "00000100" in passed_over[0]
+    checkpoint.remove_older(parent, keep=2)
+    assert sorted(path.name for path in parent.iterdir()) == ["00000010", "00000100"]
+
+
+def test_export_writes_the_masters_as_safetensors(tmp_path: Path) -> None:
+    with start(job_for(precision="bf16")) as run:
+        run.step(byte_batches(1, ROWS)[0])
+        run.save(tmp_path / "1")
+        weights = run.state_dict()
+    count = checkpoint.export(tmp_path / "1", tmp_path / "out" / "weights.safetensors")
+    exported = load_file(tmp_path / "out" / "weights.safetensors")
+    assert count == len(exported)
+    assert_bit_equal(exported, {name: weights[name] for name in exported})
+    assert set(weights) - set(exported) == {"head.weight"}  # tied: stored once
+
+
+def test_scheduler_state_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    def scheduler(optimizer: torch.optim.Optimizer) -> LambdaLR:
+        made = LambdaLR(optimizer, lambda step: 1.0)
+        made.gadget = object()  # type: ignore[attr-defined]
+        return made
+
+    with start(job_for(scheduler=scheduler)) as run, pytest.raises(TypeError, match=r"scheduler\.gadget"):
+        run.save(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(saved: Path) -> None:
+    assert {path.suffix for path in saved.iterdir()} == {".json", ".safetensors"}
+    for path in saved.glob("*.json"):
+        json.loads(path.read_text())
