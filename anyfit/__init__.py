@@ -75,7 +75,7 @@ def start(
     launch = launching.current()
     if launch is not None:  # started by `anyfit fit`
         machine = machine or probe().with_limits(**launch.limits)
-        plan = plan or launch.plan
+        plan = plan or launch.plan_for(machine)
         resume = resume or (launch.newest_checkpoint() if launch.resume else None)
         deterministic = deterministic or launch.deterministic
     machine = machine or probe()

@@ -1,6 +1,7 @@
 """The search: every micro-batch that was profiled, everything resident on one device; the fastest that fits wins.
 
-    minimise    seconds(m) = ceil(B / m) * pass_seconds(m) + update_seconds
+    minimise    seconds(m), and where several are within TIE of the least, ceil(B / m)
+    with        seconds(m) = ceil(B / m) * pass_seconds(m) + update_seconds
     over        m in the profiled micro-batches
     subject to  (1 + error) * reserved(m) <= device limit
     where       peak(m) = state + max(pass_peak(m), gradients + update scratch), reserved(m) = overhead * peak(m) + context
@@ -14,6 +15,8 @@ from anyfit.values.plan import AXES, Alternative, Decision, Fingerprint, Forecas
 from anyfit.values.profile import Pass, Profile
 from anyfit.values.units import show_bytes, show_seconds
 
+TIE = 0.05  # two forecasts closer than this are not told apart: the one with fewer passes has less that can go wrong
+
 
 def search(profile: Profile) -> Plan:
     """The best plan for this profile, or NoPlan with the smallest shortfall."""
@@ -26,7 +29,8 @@ def search(profile: Profile) -> Plan:
     fitting = [micro_batch for micro_batch in forecasts if needed(micro_batch) <= limit]
     if not fitting:
         raise _no_plan(profile, forecasts)
-    best = min(fitting, key=lambda micro_batch: (forecasts[micro_batch].step_seconds, needed(micro_batch)))
+    least = min(forecasts[micro_batch].step_seconds for micro_batch in fitting)
+    best = max(each for each in fitting if forecasts[each].step_seconds <= (1 + TIE) * least)
     alternatives = tuple(
         Alternative(
             decision="micro-batch",
@@ -109,9 +113,12 @@ def _why(chosen: Forecast, alternatives: tuple[Alternative, ...]) -> str:
     if not best.fits:
         least = min(alternatives, key=lambda other: other.device_bytes)
         return f"{least.choice} would need {show_bytes(least.device_bytes)} and does not fit"
-    price = show_seconds(best.step_seconds - chosen.step_seconds)
+    later = best.step_seconds - chosen.step_seconds
     room = chosen.reserved_bytes - best.device_bytes
-    return f"{best.choice} would take {price} more a step and {show_bytes(abs(room))} {'less' if room >= 0 else 'more'} memory"
+    return (
+        f"{best.choice} would take {show_seconds(abs(later))} {'more' if later >= 0 else 'less'} a step and "
+        f"{show_bytes(abs(room))} {'less' if room >= 0 else 'more'} memory"
+    )
 
 
 def _no_plan(profile: Profile, forecasts: dict[int, Forecast]) -> NoPlan:

@@ -19,7 +19,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Edges of square products. 36 is 1e5 FLOPs: below it there is nothing but the launch.
 MATMUL_EDGES = {
-    "cpu": (36, 64, 128, 256, 512, 1024, 2048, 4096),
+    "cpu": (36, 64, 128, 256, 512, 1024, 2048),
     "cuda": (36, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
 }
 # (batch, heads, length, width of a head), FLOPs ascending.

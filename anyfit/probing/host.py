@@ -31,6 +31,13 @@ def cores() -> int:
     return max(1, min(allowed, math.ceil(min(cgroups.cpu_limit(), allowed))))
 
 
+def seconds_of_others() -> float:
+    """Processor time that everyone but this process and its children has used since the machine started."""
+    machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    busy = sum(getattr(machine, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+    return float(busy - own.user - own.system - own.children_user - own.children_system)
+
+
 def memory_figure() -> Figure:
     total = float(psutil.virtual_memory().total)
     limit = cgroups.memory_limit_bytes()
@@ -49,7 +56,7 @@ def pinnable_figure(memory_bytes: float) -> Figure:
 
 def bandwidth_meter(effort: Effort) -> Meter:
     """Bytes/s, read and written, of a copy on all cores that is too large for most caches."""
-    source, target = (torch.ones(effort.host_bytes // 4) for _ in range(2))
+    source, target = (torch.ones(effort.host_bytes // 4, dtype=torch.float32, device="cpu") for _ in range(2))
     with torch_threads(cores()):
         meter, _ = rate_meter("host memory", lambda: target.copy_(source), 2.0 * effort.host_bytes, host_seconds, effort)
 

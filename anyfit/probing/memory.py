@@ -34,7 +34,7 @@ def elementwise_ladder(device: torch.device, effort: Effort, room_bytes: float) 
 
     def prepare(size: int) -> tuple[float, Work]:
         elements = size // 12  # two float32 read, one written
-        left, right = (torch.full((elements,), 1.5, device=device) for _ in range(2))
+        left, right = (torch.full((elements,), 1.5, dtype=torch.float32, device=device) for _ in range(2))
         return 12.0 * elements, lambda: left + right
 
     sizes = [size for size in ELEMENTWISE_BYTES[device.type] if size <= room_bytes]

@@ -26,10 +26,11 @@ Work = Callable[[], object]
 Timer = Callable[[Work, int], float]  # seconds that so many runs take together
 Size = TypeVar("Size")
 
-# One reading is the median of its bursts, so that a hiccup does not count. They are short, because threads that wait for
-# one of theirs which has lost its core make a small op a hundred times slower, and a long burst of them never ends.
+# One reading is its fastest quarter of bursts, because what slows the others down is somebody else. They are short:
+# threads that wait for one of theirs which has lost its core make a small op a hundred times slower, and a long burst of
+# those never ends.
 BURST_SECONDS = 0.0015
-LEAST_BURSTS = 3
+LEAST_BURSTS = 4
 LEAST_ROUNDS = 3  # fewer say nothing about spread
 LEAST_SPREAD = 0.05  # what one process cannot see: memory layout and clocks differ from process to process
 
@@ -141,9 +142,10 @@ class Ladder:
 
 def rate_meter(label: str, work: Work, amount: float, timer: Timer, effort: Effort) -> tuple[Meter, float]:
     """A meter of `amount` a second, and the seconds that one run takes."""
-    for _ in range(2):  # the first run loads kernels and touches memory
-        work()
-    once = min(timer(work, 1) for _ in range(3))
+    work()  # the first run loads kernels and touches memory
+    once = timer(work, 1)
+    if once < effort.longest_seconds:
+        once = min(once, timer(work, 1), timer(work, 1))
     if once < BURST_SECONDS / 20:  # too short for one look at the clock to say
         once = min(timer(work, 20) for _ in range(3)) / 20
     times = max(1, int(BURST_SECONDS / max(once, 1e-7)))
@@ -154,7 +156,7 @@ def rate_meter(label: str, work: Work, amount: float, timer: Timer, effort: Effo
             bursts.append(timer(work, times))
             if sum(bursts) > 3 * effort.reading_seconds:
                 break  # somebody else is at work too; what they leave us is what this round reads
-        return amount * times / statistics.median(bursts)
+        return amount * times / sorted(bursts)[len(bursts) // 4]
 
     return Meter(label, read), once
 
@@ -167,12 +169,9 @@ def climb(
     `prepare` gives the amount of work (FLOPs, bytes) that stands on the curve's axis, and the work.
     """
     ladder = Ladder()
-    seconds_per_amount = 0.0
     for size in sizes[:: effort.stride]:
         try:
             amount, work = prepare(size)
-            if seconds_per_amount * amount > 2 * effort.longest_seconds:
-                break  # not even tried, unless it may well be faster than the last one was
             meter, once = rate_meter(label, work, amount, timer, effort)
         except torch.OutOfMemoryError:
             if ladder.rungs:
@@ -181,7 +180,6 @@ def climb(
         if ladder.rungs and once > effort.longest_seconds:
             break
         ladder.rungs[amount] = meter
-        seconds_per_amount = once / amount
     return ladder
 
 

@@ -33,6 +33,7 @@ from .update import device_loads, host_load, update_ladders
 EFFORTS: Mapping[str, Effort] = {"quick": QUICK, "full": FULL}
 SETUP_SHARE, READING_SHARE = 0.2, 0.7  # of the progress bar; links have the rest
 GPU_PATIENCE = 3  # a GPU has more to measure: copies, and more sizes
+QUIET_CORES = 0.3  # others may use this much before it is remarked upon
 WORKING_SHARE = 1 / 16  # of the free memory: what one measure may hold
 
 
@@ -44,7 +45,12 @@ def measure(effort: Literal["quick", "full"], report: Report | None = None) -> M
     memory.gpus_before_use()  # while this process holds nothing on the GPU
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     tell("setting up", 0.0)
+    others, started = host.seconds_of_others(), time.perf_counter()
     rates = _measure_rates(device, level, tell)
+    busy_cores = (host.seconds_of_others() - others) / (time.perf_counter() - started)
+    remarks = [f"{effort} probe"]
+    if busy_cores > QUIET_CORES:
+        remarks.append(f"other processes kept {busy_cores:.1f} cores busy; measure again when they do not: anyfit probe")
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the links, and whoever called, need the memory
     tell("links between GPUs", SETUP_SHARE + READING_SHARE)
@@ -62,7 +68,7 @@ def measure(effort: Literal["quick", "full"], report: Report | None = None) -> M
         limits=Limits(),
         date=datetime.date.today().isoformat(),
         versions=_versions(device),
-        comment="; ".join([f"{effort} probe", *trouble]),
+        comment="; ".join([*remarks, *trouble]),
     )
 
 

@@ -124,6 +124,6 @@ def _under(load: Callable[[], AbstractContextManager[None]], threads: int, read:
 
 
 def _fused_adamw(parameters: int) -> Callable[[], object]:
-    parameter = torch.nn.Parameter(torch.full((parameters,), 0.5))
-    parameter.grad = torch.full((parameters,), 1e-3)
+    parameter = torch.nn.Parameter(torch.full((parameters,), 0.5, dtype=torch.float32, device="cpu"))
+    parameter.grad = torch.full_like(parameter, 1e-3)
     return torch.optim.AdamW([parameter], lr=1e-4, fused=True).step

@@ -82,6 +82,8 @@ def _plain_step(
     model.to(device)
     dtypes = job.dtypes(model)
     optimizer, _ = job.build_optimizer(model)
+    if job.scheduler is not None:
+        job.scheduler(optimizer)  # sets the first learning rate
     masters = {name: p.detach().clone() for name, p in model.named_parameters() if dtypes[name] != p.dtype}
     for name, parameter in model.named_parameters():
         parameter.data = _round(parameter.data) if name in masters else parameter.data

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from anyfit.values.machine import Machine
+from anyfit.values.plan import Plan
 
 from . import checkpoint
 from .alarms import Alarms
@@ -130,6 +131,20 @@ class Launch:
         for reason in passed_over:
             self.say(f"passed over a checkpoint: {reason}")
         return found
+
+    def plan_for(self, machine: Machine) -> Plan | None:
+        """The plan the command line named, or the one a resumed run had, where the machine is still the same."""
+        if self.plan is not None:
+            return Plan.load(self.plan)
+        file = self.folder / "plan.json"
+        if not self.resume or not file.exists():
+            return None
+        plan = Plan.load(file)
+        made_for = plan.fingerprint and plan.fingerprint.machine
+        if made_for == machine.fingerprint and plan.limit_bytes["device"] == machine.device_limit_bytes:
+            return plan
+        self.say("the run was planned for another machine or limit: planning anew")
+        return None
 
     def _truncate_metrics(self, steps: int) -> None:
         """What was measured after the checkpoint is measured again."""

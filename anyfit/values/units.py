@@ -61,9 +61,10 @@ def show_seconds(seconds: float) -> str:
         return f"{_three_digits(seconds * 1e3)} ms"
     if seconds < 60:
         return f"{_three_digits(seconds)} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    return f"{int(seconds // 3600):,} h {int(seconds % 3600 // 60)} min"
+    if round(seconds) < 3600:
+        return f"{round(seconds) // 60} min {round(seconds) % 60} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def show_count(count: float) -> str:

@@ -1,0 +1,170 @@
+"""`anyfit fit` as a process: killed, interrupted, resumed, repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from anyfit.running.alarms import Alarms
+from anyfit.running.launch import Rank
+from tests.conftest import FULL
+
+SMALL = ["--batch", "4", "--seq", "32", "--dtype", "fp32", "--save-every", "10"]
+STEPS = 40
+
+
+def fit(*arguments: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "anyfit", "fit", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    file = folder / "metrics.jsonl"
+    while process.poll() is None:
+        if file.exists() and len(file.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"ended before step {step}: {process.communicate()[0]}")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    output = finish(fit("--folder", folder, "--steps", str(STEPS), *SMALL))
+    assert f"step {STEPS} of {STEPS}" in output
+    assert "predicted" in output
+    return folder
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    mine, theirs = load_file(folder / "weights.safetensors"), load_file(other / "weights.safetensors")
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    lines = [(each / "metrics.jsonl").read_text().splitlines() for each in (folder, other)]
+    curves = [[json.loads(line)["loss"] for line in each] for each in lines]
+    assert curves[0] == curves[1]
+    assert len(curves[0]) == STEPS
+
+
+def test_a_run_folder_holds_plan_machine_metrics_checkpoint_and_weights(uninterrupted: Path) -> None:
+    names = {path.name for path in uninterrupted.iterdir()}
+    assert names == {"run.json", "plan.json", "machine.json", "metrics.jsonl", "checkpoints", "weights.safetensors"}
+    assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == ["00000030", "00000040"]
+
+
+@pytest.mark.parametrize("moment", random.Random(7).sample(range(STEPS), 8 if FULL else 3))
+def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_bits(
+    uninterrupted: Path, tmp_path: Path, moment: int
+) -> None:
+    folder = tmp_path / "run"
+    process = fit("--folder", folder, "--steps", str(STEPS), *SMALL)
+    wait_for_step(folder, moment, process)
+    time.sleep(random.Random(moment).random() * 0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    output = finish(fit("--resume", folder))
+    assert "going on from step" in output
+    assert_same_run(folder, uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_it_saves_says_where_and_ends_with_the_signals_status(
+    uninterrupted: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    folder = tmp_path / "run"
+    process = fit("--folder", folder, "--steps", str(STEPS), *SMALL)
+    wait_for_step(folder, 13, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == -number, output
+    assert f"anyfit fit --resume {folder}" in output
+    saved = max(int(path.name) for path in (folder / "checkpoints").iterdir())
+    assert saved >= 13
+    assert f"going on from step {saved}" in finish(fit("--resume", folder))
+    assert_same_run(folder, uninterrupted)
+
+
+def test_two_deterministic_runs_are_bit_equal_and_a_plan_file_serves(uninterrupted: Path, tmp_path: Path) -> None:
+    options = ["--steps", str(STEPS), *SMALL, "--deterministic", "--plan", uninterrupted / "plan.json"]
+    for name in ("a", "b"):
+        finish(fit("--folder", tmp_path / name, *options))
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+SCRIPT = """
+import sys
+import torch, anyfit
+from anyfit import demo
+
+job = demo.job(batch_size=4, length=32, precision="fp32")
+run = anyfit.start(job)
+print("arguments", sys.argv[1:], "rank", __name__)
+for batch in run.loader(demo.SourceCode(32, limit_bytes=4000)):
+    loss = run.step(batch)
+    if run.steps == 20 and "--fail" in sys.argv:
+        raise LookupError("my own mistake")
+"""
+
+
+def test_a_script_gets_a_folder_checkpoints_and_exact_resume(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    output = finish(fit("--folder", whole, "--save-every", "8", script, "--lr", "3"))
+    assert "arguments ['--lr', '3'] rank __main__" in output
+    process = fit("--folder", broken, "--save-every", "8", script, "--fail")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "LookupError: my own mistake" in output
+    finish(fit("--resume", broken, script))
+    mine, theirs = load_file(broken / "weights.safetensors"), load_file(whole / "weights.safetensors")
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_script_runs_under_torchrun_and_slurm_variables(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    for variables in (
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"},
+    ):
+        command = [sys.executable, "-m", "anyfit", "fit", "--folder", str(tmp_path / next(iter(variables))), str(script)]
+        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_rank_comes_from_torchrun_or_slurm_or_is_alone() -> None:
+    assert Rank.from_environment({}) == Rank(0, 1, 0)
+    assert Rank.from_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == Rank(3, 4, 1)
+    assert Rank.from_environment({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "2"}) == Rank(5, 8, 2)
+    assert Rank.from_environment({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) == Rank(0, 1, 0)
+    with pytest.raises(ValueError, match="WORLD_SIZE is not"):
+        Rank.from_environment({"RANK": "3", "LOCAL_RANK": "1"})
+    with pytest.raises(ValueError, match="4 processes were started"):
+        Rank(0, 4, 0).refuse_several()
+
+
+def test_alarms_tell_of_spikes_nonsense_and_steps_left_out() -> None:
+    alarms = Alarms()
+    calm = [alarms.listen(step, 2.0 + 0.01 * (step % 3), skipped=0) for step in range(1, 30)]
+    assert not any(calm)
+    assert "jumped to 9.000" in alarms.listen(30, 9.0, skipped=0)[0]
+    assert "the loss is nan" in alarms.listen(31, float("nan"), skipped=0)[0]
+    assert "left out" in alarms.listen(32, 2.0, skipped=1)[0]
+    assert alarms.listen(33, 2.0, skipped=1) == []

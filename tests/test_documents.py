@@ -1,0 +1,75 @@
+"""What the documents and examples show works as shown."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def run(command: list[str], folder: Path) -> str:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_every_python_block_of_the_readme_runs(block: str, tmp_path: Path) -> None:
+    run([sys.executable, "-W", "error", "-c", block], tmp_path)
+
+
+def test_every_command_of_the_readme_runs_in_order(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (commands,) = blocks("bash")
+    for line in commands.splitlines():
+        words = line.partition("#")[0].split()
+        assert words[0] == "anyfit"
+        output = run([sys.executable, "-m", *words], tmp_path)
+        assert output
+
+
+@pytest.mark.parametrize("target", re.findall(r"^make (\S+)", "\n".join(blocks("console")), re.MULTILINE))
+def test_every_make_target_of_the_readme_exists(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_every_example_runs_and_learns(example: Path, tmp_path: Path) -> None:
+    output = run([sys.executable, str(example)], tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
+    if losses:
+        assert losses[-1] < losses[0] / 2
+
+
+def test_the_slurm_example_is_valid_shell() -> None:
+    subprocess.run(["bash", "-n", str(ROOT / "examples" / "slurm.sbatch")], check=True)
+
+
+def test_the_plain_example_differs_from_plain_pytorch_by_at_most_six_lines() -> None:
+    plain, ours = (
+        [line for line in (ROOT / "examples" / name).read_text().split('"""', 2)[2].splitlines() if line.strip()]
+        for name in ("plain_pytorch.py", "plain.py")
+    )
+    changes = list(difflib.ndiff(plain, ours))
+    added, removed = (sum(line.startswith(sign) for line in changes) for sign in "+-")
+    assert added <= 6
+    assert removed <= 6
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+            if "://" not in link:
+                assert (document.parent / link).exists(), f"{document.name}: {link}"

@@ -1,0 +1,97 @@
+"""Random values of any record, made from its field types, as strict JSON reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from hypothesis import strategies as st
+
+from anyfit.values.graph import Graph
+from anyfit.values.machine import Curve, Machine
+from anyfit.values.plan import AXES, Forecast, Plan
+from anyfit.values.profile import Profile
+
+RECORDS = (Graph, Machine, Plan, Profile)
+# Objects whose keys are data (a dtype, a package): any string is one.
+OPEN = {"split_seconds", "matmul", "attention", "versions"}
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+positive = st.floats(min_value=1e-9, max_value=1e15)
+
+
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Any legal value of a type that travels as JSON."""
+    if kind in RULES:
+        return RULES[kind]
+    if dataclasses.is_dataclass(kind):
+        return st.builds(kind, **fields_of(kind))
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if origin is tuple and arguments[1:] == (...,):
+        return st.lists(values_of(arguments[0]), max_size=2).map(tuple)
+    if origin is tuple:
+        return st.tuples(*map(values_of, arguments))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        if get_origin(arguments[0]) is Literal:
+            return st.fixed_dictionaries({key: values_of(arguments[1]) for key in get_args(arguments[0])})
+        return st.dictionaries(st.text(max_size=8), values_of(arguments[1]), max_size=2)
+    if type(None) in arguments:
+        (other,) = set(arguments) - {type(None)}
+        return st.none() | values_of(other)
+    return {int: st.integers(), float: finite, str: st.text(max_size=8), bool: st.booleans()}[kind]
+
+
+def fields_of(kind: Any) -> dict[str, st.SearchStrategy[Any]]:
+    hints = get_type_hints(kind)
+    return {field.name: values_of(hints[field.name]) for field in dataclasses.fields(kind)}
+
+
+def curves(rates: st.SearchStrategy[float] = positive) -> st.SearchStrategy[Curve]:
+    sizes = st.lists(positive, min_size=1, max_size=5, unique=True).map(sorted)
+    return sizes.flatmap(
+        lambda sizes: st.builds(
+            Curve,
+            points=st.tuples(*(st.tuples(st.just(size), rates) for size in sizes)),
+            spread=finite,
+            source=st.text(max_size=8),
+        )
+    )
+
+
+@st.composite
+def _plans(draw: st.DrawFn) -> Plan:
+    batch_size = draw(st.integers(1, 64))
+    micro_batch = draw(st.integers(1, batch_size))
+    ruled = {
+        "batch_size": st.just(batch_size),
+        "micro_batch": st.just(micro_batch),
+        "accumulation": st.just(-(-batch_size // micro_batch)),
+        "mesh": st.just(dict.fromkeys(AXES, 1)),
+        "chunk_bytes": st.integers(min_value=1),
+    }
+    return draw(st.builds(Plan, **fields_of(Plan) | ruled))
+
+
+# What a type alone does not say.
+RULES: dict[Any, st.SearchStrategy[Any]] = {
+    Curve: st.deferred(curves),
+    Forecast: st.deferred(lambda: st.builds(Forecast, **fields_of(Forecast) | {"step_seconds": positive})),
+    Plan: st.deferred(_plans),
+}
+records = st.one_of(*map(values_of, RECORDS))
+
+
+def places(document: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
+    """Every (container, key or index, path of what lies there) in a JSON document, itself `path`."""
+    if isinstance(document, dict):
+        inside = [(key, f"{path}.{key}") for key in document]
+    elif isinstance(document, list):
+        inside = [(index, f"{path}[{index}]") for index in range(len(document))]
+    else:
+        return
+    for key, where in inside:
+        yield document, key, where
+        yield from places(document[key], where)

@@ -1,0 +1,180 @@
+"""The machines that come with anyfit, and how a machine is cut and grown by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from anyfit.values.machine import Curve, Figure, Machine
+
+GIB = 2**30
+SINGLE = ("rtx-3090", "rtx-4090", "rtx-5090", "l4", "a100-40", "a100-80", "h100", "h200")
+NODES = ("a100-node", "h100-node", "b200-node")
+SOURCE = re.compile(r"measured|measured: \S.*|datasheet: \S.{10,}")
+
+
+def numbers(value: object) -> Iterator[Figure | Curve]:
+    """Every figure and curve of a machine."""
+    if isinstance(value, Figure | Curve):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from numbers(getattr(value, field.name))
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from numbers(item)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from numbers(item)
+
+
+def test_the_presets_are_those_that_are_promised() -> None:
+    assert set(Machine.presets()) == {*SINGLE, *NODES, "laptop-cpu"}
+
+
+@pytest.mark.parametrize("name", Machine.presets())
+def test_every_preset_loads_and_travels(name: str) -> None:
+    machine = Machine.load(name)
+    assert machine.name == name
+    assert machine.nodes == 1
+    assert machine.comment
+    assert Machine.from_json(machine.to_json()) == machine
+
+
+@pytest.mark.parametrize("name", Machine.presets())
+def test_every_number_says_where_it_comes_from(name: str) -> None:
+    for number in numbers(Machine.load(name)):
+        assert SOURCE.fullmatch(number.source), number.source
+        assert 0 <= number.spread <= 1
+        if number.source.startswith("measured"):
+            assert name == "h200"
+            assert number.source.startswith("measured: one H200 box, 16 cores, 125 GiB, torch 2.11, 2026-11-15")
+
+
+@pytest.mark.parametrize("name", Machine.presets())
+def test_rates_are_sane(name: str) -> None:
+    machine = Machine.load(name)
+    device, host = machine.device, machine.host
+    for curve in [*device.matmul.values(), *device.attention.values()]:
+        rates = [rate for _, rate in curve.points]
+        assert rates == sorted(rates), "larger products run faster"
+        seconds = [size / rate for size, rate in curve.points]
+        assert seconds == sorted(seconds), "but take longer"
+        assert curve.points[0][0] / curve.points[0][1] < 2e-5, "a tiny product costs little more than its launch"
+    assert set(device.matmul) == set(device.attention) == {"float32", "bfloat16"}
+    assert device.matmul["bfloat16"].peak > device.matmul["float32"].peak
+    assert device.context_bytes.value < 0.1 * device.memory_bytes.value
+    assert host.pinnable_bytes.value < host.memory_bytes.value
+    assert host.update.points[-1][0] == host.cores
+    assert host.update.peak * 28 < host.bytes_per_second.value * 1.01, "an update moves 28 bytes a parameter"
+    for threads, rate in host.update.points:
+        assert host.update_loaded.at(threads) <= rate
+    if machine.copies:
+        for alone, both in ((machine.copies.up, machine.copies.up_both), (machine.copies.down, machine.copies.down_both)):
+            assert all(both.at(size) < rate for size, rate in alone.points)
+
+
+def test_the_measured_ceilings_of_the_h200_box_are_in_its_preset() -> None:
+    machine = Machine.load("h200")
+    assert machine.device.matmul["bfloat16"].peak == 785e12
+    assert machine.device.memory.peak == pytest.approx(4.2e12, rel=0.01)
+    assert machine.copies is not None
+    assert machine.copies.up.at(4 * 2**20) == pytest.approx(52.7e9)
+    assert machine.copies.up.peak == 55e9
+    assert machine.host.update.at(4) == pytest.approx(2.3e9)
+    assert machine.host.update_loaded.at(16) == pytest.approx(3.4e9)
+    assert machine.host.memory_bytes.value == 125 * GIB
+    assert machine.disk is not None
+    assert machine.disk.write.at(1) == 2.05e9
+
+
+@pytest.mark.parametrize("name", SINGLE + NODES)
+def test_gpus_have_links_for_more_of_them(name: str) -> None:
+    machine = Machine.load(name)
+    assert machine.device.count == (8 if name in NODES else 1)
+    known = {(each.across, each.group, each.name): each for each in machine.collectives}
+    assert len(known) == len(machine.collectives)
+    for group, kind in itertools.product((2, 4, 8), ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")):
+        assert ("node", group, kind) in known
+    for group in (16, 64, 512) if name not in ("l4", "rtx-3090", "rtx-4090", "rtx-5090") else (16, 64):
+        gather, reduce = known["cluster", group, "all_gather"], known["cluster", group, "all_reduce"]
+        assert gather.bytes_per_second.value == pytest.approx(2 * reduce.bytes_per_second.value, rel=1e-3)
+        assert gather.bytes_per_second.value <= known["node", 8, "all_gather"].bytes_per_second.value
+        assert gather.latency_seconds.value > known["node", 8, "all_gather"].latency_seconds.value
+    assert ("node", 2, "send") in known
+    assert ("cluster", 2, "send") in known
+
+
+def test_more_gpus_and_nodes_leave_the_host_of_one_node() -> None:
+    machine = Machine.load("h200")
+    grown = machine.with_devices(gpus=8, nodes=2)
+    assert (grown.device.count, grown.nodes) == (8, 2)
+    assert grown.host == machine.host
+    assert machine.with_devices() == machine
+    assert grown.with_devices(gpus=1, nodes=1) == machine
+    assert grown.with_devices(gpus=4).nodes == 2
+
+
+@pytest.mark.parametrize("number", [0, -1, True, 2.0, "8"])
+@pytest.mark.parametrize("what", ["gpus", "nodes"])
+def test_numbers_of_devices_that_make_no_sense_are_refused(what: str, number: object) -> None:
+    with pytest.raises(ValueError, match=f"--{what} .*: give a whole number from 1 up"):
+        Machine.load("h200").with_devices(**{what: number})  # type: ignore[arg-type]
+
+
+def test_a_machine_without_gpus_does_not_get_any() -> None:
+    with pytest.raises(ValueError, match="has no GPU; name a machine that has"):
+        Machine.load("laptop-cpu").with_devices(gpus=2)
+
+
+def test_more_devices_than_links_are_known_for_are_refused() -> None:
+    alone = dataclasses.replace(Machine.load("h200"), collectives=())
+    with pytest.raises(ValueError, match="no link between GPUs is known"):
+        alone.with_devices(gpus=2)
+    with pytest.raises(ValueError, match="no link between nodes is known"):
+        alone.with_devices(nodes=2)
+    assert alone.with_devices(gpus=1, nodes=1) == alone
+
+
+def test_limits_cap_what_there_is() -> None:
+    machine = Machine.load("h200").with_limits(device_memory="24GiB", host_memory=64 * GIB, disk="10GB")
+    assert machine.device_limit_bytes == 24 * GIB
+    assert machine.host_limit_bytes == 64 * GIB
+    assert machine.disk_limit_bytes == 10**10
+    assert machine.with_limits(device_memory="12GiB").limits.host_bytes == 64 * GIB
+
+
+@pytest.mark.parametrize("limit", ["0GiB", "200GiB"])
+def test_a_limit_beyond_what_is_there_is_refused(limit: str) -> None:
+    with pytest.raises(ValueError, match="where one NVIDIA H200 has 139 GiB"):
+        Machine.load("h200").with_limits(device_memory=limit)
+
+
+def test_a_limit_of_a_disk_that_was_not_measured_says_how_to_measure_it() -> None:
+    quick = dataclasses.replace(Machine.load("h200"), disk=None)
+    with pytest.raises(ValueError, match="anyfit probe --full"):
+        quick.with_limits(disk="1GiB")
+
+
+@pytest.mark.parametrize("text", ["24 lightyears", "", "-1GiB"])
+def test_a_limit_that_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        Machine.load("h200").with_limits(device_memory=text)
+
+
+def test_a_misspelt_preset_names_the_nearest() -> None:
+    with pytest.raises(FileNotFoundError, match="did you mean 'h100-node'"):
+        Machine.load("h100-nodes")
+
+
+def test_a_curve_is_straight_on_logarithmic_axes_and_constant_outside() -> None:
+    curve = Curve(((10.0, 100.0), (1000.0, 400.0)), 0.0, "measured")
+    assert curve.at(1) == 100.0
+    assert curve.at(100) == pytest.approx(200.0)
+    assert curve.at(1e6) == 400.0
+    assert math.isclose(curve.peak, 400.0)
