@@ -23,12 +23,11 @@ from .cuda import seconds_between, timing_event
 
 Report = Callable[[str, float], None]  # what is being measured, and the fraction done
 Work = Callable[[], object]
-Timer = Callable[[Work, int], float]  # seconds that so many runs take together
+Timer = Callable[[Work, int], float]  # seconds that one of so many runs takes
 Size = TypeVar("Size")
 
-# One reading is its fastest quarter of bursts, because what slows the others down is somebody else. They are short:
-# threads that wait for one of theirs which has lost its core make a small op a hundred times slower, and a long burst of
-# those never ends.
+# One reading is its fastest quarter of bursts, because what slows the others down is somebody else. They are short, and
+# broken off: threads that wait for one of theirs which has lost its core make a small op a thousand times slower.
 BURST_SECONDS = 0.0015
 LEAST_BURSTS = 4
 LEAST_ROUNDS = 3  # fewer say nothing about spread
@@ -78,10 +77,15 @@ FULL = Effort(
 
 
 def host_seconds(work: Work, times: int) -> float:
+    done, portion = 0, max(1, times // 8)  # a look at the clock after every run would slow down the smallest ops
     start = time.perf_counter()
-    for _ in range(times):
-        work()
-    return time.perf_counter() - start
+    while done < times:
+        for _ in range(portion):
+            work()
+        done += portion
+        if time.perf_counter() - start > 10 * BURST_SECONDS:
+            break
+    return (time.perf_counter() - start) / done
 
 
 def cuda_seconds(work: Work, times: int) -> float:
@@ -90,7 +94,7 @@ def cuda_seconds(work: Work, times: int) -> float:
     for _ in range(times):
         work()
     end.record()
-    return seconds_between(start, end)
+    return seconds_between(start, end) / times
 
 
 def timer_of(device: torch.device) -> Timer:
@@ -147,16 +151,17 @@ def rate_meter(label: str, work: Work, amount: float, timer: Timer, effort: Effo
     if once < effort.longest_seconds:
         once = min(once, timer(work, 1), timer(work, 1))
     if once < BURST_SECONDS / 20:  # too short for one look at the clock to say
-        once = min(timer(work, 20) for _ in range(3)) / 20
+        once = min(timer(work, 20) for _ in range(3))
     times = max(1, int(BURST_SECONDS / max(once, 1e-7)))
 
     def read() -> float:
         bursts: list[float] = []
-        while len(bursts) < LEAST_BURSTS or sum(bursts) < effort.reading_seconds:
+        start = time.perf_counter()
+        while len(bursts) < LEAST_BURSTS or time.perf_counter() - start < effort.reading_seconds:
             bursts.append(timer(work, times))
-            if sum(bursts) > 3 * effort.reading_seconds:
+            if time.perf_counter() - start > 3 * effort.reading_seconds:
                 break  # somebody else is at work too; what they leave us is what this round reads
-        return amount * times / sorted(bursts)[len(bursts) // 4]
+        return amount / sorted(bursts)[len(bursts) // 4]
 
     return Meter(label, read), once
 

@@ -151,6 +151,7 @@ def show_forecast_beside_measured(plan: Plan, seconds: float, peak_bytes: int, c
 @contextmanager
 def shown_progress(doing: str, console: Console) -> Iterator[Callable[[str, float], None]]:
     """A bar for work that reports what it does and how far it is; silent without a terminal."""
-    with Progress(TextColumn(doing), BarColumn(), TextColumn("{task.description}"), console=console, transient=True) as progress:
+    columns = (TextColumn(doing), BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=1.0)
         yield lambda what, share: progress.update(task, completed=share, description=what)

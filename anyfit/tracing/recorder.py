@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -100,6 +101,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _is_about_real_scalars(func, args, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         result = func(*args, **kwargs)
         inputs = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
         outputs = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
@@ -144,6 +148,14 @@ class Recorder(TorchDispatchMode):
             self._known.pop(identity, None)
 
         return note
+
+
+def _is_about_real_scalars(func: Any, args: Any, kwargs: Any) -> bool:
+    """Single numbers made on the spot (`torch.rand([]) < p`) are computed for real, so that the model can branch on them."""
+    tensors = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+    if tensors:
+        return all(tensor.dim() == 0 and not isinstance(tensor, FakeTensor) for tensor in tensors)
+    return bool(args) and args[0] in ([], ()) and func in (aten.rand.default, aten.randn.default)
 
 
 def _kind_of(packet: Any) -> OpKind:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anyfit.values.batches import named_tensors
-from anyfit.values.graph import Block, Graph, Parameter, Value
+from anyfit.values.graph import Graph, Parameter, Value
 from anyfit.values.job import Batch, Job
 
+from .blocks import Blocks, find_blocks
 from .recorder import Recorder
+from .repeats import NotPeriodic, Repeat, find_repeats, skip, write_in
 from .stand_in import fake_batch, fake_model
 from .update_rule import learn
 
 
 def trace(job: Job, micro_batch: int) -> Graph:
     """Runs loss and backward of one micro-batch on fake tensors and writes down all they do."""
+    try:
+        return trace_with(job, micro_batch, find_repeats)
+    except NotPeriodic:
+        return trace_with(job, micro_batch, lambda _blocks: [])
+
+
+def trace_with(job: Job, micro_batch: int, repeats_of: Callable[[Blocks], list[Repeat]]) -> Graph:
+    """The trace, with the middle of the given repeats written in and not run."""
     random_state = torch.get_rng_state()
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of its own before it raises
     disabled, logger.disabled = logger.disabled, True
@@ -27,107 +37,90 @@ def trace(job: Job, micro_batch: int) -> Graph:
         with _saying("building the model on fake tensors"):
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             model = fake_model(job, mode)
-        return _trace(job, model, mode, micro_batch)
+        blocks = find_blocks(model)
+        return _trace(job, model, mode, micro_batch, blocks, repeats_of(blocks))
     finally:
         torch.set_rng_state(random_state)
         logger.disabled = disabled
 
 
-def _trace(job: Job, model: nn.Module, mode: FakeTensorMode, micro_batch: int) -> Graph:
-    blocks, block_of = find_blocks(model)
-    outside = len(blocks) - 1
+def _trace(job: Job, model: nn.Module, mode: FakeTensorMode, micro_batch: int, blocks: Blocks, repeats: list[Repeat]) -> Graph:
     optimizer, group_of = job.build_optimizer(model)
     batch = fake_batch(job, micro_batch, mode)
-    recorder = Recorder({id(module): name for name, module in model.named_modules()}, block_of, outside)
+    recorder = Recorder({id(module): name for name, module in model.named_modules()}, blocks.of_module, blocks.outside)
     recorder.leave_out(iter([*model.parameters(), *model.buffers()]))
     for _, tensor in named_tensors(batch):
         recorder.count_input(tensor)
+    twin_of: dict[int, int] = {}  # skipped blocks, by the one that was run in their place
+    for repeat in repeats:
+        for block in repeat.skipped:
+            twin_of[block] = repeat.unit(2)[(block - repeat.first) % repeat.period]
+            skip(blocks.modules[block], blocks.modules[twin_of[block]])
 
     with mode, recorder, recorder.watching(model):
         with _saying(f"running the model on a fake batch of {micro_batch} samples like Job(sample=)"):
             total, weight = job.evaluate(model, batch)
             loss = total if weight is None else total / weight
-        backward_starts = len(recorder.ops)
         recorder.phase = "backward"
         with _saying("running backward on fake tensors"):
             loss.backward()
-    used = set()
+    used = {id(parameter) for parameter in model.parameters() if parameter.grad is not None}
     for parameter in model.parameters():
         if parameter.grad is not None:
-            used.add(id(parameter))
             recorder.mark_gradient(parameter.grad)
     if not used:
         raise ValueError("the loss gives no parameter a gradient: is everything frozen or detached?")
+    for block, twin in twin_of.items():
+        pairs = zip(blocks.modules[block].parameters(), blocks.modules[twin].parameters(), strict=True)
+        used |= {id(mine) for mine, theirs in pairs if id(theirs) in used}
 
-    end = len(recorder.ops)
-    values = tuple(
-        Value(seen.bytes, seen.kind, seen.born, end if seen.dies is None else seen.dies, seen.block)
-        for seen in recorder.storages
-        if seen.bytes
-    )
-    module_of = {id(p): block_of_path(model, name, block_of, outside) for name, p in model.named_parameters()}
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    ops, storages = recorder.ops, recorder.storages
+    names = [block.name for block in blocks.blocks]
+    for repeat in repeats:
+        ops, storages = write_in(repeat, names, ops, storages)
     return Graph(
         model=type(model).__name__,
         micro_batch=micro_batch,
         tokens=tokens_in(batch, micro_batch),
         precision=job.precision,
-        parameters=tuple(
-            Parameter(
-                name=name,
-                names=tuple(names[id(parameter)]),
-                shape=tuple(parameter.shape),
-                dtype=str(parameter.dtype).removeprefix("torch."),
-                elements=parameter.numel(),
-                trainable=parameter.requires_grad,
-                used=id(parameter) in used,
-                block=module_of[id(parameter)],
-                group=group_of.get(id(parameter), -1),
-            )
-            for name, parameter in model.named_parameters()
-        ),
+        parameters=_parameters(model, blocks, group_of, used),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-        blocks=blocks,
-        ops=tuple(recorder.ops),
-        backward_starts=backward_starts,
-        values=values,
+        blocks=blocks.blocks,
+        ops=tuple(ops),
+        backward_starts=next(index for index, op in enumerate(ops) if op.phase == "backward"),
+        values=tuple(
+            Value(each.bytes, each.kind, each.born, len(ops) if each.dies is None else each.dies, each.block)
+            for each in storages
+            if each.bytes
+        ),
         update=learn(optimizer),
         fingerprint=job.fingerprint(model),
     )
 
 
-def find_blocks(model: nn.Module) -> tuple[tuple[Block, ...], dict[int, int]]:
-    """The blocks a model is a chain of, and by module identity the block each belongs to.
-
-    Blocks are the members of every list or sequence that repeats one class, outermost first; all else is one last block
-    with no name.
-    """
-    blocks: list[Block] = []
-    block_of: dict[int, int] = {}
-
-    def visit(module: nn.Module, path: str) -> None:
-        children = list(module.named_children())
-        classes = Counter(type(child) for _, child in children)
-        repeats = isinstance(module, nn.ModuleList | nn.Sequential) and any(n > 1 for n in classes.values())
-        for name, child in children:
-            child_path = f"{path}.{name}" if path else name
-            if repeats and any(True for _ in child.parameters()):
-                for inner in child.modules():
-                    block_of[id(inner)] = len(blocks)
-                blocks.append(Block(child_path, type(child).__name__))
-            else:
-                visit(child, child_path)
-
-    visit(model, "")
-    blocks.append(Block("", type(model).__name__))
-    return tuple(blocks), block_of
-
-
-def block_of_path(model: nn.Module, parameter: str, block_of: dict[int, int], outside: int) -> int:
-    owner = model.get_submodule(parameter.rpartition(".")[0])
-    return block_of.get(id(owner), outside)
+def _parameters(model: nn.Module, blocks: Blocks, group_of: dict[int, int], used: set[int]) -> tuple[Parameter, ...]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    block_of = {
+        id(parameter): blocks.of_module.get(id(module), blocks.outside)
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    }
+    return tuple(
+        Parameter(
+            name=name,
+            names=tuple(names[id(parameter)]),
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            elements=parameter.numel(),
+            trainable=parameter.requires_grad,
+            used=id(parameter) in used,
+            block=block_of[id(parameter)],
+            group=group_of.get(id(parameter), -1),
+        )
+        for name, parameter in model.named_parameters()
+    )
 
 
 def tokens_in(batch: Batch, rows: int) -> int:

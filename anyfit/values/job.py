@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from .batches import cut, map_tensors, rows_of
@@ -67,7 +66,7 @@ class Job:
             value = getattr(self, name)
             if not callable(value) and not (optional and value is None):
                 raise TypeError(f"Job({name}=) must be callable, got {_describe(value)}{_HINTS.get(name, '')}")
-        if isinstance(self.optimizer, type) or hasattr(self.optimizer, "param_groups"):
+        if isinstance(self.optimizer, type):
             raise TypeError(
                 f"Job(optimizer=) takes a function of the model, got {_describe(self.optimizer)}" + _HINTS["optimizer"]
             )
@@ -216,63 +215,29 @@ class Job:
         source: Any,
         *,
         batch_size: int,
-        length: int,
+        length: int | None = None,
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
-        auto_class: str | None = None,
         **options: Any,
     ) -> Self:
-        """A Job for a Hugging Face language model.
+        """A Job for a Hugging Face model.
 
         source       a configuration, a folder or name `AutoConfig` knows, or a model
-        length       tokens a sample
+        length       tokens a sample, for models that read or write text
         optimizer    AdamW at 3e-4 when not given
-        auto_class   such as "AutoModelForMaskedLM"; else the configuration's own architecture, else AutoModelForCausalLM
-        options      any other argument of Job
+        options      any other argument of Job; `sample` only where the model reads neither text, images nor speech features
         """
-        try:
-            import transformers
-        except ImportError:
-            raise ImportError("Job.from_huggingface needs transformers: pip install 'anyfit[hf]'") from None
         import torch
 
-        model: nn.Module | Callable[[], nn.Module]
-        if isinstance(source, torch.nn.Module):
-            model, config = source, getattr(source, "config", None)
-            if config is None:
-                raise TypeError(f"{type(source).__name__} has no Hugging Face config; use anyfit.Job for a plain module")
-        else:
-            config = transformers.AutoConfig.from_pretrained(source) if isinstance(source, str | Path) else source
-            if not isinstance(config, transformers.PretrainedConfig):
-                raise TypeError(f"from_huggingface takes a config, a folder or a model, got {_describe(source)}")
-            named = auto_class or (config.architectures or ["AutoModelForCausalLM"])[0]
-            made_by = getattr(transformers, named, None)
-            if made_by is None:
-                raise ValueError(f"transformers has no {named!r}; give auto_class, such as 'AutoModelForCausalLM'")
-            build = made_by.from_config if named.startswith("Auto") else made_by
+        from .huggingface import config_of, factory, imagined_sample, loss
 
-            def model() -> nn.Module:
-                made = build(config)
-                assert isinstance(made, torch.nn.Module)
-                return made.train()
-
-        config.use_cache = False  # a cache is for generation; in training it only holds memory
-        text = config.get_text_config()
-        sample = options.pop("sample", None)
-        if sample is None:
-            ids = torch.zeros(batch_size, length, dtype=torch.long)
-            sample = {"input_ids": ids, "labels": ids.clone()}
-        if length > (getattr(text, "max_position_embeddings", None) or length):
-            raise ValueError(f"length {length} is more than the model's {text.max_position_embeddings} positions")
-
-        def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-            value: Tensor = model(**batch).loss
-            return value
-
+        config = config_of(source)
+        model = source if isinstance(source, torch.nn.Module) else factory(config)
+        if options.get("sample") is None:
+            options["sample"] = imagined_sample(config, batch_size, length)
         return cls(
             model=model,
-            loss=loss,
+            loss=options.pop("loss", loss),
             optimizer=optimizer or (lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)),
-            sample=sample,
             batch_size=batch_size,
             **options,
         )
@@ -287,4 +252,6 @@ _HINTS = {
 
 
 def _describe(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r:.60}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"{type(value).__name__} {' '.join(repr(value).split()):.60}"  # in one line, as an error is read

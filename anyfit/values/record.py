@@ -89,7 +89,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_and_rename(path, content)
     except OSError as error:
-        raise OSError(f"cannot write {path}: {error.strerror}") from error
+        reason = "its folder is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise OSError(f"cannot write {path}: {reason}") from error
 
 
 def _write_and_rename(path: Path, content: bytes) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 
 import pytest
 import torch
 
-from anyfit.probing import probe
+from anyfit.probing import meters, probe
 from anyfit.probing.meters import LEAST_SPREAD, QUICK, Ladder, Meter, climb, figure, host_seconds, read_in_rounds
 from anyfit.probing.update import host_load, thread_counts
 from anyfit.values.machine import Curve, Machine
@@ -112,7 +113,7 @@ def test_a_slow_machine_gets_a_shorter_curve() -> None:
         return float(size), lambda: None
 
     def timer(work, times: int) -> float:
-        return built[-1] * times * QUICK.longest_seconds / 4
+        return built[-1] * QUICK.longest_seconds / 4
 
     effort = dataclasses.replace(QUICK, stride=1)
     ladder = climb("work", [1, 2, 4, 8, 16], prepare, timer, effort)
@@ -126,7 +127,7 @@ def test_the_smallest_size_is_measured_however_slow_and_memory_that_runs_out_end
             raise torch.OutOfMemoryError
         return float(size), lambda: None
 
-    ladder = climb("work", [1, 2], prepare, lambda work, times: 10.0 * QUICK.longest_seconds * times, QUICK)
+    ladder = climb("work", [1, 2], prepare, lambda work, times: 10.0 * QUICK.longest_seconds, QUICK)
     assert list(ladder.rungs) == [1.0]
 
 
@@ -159,3 +160,11 @@ def test_the_clock_counts_all_runs() -> None:
     runs: list[int] = []
     assert host_seconds(lambda: runs.append(1), 7) > 0
     assert len(runs) == 7
+
+
+def test_the_clock_breaks_off_when_runs_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at this clock, a second has passed."""
+    runs: list[int] = []
+    monkeypatch.setattr(meters.time, "perf_counter", itertools.count().__next__)
+    assert host_seconds(lambda: runs.append(1), 80) == 2 / 10
+    assert len(runs) == 10

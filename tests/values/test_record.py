@@ -31,9 +31,7 @@ def test_a_record_is_read_back_the_same_from_its_json(record: Record) -> None:
 
 
 @given(record=records)
-def test_a_record_is_read_back_the_same_from_its_file(
-    record: Record, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_record_is_read_back_the_same_from_its_file(record: Record, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.getbasetemp() / "record.json"
     record.save(file)
     assert type(record).load(file) == record
@@ -111,7 +109,7 @@ def test_a_document_of_another_kind_or_version_is_refused(kind: type[Record], da
 
 @pytest.mark.parametrize("document", [[], "plan", 3, None])
 def test_a_document_that_is_no_object_is_refused(document: object) -> None:
-    with pytest.raises(ValueError, match="^plan: expected a JSON object, got "):
+    with pytest.raises(ValueError, match=r"^plan: expected a JSON object, got "):
         Plan.from_json(document)
 
 
@@ -153,7 +151,9 @@ def test_a_file_that_is_not_there_or_cannot_be_read_is_named(tmp_path: Path) -> 
 def test_what_json_cannot_say_is_not_written(saved: Path) -> None:
     before = saved.read_bytes()
     machine = small_machine()
-    broken = replace(machine, device=replace(machine.device, memory_bytes=replace(machine.device.memory_bytes, value=float("nan"))))
+    broken = replace(
+        machine, device=replace(machine.device, memory_bytes=replace(machine.device.memory_bytes, value=float("nan")))
+    )
     with pytest.raises(ValueError, match="not JSON compliant"):
         broken.save(saved)
     assert saved.read_bytes() == before
@@ -185,7 +185,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_and_nothing_else(tmp_pa
 
 def test_a_write_into_a_folder_that_is_a_file_names_what_was_to_be_written(tmp_path: Path) -> None:
     (tmp_path / "folder").write_text("a file")
-    with pytest.raises(OSError, match=re.escape(f"cannot write {tmp_path}/folder/plan.json: ")):
+    with pytest.raises(OSError, match=re.escape(f"cannot write {tmp_path}/folder/plan.json: its folder is a file")):
         write_atomically(tmp_path / "folder" / "plan.json", b"new")
     assert (tmp_path / "folder").read_text() == "a file"
 

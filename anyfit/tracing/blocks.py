@@ -1,0 +1,99 @@
+"""The blocks a model is a chain of, found by structure: siblings that are built alike, whatever they are called.
+
+Two modules are alike when their trees of classes, parameters, buffers and plain attributes are the same. An attribute that
+only counts the siblings (a layer's index) does not make them differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from anyfit.values.graph import Block
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Sibling blocks in one container, by index into the model's blocks, with what each is built like."""
+
+    first: int
+    kinds: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    blocks: tuple[Block, ...]  # the last one, without a name, is what lies outside all others
+    modules: tuple[nn.Module, ...]  # of each block but the last
+    chains: tuple[Chain, ...]
+    of_module: dict[int, int]  # by module identity, for modules inside blocks
+
+    @property
+    def outside(self) -> int:
+        return len(self.blocks) - 1
+
+
+def find_blocks(model: nn.Module) -> Blocks:
+    """Blocks are siblings of which at least two are alike, outermost first."""
+    blocks: list[Block] = []
+    modules: list[nn.Module] = []
+    chains: list[Chain] = []
+    of_module: dict[int, int] = {}
+
+    def visit(module: nn.Module, path: str) -> None:
+        children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+        kinds = signatures([child for _, child in children])
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+        composite = any(any(True for _ in child.children()) for _, child in children)
+        if (is_list or composite) and max(Counter(kinds).values(), default=0) > 1:
+            chains.append(Chain(len(blocks), tuple(kinds)))
+            for name, child in children:
+                for inner in child.modules():
+                    of_module[id(inner)] = len(blocks)
+                blocks.append(Block(f"{path}.{name}" if path else name, type(child).__name__))
+                modules.append(child)
+            return
+        for name, child in children:
+            visit(child, f"{path}.{name}" if path else name)
+
+    visit(model, "")
+    blocks.append(Block("", type(model).__name__))
+    return Blocks(tuple(blocks), tuple(modules), tuple(chains), of_module)
+
+
+def signatures(siblings: Sequence[nn.Module]) -> list[str]:
+    """What each of the siblings is built like."""
+    counting = _counters(siblings)
+    return [_signature(module, counting) for module in siblings]
+
+
+def _counters(siblings: Sequence[nn.Module]) -> set[tuple[str, str]]:
+    """Attributes that count the siblings: (path, name) of every whole number that grows by one from each to the next."""
+    numbers = [
+        {(path, key): value for path, inner in module.named_modules() for key, value in vars(inner).items() if type(value) is int}
+        for module in siblings
+    ]
+    common = set.intersection(*(set(each) for each in numbers)) if numbers else set()
+    return {key for key in common if all(each[key] == numbers[0][key] + index for index, each in enumerate(numbers))}
+
+
+def _signature(module: nn.Module, counting: set[tuple[str, str]]) -> str:
+    parts: list[str] = []
+    for path, inner in module.named_modules():
+        parts.append(f"{path}:{type(inner).__module__}.{type(inner).__qualname__}")
+        for kind, tensors in (("p", inner._parameters), ("b", inner._buffers)):
+            for key, tensor in tensors.items():
+                shape = None if tensor is None else (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+                parts.append(f"{kind}{key}{shape}")
+        for key, value in sorted(vars(inner).items()):
+            if isinstance(value, PLAIN) and (path, key) not in counting:
+                parts.append(f"{key}={value!r}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

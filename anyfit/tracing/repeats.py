@@ -1,0 +1,308 @@
+"""Repetition: of a long chain of like blocks only a few are run, and the rest is written in afterwards.
+
+A chain whose kinds repeat with a period makes *units* of that many blocks. The very last unit is run and left aside, because
+backward begins there and nothing is like it. Of the others, units 0, 1, 2 and the last one L are run; those between are skipped
+(they hand their input through). Let F(u) and B(u) be the stretches of ops that unit u makes in forward and in backward. What
+was run is
+
+    … F0 F1 F2 FL … BL B2 B1 B0 …
+
+and what every unit run would have made, since all between 2 and L are like 2, is
+
+    … F0 F1 F2 F3 … F(L-1) FL … BL B(L-1) … B3 B2 B1 B0 …
+
+with F(2+j), B(2+j) copies of F2, B2. Storages are moved by the same rule. One that unit 2 makes has a twin in every copy; where
+its end lies in a neighbour (L stood beside 2 when it was recorded), the twin's end lies in the twin's own neighbour. The rule
+is checked, not trusted: unless units 1 and 2 made the same ops, the model is traced in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from anyfit.values.graph import Op
+
+from .blocks import Blocks, Chain
+from .recorder import Storage
+
+LONGEST_PERIOD = 8
+RUN_UNITS = 4  # 0, 1, 2 and the last
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A periodic stretch of a chain: `units` units of `period` blocks, from block `first` on."""
+
+    first: int
+    period: int
+    units: int
+
+    def unit(self, number: int) -> range:
+        """The blocks of one unit."""
+        start = self.first + number * self.period
+        return range(start, start + self.period)
+
+    @property
+    def last(self) -> int:
+        return self.units - 1
+
+    @property
+    def skipped(self) -> range:
+        """Blocks that need not be run."""
+        return range(self.unit(3).start, self.unit(self.last).start)
+
+
+class NotPeriodic(Exception):  # noqa: N818  (an answer, not a fault)
+    """What was run does not repeat the way the blocks' structure promised."""
+
+
+def find_repeats(blocks: Blocks) -> list[Repeat]:
+    """The longest periodic stretch of every chain, where skipping blocks saves anything."""
+    found = []
+    for chain in blocks.chains:
+        repeat = _longest(chain)
+        members = [blocks.modules[repeat.first + index] for index in range(repeat.period * repeat.units)]
+        if repeat.units > RUN_UNITS and _share_nothing(members):
+            found.append(repeat)
+    return found
+
+
+def _longest(chain: Chain) -> Repeat:
+    best = Repeat(chain.first, 1, 1)
+    kinds = chain.kinds
+    for period in range(1, min(LONGEST_PERIOD, len(kinds) // 2) + 1):
+        start = 0
+        while start + period < len(kinds):
+            end = start + period
+            while end < len(kinds) and kinds[end] == kinds[end - period]:
+                end += 1
+            candidate = Repeat(chain.first + start, period, (end - start) // period - 1)
+            if len(candidate.skipped) > len(best.skipped):
+                best = candidate
+            start = max(end - period + 1, start + 1)
+    return best
+
+
+def _share_nothing(modules: list[nn.Module]) -> bool:
+    seen: set[int] = set()
+    for module in modules:
+        own = {id(parameter) for parameter in module.parameters()}
+        if own & seen:
+            return False
+        seen |= own
+    return True
+
+
+def skip(module: nn.Module, like: nn.Module) -> None:
+    """From now on `module` hands its input through, in the form of what `like` last returned.
+
+    What `like` returned as it got it is handed through from the same place; what it made, from the first input of that shape.
+    """
+    returned: list[Any] = []
+
+    def remember(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs = _tensors((args, kwargs))
+        returned.append(pytree.tree_map(lambda item: _described(item, inputs), output))
+
+    like.register_forward_hook(remember, with_kwargs=True)
+
+    def hand_through(*args: Any, **kwargs: Any) -> Any:
+        inputs = _tensors((args, kwargs))
+        taken = {item.place for item in pytree.tree_leaves(returned[-1], is_leaf=_is_result) if _is_result(item)}
+
+        def find(wanted: Any) -> Any:
+            if not isinstance(wanted, _Result):
+                return wanted
+            if wanted.place is not None:
+                return inputs[wanted.place]
+            for place, tensor in enumerate(inputs):
+                if place not in taken and (tuple(tensor.shape), tensor.dtype) == (wanted.shape, wanted.dtype):
+                    return tensor
+            raise NotPeriodic(f"{type(module).__name__} returns a shape it does not take")
+
+        return pytree.tree_map(find, returned[-1], is_leaf=_is_result)
+
+    module.forward = hand_through  # the model is a fake to be thrown away
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A tensor that a block returns: the input at `place`, or one of its own making."""
+
+    place: int | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _is_result(item: Any) -> bool:
+    return isinstance(item, _Result)
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    return [item for item in pytree.tree_leaves(nest) if isinstance(item, Tensor)]
+
+
+def _described(item: Any, inputs: list[Tensor]) -> Any:
+    if isinstance(item, Tensor):
+        place = next((index for index, tensor in enumerate(inputs) if tensor is item), None)
+        return _Result(place, tuple(item.shape), item.dtype)
+    if item is None or isinstance(item, bool | int | float | str):
+        return item
+    raise NotPeriodic(f"a block returns a {type(item).__name__}")
+
+
+def write_in(repeat: Repeat, names: Sequence[str], ops: list[Op], storages: list[Storage]) -> tuple[list[Op], list[Storage]]:
+    """The ops and storages that running the skipped units as well would have recorded; `names` are the blocks'."""
+    timeline = _Timeline(repeat, names, ops)
+    new_ops = [timeline.op_at(place) for place in timeline.places()]
+    new_storages = []
+    for storage in storages:
+        owner = timeline.unit_at(storage.born)
+        for number in timeline.copies(owner):
+            new_storages.append(
+                replace(
+                    storage,
+                    born=timeline.moved(storage.born, owner, number),
+                    dies=None if storage.dies is None else timeline.moved(storage.dies, owner, number),
+                    block=timeline.block(storage.block, owner, number),
+                )
+            )
+    return new_ops, new_storages
+
+
+class _Timeline:
+    """Where each op of the short recording stands in the long one."""
+
+    def __init__(self, repeat: Repeat, names: Sequence[str], ops: list[Op]) -> None:
+        self.repeat, self.names, self.ops = repeat, names, ops
+        last = repeat.last
+        self.run = [0, 1, 2, last]
+        self.forward = self._starts("forward", self.run)  # start of F(u) by unit number, and the end of FL
+        self.backward = self._starts("backward", self.run[::-1])
+        self.more = last - 3  # units written in
+        self.forward_length = self.forward[last] - self.forward[2]
+        self.backward_length = self.backward[1] - self.backward[2]
+        self._check()
+
+    def _starts(self, phase: str, order: list[int]) -> dict[int, int]:
+        unit_of = {block: unit for unit in order for block in self.repeat.unit(unit)}
+        starts: dict[int, int] = {}
+        end = 0
+        for index, op in enumerate(self.ops):
+            if op.phase == phase and op.block in unit_of:
+                starts.setdefault(unit_of[op.block], index)
+                end = index + 1
+        if list(starts) != order:
+            raise NotPeriodic("the blocks do not run one after the other")
+        return starts | {-1: end}
+
+    def _check(self) -> None:
+        forward, backward = self.forward, self.backward
+        pairs = [
+            (range(forward[1], forward[2]), range(forward[2], forward[self.repeat.last])),
+            (range(backward[2], backward[1]), range(backward[1], backward[0])),
+        ]
+        for one, other in pairs:
+            if [self._nameless(index) for index in one] != [self._nameless(index) for index in other]:
+                raise NotPeriodic("blocks built alike do not run alike")
+
+    def _nameless(self, index: int) -> tuple[Any, ...]:
+        op = self.ops[index]
+        return (op.name, op.phase, op.recomputes, op.dtype, op.flops, op.bytes)
+
+    # ------------------------------------------------------------------ places: (index in the short recording, unit or None)
+
+    def places(self) -> Iterator[tuple[int, int | None]]:
+        """The long recording in order: which short op stands there, and for copies, of which unit."""
+        last = self.repeat.last
+        yield from ((index, None) for index in range(self.forward[last]))
+        for unit in range(3, last):
+            yield from ((index, unit) for index in range(self.forward[2], self.forward[last]))
+        yield from ((index, None) for index in range(self.forward[last], self.backward[2]))
+        for unit in range(last - 1, 2, -1):
+            yield from ((index, unit) for index in range(self.backward[2], self.backward[1]))
+        yield from ((index, None) for index in range(self.backward[2], len(self.ops)))
+
+    def op_at(self, place: tuple[int, int | None]) -> Op:
+        index, unit = place
+        op = self.ops[index]
+        if unit is None:
+            return op
+        block = self.block(op.block, 2, unit)
+        return replace(op, block=block, module=self.names[block] + op.module.removeprefix(self.names[op.block]))
+
+    def unit_at(self, moment: int) -> int | None:
+        """Which unit's stretch a moment of the short recording lies in."""
+        found = self._stretch(moment)
+        return None if found is None else found[1]
+
+    def _stretch(self, moment: int) -> tuple[str, int, int] | None:
+        """(phase, unit, offset); the last unit's forward stretch ends with its last op, and so does unit 0's backward."""
+        forward, backward, last = self.forward, self.backward, self.repeat.last
+        bounds = [
+            (0, forward[0], forward[1]),
+            (1, forward[1], forward[2]),
+            (2, forward[2], forward[last]),
+            (last, forward[last], forward[-1]),
+        ]
+        for unit, start, end in bounds:
+            if start <= moment < end:
+                return "forward", unit, moment - start
+        bounds = [
+            (last, backward[last], backward[2]),
+            (2, backward[2], backward[1]),
+            (1, backward[1], backward[0]),
+            (0, backward[0], backward[-1]),
+        ]
+        for unit, start, end in bounds:
+            if start <= moment < end:
+                return "backward", unit, moment - start
+        return None
+
+    def copies(self, owner: int | None) -> list[int]:
+        """The units that have a storage like one that `owner` makes: itself, and for unit 2 all written in."""
+        return list(range(2, self.repeat.last)) if owner == 2 else [-1 if owner is None else owner]
+
+    def moved(self, moment: int, owner: int | None, number: int) -> int:
+        """A moment in the life of a storage that `owner` made, for its twin that unit `number` makes."""
+        stretch = self._stretch(moment)
+        last = self.repeat.last
+        if stretch is None:
+            return moment + self._shift(moment)
+        phase, unit, offset = stretch
+        if owner == 2:
+            beside = {1: number - 1, 2: number, last: number + 1}
+            unit = beside.get(unit, unit)
+        elif owner == last and unit == 2:
+            unit = last - 1
+        return self._start(phase, unit) + offset
+
+    def _start(self, phase: str, unit: int) -> int:
+        last = self.repeat.last
+        if phase == "forward":
+            return self.forward[unit] if unit <= 2 else self.forward[2] + (unit - 2) * self.forward_length
+        if unit == last:
+            return self.backward[last] + self.more * self.forward_length
+        start_of_2 = self.backward[2] + self.more * (self.forward_length + self.backward_length)
+        if unit >= 2:
+            return start_of_2 - (unit - 2) * self.backward_length
+        return self.backward[unit] + self.more * (self.forward_length + self.backward_length)
+
+    def _shift(self, moment: int) -> int:
+        if moment < self.forward[self.repeat.last]:
+            return 0
+        if moment < self.backward[2]:
+            return self.more * self.forward_length
+        return self.more * (self.forward_length + self.backward_length)
+
+    def block(self, block: int, owner: int | None, number: int) -> int:
+        """The block of a copy: as far from its unit's first as the original from unit 2's."""
+        if owner != 2 or block not in self.repeat.unit(2):
+            return block
+        return block + (number - 2) * self.repeat.period

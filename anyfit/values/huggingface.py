@@ -1,0 +1,106 @@
+"""Hugging Face models as jobs: which head a configuration trains with, and what its batches look like.
+
+Nothing here knows a model by name: the head comes from transformers' own tables, the batch from what the model says it reads.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+IMAGE_SIDE = 224  # where a configuration does not say
+
+
+def config_of(source: Any) -> Any:
+    """The configuration behind a model, a folder, a name or itself, with the cache that only generation needs turned off."""
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError("Hugging Face models need transformers: pip install 'anyfit[hf]'") from None
+    import torch
+
+    if isinstance(source, torch.nn.Module):
+        config = getattr(source, "config", None)
+        if config is None:
+            raise TypeError(f"{type(source).__name__} has no Hugging Face config; use anyfit.Job for a plain module")
+    elif isinstance(source, transformers.PretrainedConfig):
+        config = copy.deepcopy(source)
+    elif isinstance(source, str) and source in transformers.CONFIG_MAPPING and not Path(source).exists():
+        config = transformers.AutoConfig.for_model(source)  # a kind of model: its default configuration
+    elif isinstance(source, str | Path):
+        config = transformers.AutoConfig.from_pretrained(source)
+    else:
+        raise TypeError(f"expected a Hugging Face configuration, folder, name or model, got {type(source).__name__}")
+    config.use_cache = False
+    return config
+
+
+def factory(config: Any) -> Callable[[], nn.Module]:
+    """Makes the model with the head it is trained with: the one the configuration names, else the first that exists."""
+    import transformers
+
+    named = (getattr(config, "architectures", None) or [None])[0]
+    if named is not None and hasattr(transformers, named):
+        made_by = getattr(transformers, named)
+        return lambda: _training(made_by(config))
+    heads: tuple[str, ...] = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification")
+    if getattr(config, "is_encoder_decoder", False):
+        heads = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", *heads)
+    for head in heads:
+        made_by = getattr(transformers, head)
+        if type(config) in made_by._model_mapping:
+            return lambda: _training(made_by.from_config(config))
+    raise ValueError(
+        f"transformers trains {type(config).__name__} with none of {', '.join(heads)}; "
+        "set config.architectures, or build the model yourself and use anyfit.Job"
+    )
+
+
+def _training(model: Any) -> nn.Module:
+    made: nn.Module = model.train()
+    return made
+
+
+def imagined_sample(config: Any, batch_size: int, length: int | None) -> dict[str, Tensor]:
+    """A batch of the right shapes; its values do not matter for planning."""
+    import torch
+
+    text = config.get_text_config()
+    reads = _main_input(config)
+    if reads == "pixel_values":
+        side = getattr(config, "image_size", None) or IMAGE_SIDE
+        height, width = side if isinstance(side, list | tuple) else (side, side)
+        pixels = torch.zeros(batch_size, getattr(config, "num_channels", 3), height, width)
+        return {"pixel_values": pixels, "labels": torch.zeros(batch_size, dtype=torch.long)}
+    if length is None:
+        raise ValueError(f"{type(config).__name__} handles text: give length=, the tokens of a sample")
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
+    if longest is not None and length > longest:
+        raise ValueError(f"length {length} is more than the {longest} positions of {type(config).__name__}")
+    tokens = torch.zeros(batch_size, length, dtype=torch.long)
+    if reads == "input_features":
+        features = torch.zeros(batch_size, config.num_mel_bins, 2 * config.max_source_positions)
+        return {"input_features": features, "labels": tokens}
+    if reads != "input_ids":
+        raise ValueError(f"{type(config).__name__} reads {reads!r}: give sample=, a batch like those to come")
+    sample = {"input_ids": tokens, "labels": tokens.clone()}
+    if getattr(config, "is_encoder_decoder", False):
+        sample["decoder_input_ids"] = tokens.clone()
+    return sample
+
+
+def _main_input(config: Any) -> str:
+    import transformers
+
+    made = transformers.AutoModel._model_mapping[type(config)]
+    return str((made[0] if isinstance(made, tuple) else made).main_input_name)
+
+
+def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    value: Tensor = model(**batch).loss
+    return value

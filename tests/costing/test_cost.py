@@ -1,0 +1,234 @@
+"""What a step costs: model state counted by hand, and seconds that no op can beat."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from anyfit import Job
+from anyfit.costing import cost
+from anyfit.costing.cost import op_seconds
+from anyfit.tracing import trace
+from anyfit.values.graph import Graph, Op
+from anyfit.values.machine import Curve, Machine
+from anyfit.values.profile import Profile, StateBytes
+from tests.machines import constant, figure, small_machine
+from tests.models import Convolutional, Tangled, byte_batches, image_batches, image_loss, next_byte_loss
+
+# Tangled is 16 wide. Each parameter starts on a boundary of 128 elements.
+EMBED, MATRIX, VECTOR = 256 * 16, 16 * 16, 16
+PADDED_VECTOR = 128
+MATRICES = EMBED + 2 * MATRIX  # group 0: the embedding (which is the head too), twice.weight, unused.weight
+VECTORS = 4 * PADDED_VECTOR  # group 1: twice.bias, unused.bias, norm.weight, norm.bias
+FROZEN = MATRIX + PADDED_VECTOR
+USED = EMBED + MATRIX + 3 * VECTOR  # what gets a gradient: all that is neither frozen nor unused
+BUFFER = 4 * 16
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3)
+
+
+def tangled_job(**changes: Any) -> Job:
+    job = Job(Tangled, next_byte_loss, two_groups, byte_batches(1, 4)[0], 4, precision="fp32")
+    return replace(job, **changes)
+
+
+def profile_of(job: Job) -> Profile:
+    return cost([trace(job, job.batch_size)], small_machine(), job.batch_size)
+
+
+# ---------------------------------------------------------------------- bytes of state
+
+
+def test_fp32_state_is_what_a_count_by_hand_says() -> None:
+    assert profile_of(tangled_job()).state == StateBytes(
+        parameters=4 * (MATRICES + VECTORS + FROZEN),
+        masters=0,
+        optimizer=8 * USED,
+        buffers=BUFFER,
+        scratch=0,
+        gradients=4 * USED,
+        accumulators=4 * USED,
+    )
+
+
+def test_bf16_state_has_low_halves_and_room_for_the_masters_of_one_chunk() -> None:
+    assert profile_of(tangled_job(precision="bf16")).state == StateBytes(
+        parameters=2 * (MATRICES + VECTORS + FROZEN),
+        masters=2 * (MATRICES + VECTORS),
+        optimizer=8 * USED,
+        buffers=BUFFER,
+        scratch=4 * MATRICES,
+        gradients=2 * USED,
+        accumulators=4 * (MATRICES + VECTORS),
+    )
+
+
+def test_a_tied_weight_is_counted_once_and_a_frozen_one_is_not_trainable() -> None:
+    profile = profile_of(tangled_job())
+    assert profile.parameters == EMBED + 3 * (MATRIX + VECTOR) + 2 * VECTOR
+    assert profile.trainable == profile.parameters - (MATRIX + VECTOR)
+
+
+def test_frozen_parameters_in_a_group_have_no_optimizer_state() -> None:
+    job = tangled_job(optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
+    state = profile_of(job).state
+    assert state.optimizer == 8 * USED
+    assert state.gradients == 4 * USED
+
+
+def test_parameters_outside_every_group_get_gradients_but_no_state() -> None:
+    state = profile_of(
+        tangled_job(optimizer=lambda model: torch.optim.AdamW([model.embed.weight], lr=1e-3), precision="bf16")
+    ).state
+    assert state.optimizer == 8 * EMBED
+    assert state.masters == 2 * EMBED
+    assert state.gradients == 2 * USED
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_element"),
+    [
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), 0),
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 4),
+        (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), 12),
+    ],
+)
+def test_optimizer_state_is_that_of_the_users_optimizer(optimizer: Any, bytes_per_element: int) -> None:
+    assert profile_of(tangled_job(optimizer=optimizer)).state.optimizer == bytes_per_element * USED
+
+
+def test_each_group_has_the_state_its_own_options_make() -> None:
+    def mixed(model: nn.Module) -> torch.optim.Optimizer:
+        rest = [parameter for name, parameter in model.named_parameters() if name != "embed.weight"]
+        return torch.optim.SGD([{"params": [model.embed.weight], "momentum": 0.9}, {"params": rest}], lr=0.1)
+
+    assert profile_of(tangled_job(optimizer=mixed)).state.optimizer == 4 * EMBED
+
+
+def test_batch_norms_stay_fp32_beside_a_bf16_model() -> None:
+    job = Job(Convolutional, image_loss, lambda model: torch.optim.AdamW(model.parameters()), image_batches(1, 2)[0], 2)
+    state = profile_of(job).state
+    norms, others = 4 * PADDED_VECTOR, 0
+    for name, parameter in Convolutional().named_parameters():
+        if not re.match(r"layers\.\d\.1\.", name):
+            others += -(-parameter.numel() // PADDED_VECTOR) * PADDED_VECTOR
+    assert state.parameters == 4 * norms + 2 * others
+    assert state.masters == 2 * others
+    assert state.buffers == 2 * (8 + 8) * 4 + 2 * 8  # running mean and variance, and a counter, of two norms
+
+
+# ---------------------------------------------------------------------- passes
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return trace(tangled_job(), 4)
+
+
+def test_a_pass_is_the_sum_of_its_ops(graph: Graph) -> None:
+    machine = small_machine()
+    (each,) = cost([graph], machine, 4).passes
+    assert each.flops == graph.flops
+    assert each.seconds == pytest.approx(sum(op_seconds(op, machine) for op in graph.ops))
+    assert each.kept_bytes == sum(value.bytes for value in graph.values if graph.kept(value))
+    assert sum(block.parameters for block in each.blocks) == sum(parameter.elements for parameter in graph.parameters)
+    assert each.peak_bytes == max(graph.live_bytes("kept"))
+    assert each.peak_bytes_accumulating <= each.peak_bytes
+
+
+def test_products_are_counted_as_two_flops_a_multiplication(graph: Graph) -> None:
+    rows = 4 * 16
+    forward = 2 * rows * (16 * 16 * 3 + 16 * 256)  # frozen, twice called twice, and the head
+    (each,) = cost([graph], small_machine(), 4).passes
+    assert sum(block.flops_forward for block in each.blocks) == forward
+    assert sum(block.flops_backward for block in each.blocks) == 2 * forward - 2 * rows * 16 * 16  # none for a frozen weight
+
+
+def test_passes_are_listed_from_the_largest_micro_batch_down(graph: Graph) -> None:
+    graphs = [trace(tangled_job(), 1), graph, trace(tangled_job(), 2)]
+    profile = cost(graphs, small_machine(), 4)
+    assert [each.micro_batch for each in profile.passes] == [4, 2, 1]
+    assert [each.tokens for each in profile.passes] == [4 * 17, 2 * 17, 17]
+
+
+def test_a_profile_carries_the_machines_limits_and_both_fingerprints(graph: Graph) -> None:
+    machine = small_machine().with_limits(device_memory="1GiB", host_memory="2GiB")
+    profile = cost([graph], machine, 4)
+    assert (profile.device_limit_bytes, profile.host_limit_bytes, profile.disk_limit_bytes) == (2**30, 2**31, 0)
+    assert (profile.model_fingerprint, profile.machine_fingerprint) == (graph.fingerprint, machine.fingerprint)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_a_slower_machine_takes_longer(graph: Graph) -> None:
+    fast, slow = (cost([graph], small_machine(flops_per_second=rate), 4) for rate in (1e12, 1e8))
+    assert fast.passes[0].seconds < slow.passes[0].seconds
+    assert fast.state == slow.state
+
+
+# ---------------------------------------------------------------------- seconds of an op
+
+
+amounts = st.integers(0, 10**15)
+kinds = st.sampled_from(["matmul", "convolution", "attention", "memory"])
+
+
+def an_op(kind: str, flops: int, touched: int, dtype: str = "float32") -> Op:
+    return Op("op", kind, "forward", False, 0, "", dtype, flops, touched)  # type: ignore[arg-type]
+
+
+def machine_with(*, matmul: Curve, attention: Curve, memory: Curve, launch: float) -> Machine:
+    machine = small_machine()
+    device = replace(
+        machine.device,
+        matmul={"float32": matmul},
+        attention={"float32": attention},
+        memory=memory,
+        launch_seconds=figure(launch),
+    )
+    return replace(machine, device=device)
+
+
+@given(kinds, amounts, amounts, st.sampled_from(["float32", "bfloat16", "int64"]))
+def test_an_op_takes_as_long_as_the_slowest_of_launch_compute_and_memory(kind: str, flops: int, touched: int, dtype: str) -> None:
+    machine = machine_with(matmul=constant(1e12), attention=constant(1e11), memory=constant(1e10), launch=1e-5)
+    rate = 1e11 if kind == "attention" else 1e12
+    wanted = max(1e-5, touched / 1e10, flops / rate)
+    assert op_seconds(an_op(kind, flops, touched, dtype), machine) == pytest.approx(wanted)
+
+
+@given(kinds, amounts, amounts, amounts, amounts)
+def test_more_work_never_takes_less_time(kind: str, flops: int, touched: int, more_flops: int, more_touched: int) -> None:
+    rising = Curve(((1e6, 1e9), (1e9, 1e12)), 0.0, "measured")
+    machine = machine_with(matmul=rising, attention=rising, memory=constant(1e10), launch=1e-6)
+    less = op_seconds(an_op(kind, flops, touched), machine)
+    assert op_seconds(an_op(kind, flops + more_flops, touched + more_touched), machine) >= less * (1 - 1e-9)
+
+
+def test_an_op_is_costed_at_the_rate_of_its_own_size_and_dtype() -> None:
+    rising = Curve(((1e6, 1e9), (1e9, 1e12)), 0.0, "measured")
+    machine = machine_with(matmul=rising, attention=rising, memory=constant(1e15), launch=0.0)
+    assert op_seconds(an_op("matmul", 10**6, 0), machine) == pytest.approx(1e-3)
+    assert op_seconds(an_op("matmul", 10**9, 0), machine) == pytest.approx(1e-3)
+    faster = replace(machine.device, matmul={"float32": constant(1e9), "bfloat16": constant(4e9)})
+    assert op_seconds(an_op("matmul", 10**9, 0, "bfloat16"), replace(machine, device=faster)) == pytest.approx(0.25)
+
+
+def test_an_update_touches_every_trained_parameter(graph: Graph) -> None:
+    machine = small_machine()
+    memory_only = replace(machine, device=replace(machine.device, launch_seconds=figure(0)))
+    trained = EMBED + 2 * (MATRIX + VECTOR) + 2 * VECTOR
+    wanted = graph.update.bytes_per_element * trained / 1e10
+    assert cost([graph], memory_only, 4).update.seconds == pytest.approx(wanted)
+    assert cost([graph], machine, 4).update.seconds >= wanted

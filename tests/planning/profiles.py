@@ -1,0 +1,97 @@
+"""Profiles made up for tests: small round figures, or random ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from anyfit.values.profile import BlockCost, Pass, Profile, StateBytes, UpdateCost
+
+MIB, GIB = 2**20, 2**30
+
+
+def block(name: str = "layers.0", **changes: Any) -> BlockCost:
+    cost: dict[str, Any] = {
+        "name": name,
+        "kind": "Layer",
+        "parameters": 1_000_000,
+        "flops_forward": 2 * 10**9,
+        "flops_backward": 4 * 10**9,
+        "seconds_forward": 0.010,
+        "seconds_backward": 0.020,
+        "seconds_recompute": 0.0,
+        "kept_bytes": 10 * MIB,
+    }
+    return BlockCost(**cost | changes)
+
+
+def one_pass(micro_batch: int, **changes: Any) -> Pass:
+    cost: dict[str, Any] = {
+        "micro_batch": micro_batch,
+        "tokens": 100 * micro_batch,
+        "blocks": (block(),),
+        "peak_bytes": 100 * MIB * micro_batch,
+        "peak_bytes_accumulating": 90 * MIB * micro_batch,
+        "peak_at": "layers.0",
+    }
+    return Pass(**cost | changes)
+
+
+def small_profile(**changes: Any) -> Profile:
+    """1 GiB of state and 100 MiB a sample; halving the micro-batch halves a pass, and costs 1 ms more each."""
+    profile: dict[str, Any] = {
+        "model": "Net",
+        "machine": "small",
+        "precision": "fp32",
+        "optimizer": "AdamW",
+        "batch_size": 8,
+        "parameters": 2_000_000,
+        "trainable": 1_900_000,
+        "state": StateBytes(200 * MIB, 100 * MIB, 600 * MIB, 24 * MIB, 100 * MIB, gradients=200 * MIB, accumulators=200 * MIB),
+        "passes": tuple(
+            one_pass(size, blocks=(block(seconds_forward=0.001 * size, seconds_backward=0.001 + 0.002 * size),))
+            for size in (8, 4, 2, 1)
+        ),
+        "update": UpdateCost(seconds=0.002, scratch_bytes=10 * MIB, widened_bytes=0),
+        "blocks": 1,
+        "chunk_bytes": 64 * MIB,
+        "device_limit_bytes": 8 * GIB,
+        "host_limit_bytes": 16 * GIB,
+        "disk_limit_bytes": 0,
+        "context_bytes": 0,
+        "allocator_overhead": 1.0,
+        "peak_flops_per_second": 1e12,
+        "time_error": 0.25,
+        "memory_error": 0.02,
+        "model_fingerprint": "model-1",
+        "machine_fingerprint": "machine-1",
+    }
+    return Profile(**profile | changes)
+
+
+seconds = st.floats(1e-6, 1e3)
+sizes = st.integers(0, 32 * GIB)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    batch_size = draw(st.integers(1, 64))
+    micro_batches = draw(st.lists(st.integers(1, batch_size), min_size=1, max_size=5, unique=True))
+    passes = []
+    for micro_batch in sorted(micro_batches, reverse=True):
+        backward = draw(seconds)
+        blocks = (
+            block(seconds_forward=draw(seconds), seconds_backward=backward, seconds_recompute=backward * draw(st.floats(0, 1))),
+        )
+        passes.append(one_pass(micro_batch, blocks=blocks, peak_bytes=draw(sizes), peak_bytes_accumulating=draw(sizes)))
+    return small_profile(
+        batch_size=batch_size,
+        passes=tuple(passes),
+        state=draw(st.builds(StateBytes, *[sizes] * 7)),
+        update=draw(st.builds(UpdateCost, seconds, sizes, sizes)),
+        device_limit_bytes=draw(st.integers(GIB, 512 * GIB)),
+        context_bytes=draw(st.integers(0, GIB)),
+        allocator_overhead=draw(st.floats(1, 1.2)),
+        memory_error=draw(st.floats(0, 0.2)),
+    )

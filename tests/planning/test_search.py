@@ -1,0 +1,172 @@
+"""The search over made-up profiles: the fastest that fits, an exact shortfall when nothing does, and reasons that are true."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+
+from anyfit import NoPlan, Plan
+from anyfit.planning import search
+from anyfit.values.profile import Pass, Profile
+from anyfit.values.units import parse_bytes, show_bytes, show_seconds
+
+from .profiles import MIB, profiles, small_profile
+
+
+def seconds_of(profile: Profile, each: Pass) -> float:
+    return profile.batch_size / each.micro_batch * each.seconds + profile.update.seconds
+
+
+def reserved_by(profile: Profile, each: Pass) -> int:
+    """Counted by hand: the state, and the worse of a pass and the update, as the allocator takes it."""
+    state, update = profile.state, profile.update
+    peak = state.parameters + state.masters + state.optimizer + state.buffers + state.scratch
+    if each.micro_batch == profile.batch_size:
+        peak += max(each.peak_bytes, state.gradients + update.widened_bytes + update.scratch_bytes)
+    else:
+        peak += state.accumulators + max(each.peak_bytes_accumulating, update.scratch_bytes)
+    return int(peak * profile.allocator_overhead) + profile.context_bytes
+
+
+def needed_by(profile: Profile, each: Pass) -> int:
+    return int(reserved_by(profile, each) * (1 + profile.memory_error))
+
+
+def found(profile: Profile) -> Plan | None:
+    try:
+        return search(profile)
+    except NoPlan:
+        return None
+
+
+def with_room_for_one(profile: Profile) -> Profile:
+    """The same with enough memory for its smallest micro-batch at least."""
+    least = min(needed_by(profile, each) for each in profile.passes)
+    return replace(profile, device_limit_bytes=max(profile.device_limit_bytes, least))
+
+
+@given(profiles())
+def test_the_plan_is_the_fastest_micro_batch_that_fits_with_its_margin(profile: Profile) -> None:
+    fitting = [each for each in profile.passes if needed_by(profile, each) <= profile.device_limit_bytes]
+    plan = found(profile)
+    assert (plan is None) == (not fitting)
+    if plan is not None:
+        (chosen,) = [each for each in profile.passes if each.micro_batch == plan.micro_batch]
+        assert chosen in fitting
+        assert plan.fits
+        assert plan.forecast.reserved_bytes == reserved_by(profile, chosen)
+        assert plan.forecast.step_seconds == pytest.approx(seconds_of(profile, chosen))
+        assert plan.forecast.step_seconds == pytest.approx(min(seconds_of(profile, each) for each in fitting))
+
+
+@given(profiles())
+def test_the_shortfall_is_exact_to_the_byte(profile: Profile) -> None:
+    profile = replace(profile, device_limit_bytes=1)
+    assume(all(needed_by(profile, each) > 1 for each in profile.passes))
+    with pytest.raises(NoPlan) as verdict:
+        search(profile)
+    shortfall = verdict.value.shortfall_bytes
+    assert found(replace(profile, device_limit_bytes=1 + shortfall)) is not None
+    assert found(replace(profile, device_limit_bytes=1 + shortfall - 1)) is None
+
+
+@given(profiles())
+def test_what_no_plan_says_to_type_fits_and_its_figures_are_true(profile: Profile) -> None:
+    assume(found(profile) is None)
+    with pytest.raises(NoPlan) as verdict:
+        search(profile)
+    message = str(verdict.value)
+    assert f"{show_bytes(verdict.value.shortfall_bytes)} more device memory" in message
+    assert f"{show_bytes(profile.device_limit_bytes)} allowed" in message
+    assert f"{show_bytes(profile.state.resident)} of it model state" in message
+    smallest = min(profile.passes, key=lambda each: needed_by(profile, each))
+    assert f"micro-batches of {smallest.micro_batch} " in message
+    assert f"the peak is at {smallest.peak_at}" in message
+    (typed,) = re.findall(r"--device-memory (\w+) fits", message)
+    assert found(replace(profile, device_limit_bytes=parse_bytes(typed))) is not None
+    assert found(replace(profile, device_limit_bytes=parse_bytes(typed) - MIB)) is None
+
+
+@given(profiles())
+def test_every_other_micro_batch_is_kept_as_an_alternative_with_its_true_price(profile: Profile) -> None:
+    profile = with_room_for_one(profile)
+    plan = search(profile)
+    others = [each for each in profile.passes if each.micro_batch != plan.micro_batch]
+    assert len(plan.alternatives) == len(others)
+    for each, other in zip(others, plan.alternatives, strict=True):
+        assert other.decision == "micro-batch"
+        assert other.choice == choice_of(profile, each)
+        assert other.step_seconds == pytest.approx(seconds_of(profile, each))
+        assert other.device_bytes == reserved_by(profile, each)
+        assert other.fits == (needed_by(profile, each) <= profile.device_limit_bytes)
+
+
+def choice_of(profile: Profile, each: Pass) -> str:
+    if each.micro_batch == profile.batch_size:
+        return f"{profile.batch_size} in one pass"
+    return f"{each.micro_batch}, {-(-profile.batch_size // each.micro_batch)} passes a step"
+
+
+@given(profiles())
+def test_every_figure_in_the_reasons_is_true(profile: Profile) -> None:
+    profile = with_room_for_one(profile)
+    plan = search(profile)
+    passes = {choice_of(profile, each): each for each in profile.passes}
+    chosen = passes.pop(plan.decision("micro-batch").choice)
+    assert chosen.micro_batch == plan.micro_batch
+    spare = show_bytes(profile.device_limit_bytes - needed_by(profile, chosen))
+    assert plan.decision("model state").why == f"it fits, {spare} to spare"
+
+    why = plan.decision("micro-batch").why
+    fitting = [each for each in passes.values() if needed_by(profile, each) <= profile.device_limit_bytes]
+    if not passes:
+        assert why == "the only one asked for"
+    elif fitting:
+        said = re.fullmatch(r"(.+) would take (.+) more a step and (.+) (less|more) memory", why)
+        assert said is not None
+        neighbour = passes[said[1]]
+        assert seconds_of(profile, neighbour) == pytest.approx(min(seconds_of(profile, each) for each in fitting))
+        more = plan.alternatives[list(passes).index(said[1])].step_seconds - plan.forecast.step_seconds
+        assert said[2] == show_seconds(more)
+        room = reserved_by(profile, chosen) - reserved_by(profile, neighbour)
+        assert (said[3], said[4]) == (show_bytes(abs(room)), "less" if room >= 0 else "more")
+    else:
+        said = re.fullmatch(r"(.+) would need (.+) and does not fit", why)
+        assert said is not None
+        assert said[2] == show_bytes(reserved_by(profile, passes[said[1]]))
+
+
+@given(profiles())
+def test_the_parts_of_a_step_add_up_and_its_rates_follow_from_it(profile: Profile) -> None:
+    plan = search(with_room_for_one(profile))
+    forecast = plan.forecast
+    (each,) = [each for each in profile.passes if each.micro_batch == plan.micro_batch]
+    passes = plan.batch_size / plan.micro_batch
+    assert sum(forecast.split_seconds.values()) == pytest.approx(forecast.step_seconds)
+    assert forecast.split_seconds["recompute"] == pytest.approx(passes * each.seconds_recompute)
+    assert forecast.samples_per_second == pytest.approx(plan.batch_size / forecast.step_seconds)
+    assert forecast.tokens_per_second == pytest.approx(passes * each.tokens / forecast.step_seconds)
+    share = passes * each.flops / forecast.step_seconds / profile.peak_flops_per_second
+    assert forecast.compute_share == pytest.approx(share)
+
+
+def test_the_plan_carries_what_it_was_made_for() -> None:
+    profile = small_profile()
+    plan = search(profile)
+    assert (plan.model, plan.machine, plan.precision, plan.batch_size) == ("Net", "small", "fp32", 8)
+    assert plan.limit_bytes == {"device": profile.device_limit_bytes, "host": profile.host_limit_bytes, "disk": 0}
+    plan.refuse_unless_made_for("model-1", "machine-1")
+    assert (plan.forecast.step_error, plan.forecast.peak_error) == (profile.time_error, profile.memory_error)
+
+
+def test_less_memory_gives_more_passes_and_then_none() -> None:
+    profile = small_profile()
+    accumulations = []
+    for each in profile.passes:
+        plan = found(replace(profile, device_limit_bytes=needed_by(profile, each)))
+        accumulations.append(plan.accumulation if plan else None)
+    assert accumulations == [1, 2, 4, 8]
+    assert found(replace(profile, device_limit_bytes=needed_by(profile, profile.passes[-1]) - 1)) is None

@@ -1,0 +1,203 @@
+"""Tables and bars, on a console of fixed width without colour."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from anyfit import Plan
+from anyfit.planning import search
+from anyfit.showing.terminal import (
+    BAR_CELLS,
+    _bar,
+    show_forecast_beside_measured,
+    show_machine,
+    show_plan,
+    show_profile,
+    show_rows,
+    shown_progress,
+)
+from anyfit.values.machine import Copies, Disk
+from anyfit.values.units import show_bytes, show_seconds
+from tests.machines import GIB, constant, figure, small_machine
+from tests.planning.profiles import block, one_pass, small_profile
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=StringIO(), width=130, color_system=None, force_terminal=False)
+
+
+def shown(console: Console) -> str:
+    assert isinstance(console.file, StringIO)
+    text = console.file.getvalue()
+    assert "\x1b" not in text
+    assert all(len(line) <= console.width for line in text.splitlines())
+    return text
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return search(small_profile())
+
+
+def bar_of(text: str, label: str) -> str:
+    (line,) = [line for line in text.splitlines() if re.match(rf"{label} +[█·]", line)]
+    (bar,) = re.findall(r"[█·]+", line)
+    return str(bar)
+
+
+# ---------------------------------------------------------------------- plans
+
+
+def test_a_shown_plan_has_every_row_of_the_plan(plan: Plan, console: Console) -> None:
+    show_plan(plan, console)
+    words = " ".join(shown(console).split())
+    for label, text in plan.rows():
+        assert f"{label} {' '.join(text.split())}" in words
+
+
+def test_a_memory_bar_is_the_share_of_the_limit(plan: Plan, console: Console) -> None:
+    show_plan(plan, console)
+    text = shown(console)
+    share = plan.forecast.reserved_bytes / plan.limit_bytes["device"]
+    bar = bar_of(text, "device")
+    assert len(bar) == BAR_CELLS
+    assert bar == "█" * round(share * BAR_CELLS) + "·" * (BAR_CELLS - round(share * BAR_CELLS))
+    assert f"{share:.0%} of 8.00 GiB" in text
+    assert not re.search(r"^(host|disk) +[█·]", text, re.MULTILINE)
+
+
+def test_a_tier_in_use_has_its_own_bar(plan: Plan, console: Console) -> None:
+    forecast = replace(plan.forecast, peak_bytes={"device": 1, "host": 4 * GIB, "disk": 0})
+    show_plan(replace(plan, forecast=forecast), console)
+    assert bar_of(shown(console), "host").count("█") == BAR_CELLS // 4
+
+
+def test_the_step_bar_is_full_and_its_parts_are_named(plan: Plan, console: Console) -> None:
+    show_plan(plan, console)
+    text = shown(console)
+    assert bar_of(text, "step") == "█" * BAR_CELLS
+    assert re.search(r"compute \d+%, update \d+%", text)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_narrow_console_wraps_a_plan_and_drops_nothing(plan: Plan, width: int) -> None:
+    console = Console(file=StringIO(), width=width, color_system=None)
+    show_plan(plan, console)
+    letters = "".join(shown(console).split())
+    for label, text in plan.rows():
+        assert "".join(f"{label}{text}".split()) in letters
+
+
+@given(st.lists(st.floats(0, 1.5), max_size=5))
+def test_the_cells_of_a_bar_add_up_and_each_share_is_within_a_cell(shares: Sequence[float]) -> None:
+    bar = _bar([(f"color({index})", share) for index, share in enumerate(shares)])
+    assert len(bar.plain) == BAR_CELLS
+    assert set(bar.plain) <= {"█", "·"}
+    assert abs(bar.plain.count("█") - min(sum(shares), 1.0) * BAR_CELLS) <= 0.5 + 1e-9
+    if sum(shares) <= 1:
+        cells = {str(span.style): span.end - span.start for span in bar.spans}
+        for index, share in enumerate(shares):
+            assert abs(cells.get(f"color({index})", 0) - share * BAR_CELLS) <= 1 + 1e-9
+
+
+# ---------------------------------------------------------------------- profiles
+
+
+def test_equal_neighbours_share_a_row_and_the_rest_have_their_own(console: Console) -> None:
+    blocks = (*(block(f"layers.{index}") for index in range(3)), block("layers.3", kept_bytes=0), block("", kind="Net"))
+    show_profile(small_profile(passes=(one_pass(8, blocks=blocks),)), console)
+    rows = [re.split(r"\s*│\s*", line.strip("│ ")) for line in shown(console).splitlines() if line.startswith("│")]
+    assert [row[:3] for row in rows] == [
+        ["layers.0 … 2", "Layer", "3"],
+        ["layers.3", "Layer", "1"],
+        ["(outside blocks)", "Net", "1"],
+    ]
+    assert rows[0][3:] == ["3.00 M", "18.0 B", "30.0 ms", "60.0 ms", "30.0 MiB"]
+
+
+def test_a_profile_ends_with_its_totals_and_their_error_band(console: Console) -> None:
+    profile = small_profile()
+    show_profile(profile, console)
+    text = shown(console)
+    each = profile.passes[0]
+    for figure_shown in (
+        "Net, micro-batch 8, fp32, on small",
+        "2.00 M, 1.90 M trainable",
+        f"{show_bytes(profile.state.resident)}: weights 200 MiB, masters 100 MiB, AdamW 600 MiB, buffers 24.0 MiB",
+        f"{show_seconds(each.seconds)} ± 25%",
+        f"{each.flops / each.seconds / 1e12:.0%} of peak compute",
+        f"{show_bytes(each.peak_bytes)} beyond the model state, at layers.0",
+    ):
+        assert figure_shown in text
+
+
+def test_names_with_brackets_are_shown_as_they_are(console: Console) -> None:
+    blocks = (block("layers[0]", kind="Layer[bold]"),)
+    show_profile(small_profile(machine="box [/red] :warning:", passes=(one_pass(8, blocks=blocks),)), console)
+    text = shown(console)
+    for name in ("layers[0]", "Layer[bold]", "box [/red] :warning:"):
+        assert name in text
+
+
+# ---------------------------------------------------------------------- the rest
+
+
+def test_a_machine_is_shown_with_what_it_has(console: Console) -> None:
+    show_machine(small_machine(), console)
+    text = shown(console)
+    for word in ("a made-up processor", "8.00 GiB", "float32 100 BFLOP/s", "1.00 µs", "2 cores", "100 M parameters/s"):
+        assert word in text
+    assert "copies" not in text
+    assert "disk" not in text
+
+
+def test_copies_and_disk_are_shown_where_they_are_known(console: Console) -> None:
+    copies = Copies(*(constant(rate * GIB) for rate in (50.0, 40.0, 30.0, 20.0)))
+    disk = Disk(figure(100 * GIB), read=constant(3 * GIB), write=constant(2 * GIB))
+    show_machine(replace(small_machine(), copies=copies, disk=disk), console)
+    text = shown(console)
+    assert "up 50.0 GiB/s, down 40.0 GiB/s" in text
+    assert "read 3.00 GiB/s, write 2.00 GiB/s, 100 GiB free" in text
+
+
+def test_a_forecast_is_shown_beside_what_was_measured(plan: Plan, console: Console) -> None:
+    forecast = plan.forecast
+    show_forecast_beside_measured(plan, 2 * forecast.step_seconds, forecast.peak_bytes["device"], console)
+    text = shown(console)
+    assert re.search(rf"step .*{show_seconds(forecast.step_seconds)} .*{show_seconds(2 * forecast.step_seconds)} .*-50%", text)
+    assert re.search(r"device peak .*\+0%", text)
+
+
+def test_what_was_not_measured_is_not_compared(plan: Plan, console: Console) -> None:
+    show_forecast_beside_measured(plan, 1.0, 0, console)
+    assert "not measured" in shown(console)
+
+
+def test_rows_are_shown_without_reading_markup(console: Console) -> None:
+    show_rows({"micro-batch": "8: [bold]why[/bold]"}, console)
+    assert "micro-batch  8: [bold]why[/bold]" in shown(console)
+
+
+def test_progress_of_a_probe_is_silent_without_a_terminal(console: Console) -> None:
+    with shown_progress("probing", console) as report:
+        report("products", 0.5)
+        report("done", 1.0)
+    assert shown(console) == ""
+
+
+def test_progress_of_a_probe_is_a_bar_on_a_terminal() -> None:
+    console = Console(file=StringIO(), width=100, color_system=None, force_terminal=True)
+    with shown_progress("probing", console) as report:
+        report("products", 0.5)
+    assert isinstance(console.file, StringIO)
+    assert "probing" in console.file.getvalue()
+    assert "products" in console.file.getvalue()

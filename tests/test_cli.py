@@ -1,0 +1,294 @@
+"""The command line: quick help, JSON that is read back, and one clear line for what the user can mend."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from anyfit import Machine, Plan, cli
+from anyfit.running.check import Check
+from anyfit.values.profile import Profile
+from tests.machines import small_machine
+
+VERBS = sorted(command.callback.__name__ for command in cli.app.registered_commands if command.callback is not None)
+
+JOBS = """
+import anyfit, torch
+from torch import nn
+
+def job():
+    return anyfit.Job(
+        model=lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        sample=torch.ones(4, 8),
+        batch_size=4,
+        precision="fp32",
+    )
+
+def broken():
+    return {}["a key of mine"]
+
+def misled():
+    raise ValueError("a mistake of mine")
+
+def rejecting():
+    made = job()
+    object.__setattr__(made, "sample", torch.ones(4, 9))
+    return made
+
+def mistyped():
+    return anyfit.Job(nn.Linear, None, None, None, 4)
+
+number = 7
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: int | str | None
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def anyfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command line in this process, in a folder with a file of jobs, a machine and a file that is no folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "jobs", raising=False)
+    (tmp_path / "jobs.py").write_text(JOBS)
+    (tmp_path / "file").write_text("no folder")
+    small_machine().save(tmp_path / "small.json")
+
+    def run(*arguments: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["anyfit", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        return Outcome(exit.value.code, *capsys.readouterr())
+
+    return run
+
+
+def test_the_verbs_are_those_of_the_design() -> None:
+    assert VERBS == ["check", "export", "fit", "plan", "probe", "profile", "why"]
+
+
+@pytest.mark.parametrize("verb", [None, *VERBS])
+def test_help_imports_no_torch(verb: str | None, root: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "anyfit", *([verb] if verb else []), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "anyfit.cli" in imported
+    assert not {name for name in imported if name.partition(".")[0] in ("torch", "numpy", "transformers")}
+    assert "Usage:" in done.stdout
+    if verb is None:
+        assert all(f"  {name} " in done.stdout for name in VERBS)
+
+
+def test_no_arguments_show_the_help(anyfit: Command) -> None:
+    shown = anyfit()
+    assert "Usage:" in shown.out + shown.err
+
+
+# ---------------------------------------------------------------------- what a program reads
+
+
+SMALL = ("jobs.py:job", "--machine", "small.json")
+
+
+def test_a_profile_is_read_back_from_its_json(anyfit: Command) -> None:
+    done = anyfit("profile", *SMALL, "--json")
+    assert (done.status, done.err) == (0, "")
+    profile = Profile.from_json(json.loads(done.out))
+    assert (profile.model, profile.machine, profile.parameters) == ("Sequential", "small", 8 * 8 + 8 + 8 + 1)
+
+
+def test_a_plan_is_read_back_from_its_json_and_from_its_file(anyfit: Command, tmp_path: Path) -> None:
+    done = anyfit("plan", *SMALL, "--json", "-o", "new/plan.json")
+    assert (done.status, done.err) == (0, "")
+    plan = Plan.from_json(json.loads(done.out))
+    assert plan == Plan.load(tmp_path / "new" / "plan.json")
+    assert plan.limit_bytes["device"] == small_machine().device_limit_bytes
+
+
+def test_limits_on_the_command_line_are_in_the_plan(anyfit: Command) -> None:
+    done = anyfit("plan", *SMALL, "--json", "--device-memory", "1GiB", "--host-memory", "512MiB")
+    assert Plan.from_json(json.loads(done.out)).limit_bytes == {"device": 2**30, "host": 2**29, "disk": 0}
+
+
+def test_the_reasons_are_read_back_from_their_json(anyfit: Command, tmp_path: Path) -> None:
+    anyfit("plan", *SMALL, "-o", "plan.json")
+    anyfit("plan", *SMALL, "-o", "other.json", "--device-memory", "1GiB")
+    plan, other = Plan.load(tmp_path / "plan.json"), Plan.load(tmp_path / "other.json")
+    assert json.loads(anyfit("why", "plan.json", "--json").out) == plan.explained(None)
+    assert json.loads(anyfit("why", "plan.json", "micro-batch", "--json").out) == plan.explained("micro-batch")
+    assert json.loads(anyfit("why", "plan.json", "other.json", "--json").out) == plan.compared_with(other)
+
+
+def test_the_machine_measured_is_read_back_from_its_json_and_from_its_file(anyfit: Command, tmp_path: Path) -> None:
+    done = anyfit("probe", "--json", "-o", "machine.json")
+    assert (done.status, done.err) == (0, "")
+    assert Machine.from_json(json.loads(done.out)) == Machine.load(tmp_path / "machine.json")
+
+
+def test_a_check_is_read_back_from_its_json(anyfit: Command) -> None:
+    done = anyfit("check", "jobs.py:job", "--steps", "3", "--json")
+    assert (done.status, done.err) == (0, "")
+    found = Check(**json.loads(done.out))
+    assert found.agrees
+    assert found.step_seconds > 0
+
+
+@pytest.mark.parametrize(("verb", "word"), [("profile", "of peak compute"), ("plan", "micro-batch")])
+def test_without_json_a_person_can_read_it(anyfit: Command, verb: str, word: str) -> None:
+    done = anyfit(verb, *SMALL)
+    assert done.status == 0
+    assert word in done.out
+    assert "\x1b" not in done.out
+
+
+def test_a_job_can_be_named_by_its_module(anyfit: Command) -> None:
+    assert anyfit("plan", "jobs:job", "--machine", "small.json").status == 0
+
+
+# ---------------------------------------------------------------------- what the user can mend
+
+
+MENDABLE = [
+    (("plan", "nothing"), "'nothing' names no function; write package.module:function or file.py:function, or 'demo'"),
+    (("plan", "no_such_module:job"), "No module named 'no_such_module'"),
+    (("plan", "no_such_file.py:job"), "no file no_such_file.py"),
+    (("plan", "jobs.py:jib"), "jobs.py has no 'jib'"),
+    (("plan", "jobs.py:number"), "jobs.py:number gave int, not an anyfit.Job"),
+    (("plan", "jobs.py:mistyped"), "Job(loss=) must be callable, got NoneType None; pass a function"),
+    (("plan", *SMALL, "--batch", "8"), "--batch is for the demo; jobs.py:job decides it in the Job it returns"),
+    (("plan", "--machine", "h20"), "no machine file or preset 'h20'; did you mean 'h200'?"),
+    (("plan", "--machine", "file"), "file: not JSON"),
+    (("plan", "--machine", "."), "cannot read the machine file .: Is a directory"),
+    (("plan", *SMALL, "--device-memory", "9GiB"), "a limit of 9.00 GiB where one a made-up processor has 8.00 GiB"),
+    (("plan", *SMALL, "--host-memory", "lots"), "'lots' is not a size; write it like 24GiB"),
+    (("plan", *SMALL, "-o", "file/plan.json"), "cannot write file/plan.json: its folder is a file"),
+    (
+        ("plan", "demo", "--machine", "small.json", "--dtype", "fp31"),
+        "Job(precision='fp31') is not known; did you mean 'fp32'?",
+    ),
+    (("check", "jobs.py:job", "--plan", "nothing.json"), "no plan file at nothing.json"),
+    (("why", "nothing.json"), "no plan file at nothing.json"),
+    (("why", "small.json"), "small.json: not an anyfit plan (its 'anyfit' key says 'machine')"),
+    (
+        ("fit", "--steps", "5", "jobs.py"),
+        "--steps is an option of the demo; give your script its own arguments after its name",
+    ),
+    (("fit", "no_such_script.py"), "no script no_such_script.py"),
+    (("fit", "--resume", "nothing"), "no run folder nothing to resume"),
+    (("fit", "--resume", "."), "no run to resume in .: it has no run.json"),
+    (("fit", "--resume", ".", "--folder", "new"), "--resume goes on in its own folder; leave --folder out"),
+    (("fit", "--resume", ".", "--steps", "9"), "a resumed run keeps its options; leave --steps out"),
+    (("fit", "--resume", ".", "--deterministic"), "a resumed run keeps its options; leave --deterministic out"),
+    (("fit", "--folder", "file"), "cannot write to the run folder file: File exists; choose another --folder"),
+    (("fit", "--folder", "file/new"), "cannot write to the run folder file/new: Not a directory"),
+    (("export", "nothing", "out.safetensors"), "no checkpoint at nothing"),
+    (("export", ".", "out.safetensors"), ". is not an anyfit checkpoint: it has no manifest.json"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), MENDABLE, ids=[" ".join(arguments) for arguments, _ in MENDABLE])
+def test_what_the_user_can_mend_is_one_line_and_status_2(anyfit: Command, arguments: tuple[str, ...], says: str) -> None:
+    done = anyfit(*arguments)
+    assert done.status == 2
+    assert done.out == ""
+    assert done.err.startswith(f"anyfit: {says}")
+    assert done.err.count("\n") == 1
+
+
+MISTYPED = [
+    (("plan", "--devise-memory", "1GiB"), "No such option: --devise-memory"),
+    (("paln",), "No such command 'paln'"),
+    (("plan", "demo", "--batch", "many"), "Invalid value for '--batch'"),
+    (("plan", "demo", "--batch", "0"), "Invalid value for '--batch'"),
+    (("plan", "demo", "--seq", "-1"), "Invalid value for '--seq'"),
+    (("fit", "--steps", "0"), "Invalid value for '--steps'"),
+    (("check", "demo", "--steps", "2"), "Invalid value for '--steps'"),
+    (("why",), "Missing argument"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), MISTYPED, ids=[" ".join(arguments) for arguments, _ in MISTYPED])
+def test_what_was_typed_wrong_is_said_with_where_to_find_help(anyfit: Command, arguments: tuple[str, ...], says: str) -> None:
+    done = anyfit(*arguments)
+    assert done.status == 2
+    assert done.out == ""
+    assert says in done.err
+    assert "--help" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("content", ["{", '{"steps": 3}'])
+def test_a_damaged_run_folder_is_one_line_that_names_the_file(anyfit: Command, tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    done = anyfit("fit", "--resume", ".")
+    assert done.status == 2
+    assert done.err.startswith("anyfit: ")
+    assert done.err.count("\n") == 1
+    assert "run.json" in done.err
+
+
+def test_a_command_that_fails_leaves_no_run_folder_behind(anyfit: Command, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    for arguments in (("--steps", "5", "jobs.py"), ("no_such_script.py",), ("--resume", "nothing")):
+        assert anyfit("fit", *arguments).status == 2
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_when_nothing_fits_the_verdict_is_one_line_and_status_3(anyfit: Command) -> None:
+    done = anyfit("plan", *SMALL, "--device-memory", "1kB")
+    assert (done.status, done.out) == (3, "")
+    assert done.err.startswith("anyfit: Sequential does not fit: it needs ")
+    assert done.err.count("\n") == 1
+    typed = done.err.partition("--device-memory ")[2].split()[0]
+    assert anyfit("plan", *SMALL, "--device-memory", typed).status == 0
+
+
+# ---------------------------------------------------------------------- what is the user's own
+
+
+def test_an_error_in_the_users_function_keeps_its_traceback(tmp_path: Path, root: Path) -> None:
+    (tmp_path / "jobs.py").write_text(JOBS)
+    for function, error in (("broken", "KeyError: 'a key of mine'"), ("misled", "ValueError: a mistake of mine")):
+        done = subprocess.run(
+            [sys.executable, "-m", "anyfit", "plan", f"{tmp_path}/jobs.py:{function}"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=root,
+        )
+        assert done.returncode == 1
+        assert done.stderr.startswith("Traceback")
+        assert f'jobs.py", line {JOBS[: JOBS.index(f"def {function}")].count(chr(10)) + 2}, in {function}' in done.stderr
+        assert error in done.stderr
+
+
+def test_an_error_of_the_users_model_says_what_anyfit_was_doing(anyfit: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["anyfit", "plan", "jobs.py:rejecting", "--machine", "small.json"])
+    with pytest.raises(RuntimeError, match="9") as error:
+        cli.main()
+    assert any("anyfit was running the model on a fake batch" in note for note in error.value.__notes__)
+
+
+def test_a_missing_import_of_the_users_keeps_its_traceback(
+    anyfit: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "careless.py").write_text("import no_such_module")
+    monkeypatch.setattr(sys, "argv", ["anyfit", "plan", "careless.py:job"])
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        cli.main()

@@ -1,0 +1,186 @@
+"""A plan refuses what contradicts itself, starts only where it was made for, and says why it is as it is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anyfit import Plan
+from anyfit.planning import search
+from anyfit.values.plan import AXES
+from anyfit.values.units import show_bytes, show_seconds
+from tests.planning.profiles import GIB, small_profile
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return search(small_profile())
+
+
+@pytest.fixture
+def smaller() -> Plan:
+    """For a machine with less memory: more passes a step."""
+    return search(small_profile(device_limit_bytes=int(1.5 * GIB)))
+
+
+# ---------------------------------------------------------------------- validation
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"micro_batch": 0}, "micro_batch is 0; it must lie between 1 and batch_size (8)"),
+        ({"micro_batch": 9}, "micro_batch is 9; it must lie between 1 and batch_size (8)"),
+        ({"accumulation": 2}, "accumulation is 2; batch_size 8 in micro-batches of 8 makes 1"),
+        ({"micro_batch": 3, "accumulation": 2}, "accumulation is 2; batch_size 8 in micro-batches of 3 makes 3"),
+        ({"mesh": dict.fromkeys(AXES, 1) | {"data": 2}}, "mesh: data is 2; this version runs on one device"),
+        ({"mesh": {"dats": 1}}, "mesh: unknown axis 'dats'; did you mean 'data'?"),
+        ({"chunk_bytes": 0}, "chunk_bytes is 0; it must be positive"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(plan: Plan, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        replace(plan, **changes)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_forecast_of_no_time_is_refused(plan: Plan, seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"step_seconds is .* it must be positive"):
+        replace(plan.forecast, step_seconds=seconds)
+
+
+def test_an_uneven_last_micro_batch_is_legal(plan: Plan) -> None:
+    assert replace(plan, micro_batch=3, accumulation=3).accumulation == 3
+
+
+def test_a_plan_fits_only_when_the_far_end_of_its_error_band_does(plan: Plan) -> None:
+    reserved, error = plan.forecast.reserved_bytes, plan.forecast.peak_error
+    needed = int(reserved * (1 + error))
+    assert needed > reserved
+    assert plan.forecast.needed_bytes == needed
+    for limit, fits in ((needed, True), (needed - 1, False), (reserved, False)):
+        assert replace(plan, limit_bytes={"device": limit, "host": 0, "disk": 0}).fits == fits
+
+
+# ---------------------------------------------------------------------- what it was made for
+
+
+def test_a_plan_refuses_another_model_or_machine_and_says_what_to_type(plan: Plan) -> None:
+    plan.refuse_unless_made_for("model-1", "machine-1")
+    with pytest.raises(
+        ValueError, match=r"another model \(Net, fingerprint model-1; here model-2\).*anyfit.plan\(job\).*unbound"
+    ):
+        plan.refuse_unless_made_for("model-2", "machine-1")
+    with pytest.raises(ValueError, match=r"another machine \(small, fingerprint machine-1; here machine-2\)"):
+        plan.refuse_unless_made_for("model-1", "machine-2")
+
+
+def test_an_unbound_plan_starts_anywhere_and_is_otherwise_the_same(plan: Plan) -> None:
+    unbound = plan.unbound()
+    unbound.refuse_unless_made_for("model-2", "machine-2")
+    assert replace(unbound, fingerprint=plan.fingerprint) == plan
+    assert plan.fingerprint is not None
+
+
+# ---------------------------------------------------------------------- why
+
+
+def test_a_printed_plan_has_its_decisions_reasons_and_error_bands(plan: Plan) -> None:
+    text = str(plan)
+    for decision in plan.decisions:
+        assert re.search(f"^{decision.name} +{re.escape(f'{decision.choice}: {decision.why}')}$", text, re.MULTILINE)
+    assert f"{show_seconds(plan.forecast.step_seconds)} ± 25%" in text
+    assert f"{show_bytes(plan.forecast.reserved_bytes)} ± 2% of 8.00 GiB" in text
+    assert "Net, 2.00 M parameters, fp32" in text
+    for name, seconds in plan.forecast.split_seconds.items():
+        assert (f"{name} {show_seconds(seconds)}" in text) == (seconds > 0)
+
+
+def test_tiers_that_are_not_used_are_not_printed(plan: Plan) -> None:
+    assert "host memory" not in str(plan)
+    forecast = replace(plan.forecast, peak_bytes={"device": 1, "host": 3 * GIB, "disk": 0})
+    text = str(replace(plan, forecast=forecast))
+    assert "host memory    3.00 GiB ± 2% of 16.0 GiB" in text
+    assert "disk memory" not in text
+
+
+def test_an_explanation_weighs_every_alternative(smaller: Plan) -> None:
+    rows = smaller.explained(None)
+    assert [label for label in rows if not label.startswith(" ")] == ["model state", "micro-batch"]
+    assert len(smaller.alternatives) == 3
+    for other in smaller.alternatives:
+        row = rows[f"  not {other.choice}"]
+        assert f"{show_seconds(other.step_seconds)} a step" in row
+        assert f"({other.step_seconds / smaller.forecast.step_seconds - 1:+.0%})" in row
+        assert show_bytes(other.device_bytes) in row
+        assert ("does not fit" in row) == (not other.fits)
+    assert {other.fits for other in smaller.alternatives} == {True, False}
+
+
+def test_one_decision_can_be_asked_for_by_name_and_a_misspelt_one_offers_the_nearest(plan: Plan) -> None:
+    assert list(plan.explained("model state")) == ["model state"]
+    assert plan.decision("micro-batch").choice == "8 in one pass"
+    with pytest.raises(ValueError, match="no decision 'micro-bach'; did you mean 'micro-batch'"):
+        plan.explained("micro-bach")
+
+
+def test_two_plans_are_compared_by_what_differs_and_its_price(plan: Plan, smaller: Plan) -> None:
+    rows = plan.compared_with(smaller)
+    assert "model" not in rows
+    assert rows["micro-batch"].startswith("8 in one pass: ")
+    assert "  |  2, 4 passes a step: " in rows["micro-batch"]
+    price = smaller.forecast.step_seconds / plan.forecast.step_seconds - 1
+    room = smaller.forecast.reserved_bytes - plan.forecast.reserved_bytes
+    assert price > 0 > room
+    assert rows["the second"] == f"takes {price:+.1%} time a step and -{show_bytes(-room)} device memory"
+    assert "time a step and +" in smaller.compared_with(plan)["the second"]
+
+
+def test_a_plan_compared_with_itself_differs_in_nothing(plan: Plan) -> None:
+    assert plan.compared_with(plan) == {"the second": "takes +0.0% time a step and +0 B device memory"}
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_a_saved_plan_is_the_same_plan(plan: Plan, tmp_path: Path) -> None:
+    for each in (plan, plan.unbound()):
+        each.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == each
+
+
+def rename(document: dict[str, Any], old: str, new: str) -> None:
+    document[new] = document.pop(old)
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda plan: rename(plan, "micro_batch", "micro_bach"), ": unknown key 'micro_bach'; did you mean 'micro_batch'?"),
+        (lambda plan: rename(plan["forecast"], "peak_error", "peakerror"), ".forecast: unknown key 'peakerror'; did you mean"),
+        (
+            lambda plan: rename(plan["limit_bytes"], "device", "devcie"),
+            ".limit_bytes: unknown key 'devcie'; did you mean 'device'?",
+        ),
+        (lambda plan: plan["mesh"].pop("tensor"), ".mesh: missing key 'tensor'"),
+        (lambda plan: plan["forecast"]["peak_bytes"].pop("disk"), ".forecast.peak_bytes: missing key 'disk'"),
+        (lambda plan: plan.update(micro_batch="2"), ".micro_batch: expected int, got a string '2'"),
+        (lambda plan: plan.update(precision="fp31"), ".precision: 'fp31'; did you mean 'fp32'?"),
+        (lambda plan: plan.update(micro_batch=4), ": accumulation is 1; batch_size 8 in micro-batches of 4 makes 2"),
+        (lambda plan: plan["forecast"].update(step_seconds=0), ".forecast: step_seconds is 0.0; it must be positive"),
+    ],
+)
+def test_a_slip_in_a_hand_edited_plan_is_named(plan: Plan, tmp_path: Path, edit: Callable[[Any], None], says: str) -> None:
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    document = json.loads(file.read_text())
+    edit(document)
+    file.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="^" + re.escape(f"{file}{says}")):
+        Plan.load(file)
