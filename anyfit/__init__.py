@@ -38,7 +38,7 @@ def profile(job: Job, machine: Machine | None = None) -> Profile:
     from .tracing import trace
 
     machine = machine or probe()
-    return cost([trace(job, size) for size in _micro_batches(job)], machine, job.batch_size)
+    return cost([trace(job, size, machine.device.kind) for size in _micro_batches(job)], machine, job.batch_size)
 
 
 def plan(job: Job, machine: Machine | None = None) -> Plan:

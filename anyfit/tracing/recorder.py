@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +39,24 @@ class Storage:
 
 
 class Recorder(TorchDispatchMode):
-    """Records ops and storages while active. `names` and `blocks` are by module identity."""
+    """Records ops and storages while active. `names` and `block_of` are by module identity.
 
-    def __init__(self, names: Mapping[int, str], block_of: Mapping[int, int], outside: int) -> None:
+    `kernels` makes the context in which a recomputed forward runs: torch forgets function modes inside backward.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        block_of: Mapping[int, int],
+        outside: int,
+        kernels: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
         self.storages: list[Storage] = []
         self.phase: Phase = "forward"
-        self._names, self._block_of, self._outside = names, block_of, outside
+        self._names, self._block_of, self._outside, self._kernels = names, block_of, outside, kernels
+        self._recomputing: AbstractContextManager[Any] | None = None
         self._stack: list[tuple[str, int]] = [("", outside)]
         self._backward_at: tuple[str, int] = ("", outside)
         self._known: dict[int, Storage | None] = {}  # by storage identity; None: not of this pass
@@ -84,6 +94,9 @@ class Recorder(TorchDispatchMode):
     # ------------------------------------------------------------------ what torch tells
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
+        if self.phase == "backward" and len(self._stack) == 1:
+            self._recomputing = self._kernels()
+            self._recomputing.__enter__()
         here = self._stack[-1]
         self._stack.append((self._names[id(module)], self._block_of.get(id(module), here[1])))
 
@@ -91,6 +104,9 @@ class Recorder(TorchDispatchMode):
         left = self._stack.pop()
         if self.phase == "backward":  # a recomputed module: the gradients that follow are its own
             self._backward_at = left
+            if len(self._stack) == 1 and self._recomputing is not None:
+                self._recomputing.__exit__(None, None, None)
+                self._recomputing = None
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, int]]:
         return tensor, self._stack[-1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Literal
 
 import torch
 from torch import nn
@@ -14,21 +16,25 @@ from anyfit.values.graph import Graph, Parameter, Value
 from anyfit.values.job import Batch, Job
 
 from .blocks import Blocks, find_blocks
+from .gpu_kernels import AsOnGpu
 from .recorder import Recorder
 from .repeats import NotPeriodic, Repeat, find_repeats, skip, write_in
 from .stand_in import fake_batch, fake_model
 from .update_rule import learn
 
 
-def trace(job: Job, micro_batch: int) -> Graph:
-    """Runs loss and backward of one micro-batch on fake tensors and writes down all they do."""
+Kind = Literal["cpu", "cuda"]
+
+
+def trace(job: Job, micro_batch: int, device: Kind = "cpu") -> Graph:
+    """Runs loss and backward of one micro-batch on fake tensors and writes down all that a device of this kind would do."""
     try:
-        return trace_with(job, micro_batch, find_repeats)
+        return trace_with(job, micro_batch, device, find_repeats)
     except NotPeriodic:
-        return trace_with(job, micro_batch, lambda _blocks: [])
+        return trace_with(job, micro_batch, device, lambda _blocks: [])
 
 
-def trace_with(job: Job, micro_batch: int, repeats_of: Callable[[Blocks], list[Repeat]]) -> Graph:
+def trace_with(job: Job, micro_batch: int, device: Kind, repeats_of: Callable[[Blocks], list[Repeat]]) -> Graph:
     """The trace, with the middle of the given repeats written in and not run."""
     random_state = torch.get_rng_state()
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of its own before it raises
@@ -38,16 +44,20 @@ def trace_with(job: Job, micro_batch: int, repeats_of: Callable[[Blocks], list[R
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             model = fake_model(job, mode)
         blocks = find_blocks(model)
-        return _trace(job, model, mode, micro_batch, blocks, repeats_of(blocks))
+        return _trace(job, model, mode, micro_batch, device, blocks, repeats_of(blocks))
     finally:
         torch.set_rng_state(random_state)
         logger.disabled = disabled
 
 
-def _trace(job: Job, model: nn.Module, mode: FakeTensorMode, micro_batch: int, blocks: Blocks, repeats: list[Repeat]) -> Graph:
+def _trace(
+    job: Job, model: nn.Module, mode: FakeTensorMode, micro_batch: int, device: Kind, blocks: Blocks, repeats: list[Repeat]
+) -> Graph:
     optimizer, group_of = job.build_optimizer(model)
     batch = fake_batch(job, micro_batch, mode)
-    recorder = Recorder({id(module): name for name, module in model.named_modules()}, blocks.of_module, blocks.outside)
+    kernels = AsOnGpu if device == "cuda" else nullcontext
+    names = {id(module): name for name, module in model.named_modules()}
+    recorder = Recorder(names, blocks.of_module, blocks.outside, kernels)
     recorder.leave_out(iter([*model.parameters(), *model.buffers()]))
     for _, tensor in named_tensors(batch):
         recorder.count_input(tensor)
@@ -57,7 +67,7 @@ def _trace(job: Job, model: nn.Module, mode: FakeTensorMode, micro_batch: int, b
             twin_of[block] = repeat.unit(2)[(block - repeat.first) % repeat.period]
             skip(blocks.modules[block], blocks.modules[twin_of[block]])
 
-    with mode, recorder, recorder.watching(model):
+    with mode, recorder, recorder.watching(model), kernels():
         with _saying(f"running the model on a fake batch of {micro_batch} samples like Job(sample=)"):
             total, weight = job.evaluate(model, batch)
             loss = total if weight is None else total / weight
@@ -75,9 +85,8 @@ def _trace(job: Job, model: nn.Module, mode: FakeTensorMode, micro_batch: int, b
         used |= {id(mine) for mine, theirs in pairs if id(theirs) in used}
 
     ops, storages = recorder.ops, recorder.storages
-    names = [block.name for block in blocks.blocks]
     for repeat in repeats:
-        ops, storages = write_in(repeat, names, ops, storages)
+        ops, storages = write_in(repeat, [block.name for block in blocks.blocks], ops, storages)
     return Graph(
         model=type(model).__name__,
         micro_batch=micro_batch,

@@ -10,10 +10,13 @@ from hypothesis import assume, given
 
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
+from anyfit.planning.search import TIE
 from anyfit.values.profile import Pass, Profile
 from anyfit.values.units import parse_bytes, show_bytes, show_seconds
 
 from .profiles import MIB, profiles, small_profile
+
+CLOSE = 1 + 1e-9
 
 
 def seconds_of(profile: Profile, each: Pass) -> float:
@@ -50,16 +53,21 @@ def with_room_for_one(profile: Profile) -> Profile:
 
 @given(profiles())
 def test_the_plan_is_the_fastest_micro_batch_that_fits_with_its_margin(profile: Profile) -> None:
-    fitting = [each for each in profile.passes if needed_by(profile, each) <= profile.device_limit_bytes]
-    plan = found(profile)
-    assert (plan is None) == (not fitting)
-    if plan is not None:
-        (chosen,) = [each for each in profile.passes if each.micro_batch == plan.micro_batch]
-        assert chosen in fitting
-        assert plan.fits
-        assert plan.forecast.reserved_bytes == reserved_by(profile, chosen)
-        assert plan.forecast.step_seconds == pytest.approx(seconds_of(profile, chosen))
-        assert plan.forecast.step_seconds == pytest.approx(min(seconds_of(profile, each) for each in fitting))
+    borders = {needed_by(profile, each) for each in profile.passes}
+    for limit in {profile.device_limit_bytes, *borders, *(border - 1 for border in borders)}:
+        profile = replace(profile, device_limit_bytes=limit)
+        fitting = [each for each in profile.passes if needed_by(profile, each) <= limit]
+        plan = found(profile)
+        assert (plan is None) == (not fitting)
+        if plan is not None:
+            (chosen,) = [each for each in fitting if each.micro_batch == plan.micro_batch]
+            assert plan.fits
+            assert plan.forecast.reserved_bytes == reserved_by(profile, chosen)
+            assert plan.forecast.step_seconds == pytest.approx(seconds_of(profile, chosen))
+            as_fast = (1 + TIE) * min(seconds_of(profile, each) for each in fitting)
+            assert seconds_of(profile, chosen) <= as_fast * CLOSE
+            larger = [each for each in fitting if each.micro_batch > plan.micro_batch]
+            assert all(seconds_of(profile, each) >= as_fast / CLOSE for each in larger)
 
 
 @given(profiles())
@@ -125,14 +133,14 @@ def test_every_figure_in_the_reasons_is_true(profile: Profile) -> None:
     if not passes:
         assert why == "the only one asked for"
     elif fitting:
-        said = re.fullmatch(r"(.+) would take (.+) more a step and (.+) (less|more) memory", why)
+        said = re.fullmatch(r"(.+) would take (.+) (less|more) a step and (.+) (less|more) memory", why)
         assert said is not None
         neighbour = passes[said[1]]
         assert seconds_of(profile, neighbour) == pytest.approx(min(seconds_of(profile, each) for each in fitting))
         more = plan.alternatives[list(passes).index(said[1])].step_seconds - plan.forecast.step_seconds
-        assert said[2] == show_seconds(more)
+        assert (said[2], said[3]) == (show_seconds(abs(more)), "more" if more >= 0 else "less")
         room = reserved_by(profile, chosen) - reserved_by(profile, neighbour)
-        assert (said[3], said[4]) == (show_bytes(abs(room)), "less" if room >= 0 else "more")
+        assert (said[4], said[5]) == (show_bytes(abs(room)), "less" if room >= 0 else "more")
     else:
         said = re.fullmatch(r"(.+) would need (.+) and does not fit", why)
         assert said is not None

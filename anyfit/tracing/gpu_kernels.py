@@ -1,0 +1,75 @@
+"""What a GPU runs where a CPU runs something else.
+
+The fakes live on a fake CPU, so torch would pick CPU kernels for them. Attention and dropout are the two whose choice changes what
+backward keeps: a GPU's attention never holds the scores, and its dropout keeps a mask of one byte an element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+
+aten = torch.ops.aten
+
+
+class AsOnGpu(TorchFunctionMode):
+    """Runs the ops that CUDA would dispatch to."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return attention(*args, **kwargs)
+        if func in (F.dropout, torch.dropout):
+            return dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash where it may, memory-efficient where a mask or fp32 forbids it, the plain formula where both do."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    head = query.shape[-1]
+    four_dims = query.dim() == 4 and key.shape[-1] == value.shape[-1] == head
+    if half and attn_mask is None and four_dims and head <= 256 and head % 8 == 0:
+        result = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
+        return _tensor(result[0])
+    if four_dims and not enable_gqa and head % (8 if half else 4) == 0:
+        bias = attn_mask
+        if bias is not None:
+            if bias.dtype == torch.bool:
+                bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(bias.logical_not(), float("-inf"))
+            bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        needs_backward = any(tensor.requires_grad for tensor in (query, key, value))
+        result = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, needs_backward, dropout_p, is_causal, scale=scale
+        )
+        return _tensor(result[0])
+    result = aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )
+    return _tensor(result[0])
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **renamed: Any) -> Tensor:
+    training = renamed.get("train", training)  # torch.dropout's name for it
+    if not training or p == 0.0:
+        return input
+    made = _tensor(aten.native_dropout(input, p, True)[0])
+    return input.copy_(made) if inplace else made
+
+
+def _tensor(value: Any) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value

@@ -1,0 +1,142 @@
+"""How far are forecasts of peak memory and step time from real training steps on a GPU?
+
+    python -m benchmarks.profiler --machine machine.json --out tests/golden/h200 [--only NAME ...] [--ops FOLDER]
+
+Every case of benchmarks/cases.py is trained for a few steps with `run.step` on random weights: allocated peak, reserved peak and
+median step time go to <out>/cases.json with the machine file beside it; a table compares them with the forecast. `--ops` also
+writes where the time of one step went, kernel by kernel, for whoever improves the cost model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import anyfit
+from anyfit.values.machine import Machine
+
+from . import record
+from .cases import CASES, Case, job_of
+
+WARM_UP, TIMED = 3, 10
+
+
+def measure(case: Case, machine: Machine, ops: Path | None) -> dict[str, Any]:
+    """Trains the case for a few steps, and forgets it."""
+    job = job_of(case)
+    plan = anyfit.plan(job, machine)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    outside = torch.cuda.memory_allocated()
+    run = anyfit.start(quickly_built(job), plan, machine)
+    for _ in range(WARM_UP):
+        run.step(job.sample)
+    torch.cuda.synchronize()
+    seconds = []
+    for _ in range(TIMED):
+        began = time.perf_counter()
+        run.step(job.sample)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    measured = {
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "held_before_bytes": outside,
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "step_seconds": statistics.median(seconds),
+        "step_seconds_all": seconds,
+    }
+    forecast = plan.forecast
+    predicted = {
+        "allocated_bytes": forecast.peak_bytes["device"],
+        "reserved_bytes": forecast.reserved_bytes,
+        "step_seconds": forecast.step_seconds,
+    }
+    if ops is not None:
+        write_ops(run, job, ops / f"{case.name}.json")
+    run.close()
+    del run
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {"case": case.to_json(), "measured": measured, "predicted_then": predicted}
+
+
+def quickly_built(job: anyfit.Job) -> anyfit.Job:
+    """Random initialisation of billions of weights on the CPU takes minutes and does not change a step: fill them on the GPU."""
+
+    def build() -> torch.nn.Module:
+        with torch.device("meta"):
+            model = job.build()
+        model.to_empty(device="cuda")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.uniform_(-0.02, 0.02)
+            for buffer in model.buffers():
+                buffer.zero_()
+        return model
+
+    return anyfit.Job(**{**vars(job), "model": build})
+
+
+def write_ops(run: anyfit.Run, job: anyfit.Job, file: Path) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], record_shapes=True) as profiler:
+        run.step(job.sample)
+        torch.cuda.synchronize()
+    rows = [
+        {"op": event.key, "shapes": str(event.input_shapes), "count": event.count, "us": event.self_device_time_total}
+        for event in profiler.key_averages(group_by_input_shape=True)
+        if event.self_device_time_total > 0
+    ]
+    rows.sort(key=lambda row: -row["us"])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--ops", type=Path)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this long")
+    options = parser.parse_args()
+    machine = Machine.load(options.machine)
+    began, rows = time.time(), []
+    for case in CASES:
+        if options.only and case.name not in options.only:
+            continue
+        if time.time() - began > options.seconds:
+            print(f"{case.name}: no time left", flush=True)
+            continue
+        try:
+            row = measure(case, machine, options.ops)
+        except (RuntimeError, anyfit.NoPlan) as error:
+            print(f"{case.name}: {type(error).__name__} {str(error)[:200]}", flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            continue
+        rows.append(row)
+        real, then = row["measured"], row["predicted_then"]
+        print(
+            f"{case.name:22} step {real['step_seconds'] * 1e3:8.1f} ms ({then['step_seconds'] / real['step_seconds'] - 1:+6.1%})  "
+            f"allocated {real['allocated_bytes'] / 2**30:7.2f} GiB "
+            f"({then['allocated_bytes'] / real['allocated_bytes'] - 1:+6.1%})  "
+            f"reserved {real['reserved_bytes'] / 2**30:7.2f} GiB ({then['reserved_bytes'] / real['reserved_bytes'] - 1:+6.1%})",
+            flush=True,
+        )
+        options.out.mkdir(parents=True, exist_ok=True)
+        document = {"from": record.provenance(), "cases": rows}
+        (options.out / "cases.json").write_text(json.dumps(document, indent=1) + "\n")
+    machine.save(options.out / "machine.json")
+
+
+if __name__ == "__main__":
+    main()
