@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import json
 import sys
+import sysconfig
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,8 +32,8 @@ Target = Annotated[
     str,
     typer.Argument(help="'demo', or a function that returns an anyfit.Job: package.module:function or file.py:function"),
 ]
-Batch = Annotated[int | None, typer.Option("--batch", help="samples a step (demo)")]
-Seq = Annotated[int | None, typer.Option("--seq", help="bytes a sample (demo)")]
+Batch = Annotated[int | None, typer.Option("--batch", min=1, help="samples a step (demo)")]
+Seq = Annotated[int | None, typer.Option("--seq", min=1, help="bytes a sample (demo)")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32 (demo)")]
 MachineName = Annotated[str | None, typer.Option("--machine", help="a preset or a machine file; this machine when not given")]
 DeviceMemory = Annotated[str | None, typer.Option("--device-memory", help="use no more than this of a device, such as 24GiB")]
@@ -194,6 +196,8 @@ def fit(
         given = [name for name, value in own_demo.items() if value is not None]
         if given:
             raise ValueError(f"{given[0]} is an option of the demo; give your script its own arguments after its name")
+        if not script.is_file():
+            raise FileNotFoundError(f"no script {script}")
         from .running.launch import Launch
 
         limits = {"device_memory": device_memory, "host_memory": host_memory}
@@ -263,12 +267,16 @@ def main() -> None:
 
 def _in_user_code(error: BaseException) -> bool:
     """Whether the error was raised by code that is neither anyfit's nor a library's it calls."""
-    here = str(Path(__file__).parent)
-    trace, last = error.__traceback__, ""
-    while trace is not None:
-        last = trace.tb_frame.f_code.co_filename
-        trace = trace.tb_next
-    return not last.startswith(here)
+    here = f"{Path(__file__).parent}/"
+    paths = sysconfig.get_paths()
+    libraries = ("<", *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if file.startswith(here):
+            return False
+        if not file.startswith(libraries):
+            return True
+    return False
 
 
 def _job(target: str, batch: int | None, seq: int | None, dtype: str | None) -> Job:

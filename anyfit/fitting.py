@@ -96,7 +96,11 @@ def resumed_options(folder: Path) -> DemoOptions:
     file = folder / "run.json"
     if not file.exists():
         raise FileNotFoundError(f"no run to resume in {folder}: it has no run.json")
-    options = decode(DemoOptions, json.loads(file.read_text()), str(file))
+    try:
+        document = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: not JSON ({error}); start anew with another --folder") from None
+    options = decode(DemoOptions, document, str(file))
     assert isinstance(options, DemoOptions)
     return options
 
@@ -105,8 +109,6 @@ def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every
     """Runs the user's script as `python script` would, with every `anyfit.start` in it under this launch."""
     from .running.launch import launched
 
-    if not script.is_file():
-        raise FileNotFoundError(f"no script {script}")
     console = Console()
     before, path = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent.resolve())

@@ -73,12 +73,17 @@ def quickly_built(job: anyfit.Job) -> anyfit.Job:
     def build() -> torch.nn.Module:
         with torch.device("meta"):
             model = job.build()
-        model.to_empty(device="cuda")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.uniform_(-0.02, 0.02)
-            for buffer in model.buffers():
-                buffer.zero_()
+        made: dict[int, torch.nn.Parameter] = {}  # by identity: to_empty would untie what is tied
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in made:
+                        filled = torch.empty(parameter.shape, device="cuda").uniform_(-0.02, 0.02)
+                        made[id(parameter)] = torch.nn.Parameter(filled, requires_grad=parameter.requires_grad)
+                    module._parameters[name] = made[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cuda")
         return model
 
     return anyfit.Job(**{**vars(job), "model": build})
@@ -118,7 +123,7 @@ def main() -> None:
             continue
         try:
             row = measure(case, machine, options.ops)
-        except (RuntimeError, anyfit.NoPlan) as error:
+        except (RuntimeError, ValueError, anyfit.NoPlan) as error:
             print(f"{case.name}: {type(error).__name__} {str(error)[:200]}", flush=True)
             gc.collect()
             torch.cuda.empty_cache()

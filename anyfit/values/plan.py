@@ -203,5 +203,8 @@ class NoPlan(Exception):  # noqa: N818  (a verdict about the job, not a fault)
     """Nothing fits: says by how much, and what to change."""
 
     def __init__(self, message: str, shortfall_bytes: int) -> None:
-        super().__init__(message)
+        super().__init__(message, shortfall_bytes)  # both, or it could not come back from another process
         self.shortfall_bytes = shortfall_bytes
+
+    def __str__(self) -> str:
+        return str(self.args[0])

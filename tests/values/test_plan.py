@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from anyfit import Plan
+from anyfit import NoPlan, Plan
 from anyfit.planning import search
 from anyfit.values.plan import AXES
 from anyfit.values.units import show_bytes, show_seconds
@@ -144,6 +145,11 @@ def test_two_plans_are_compared_by_what_differs_and_its_price(plan: Plan, smalle
 
 def test_a_plan_compared_with_itself_differs_in_nothing(plan: Plan) -> None:
     assert plan.compared_with(plan) == {"the second": "takes +0.0% time a step and +0 B device memory"}
+
+
+def test_the_verdict_that_nothing_fits_survives_the_way_from_another_process() -> None:
+    verdict = pickle.loads(pickle.dumps(NoPlan("it needs 3 B more", 3)))
+    assert (str(verdict), verdict.shortfall_bytes) == ("it needs 3 B more", 3)
 
 
 # ---------------------------------------------------------------------- files
