@@ -39,7 +39,9 @@ class Convolutional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(2)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(2))
+        )
         self.head = nn.Linear(8, 10)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The search: every micro-batch that was profiled, everything resident on one device; the fastest that fits wins.
 
-    minimise    seconds(m), and where several are within TIE of the least, ceil(B / m)
-    with        seconds(m) = ceil(B / m) * pass_seconds(m) + update_seconds
+    minimise    seconds(m), and where several are within TIE of the least, the number of passes
+    with        seconds(m) = B / m * pass_seconds(m) + update_seconds        (a smaller last micro-batch costs its share)
     over        m in the profiled micro-batches
     subject to  (1 + error) * reserved(m) <= device limit
     where       peak(m) = state + max(pass_peak(m), gradients + update scratch), reserved(m) = overhead * peak(m) + context
@@ -23,10 +23,7 @@ def search(profile: Profile) -> Plan:
     forecasts = {each.micro_batch: forecast(profile, each) for each in profile.passes}
     limit = profile.device_limit_bytes
 
-    def needed(micro_batch: int) -> int:
-        return with_margin(forecasts[micro_batch])
-
-    fitting = [micro_batch for micro_batch in forecasts if needed(micro_batch) <= limit]
+    fitting = [micro_batch for micro_batch, each in forecasts.items() if each.needed_bytes <= limit]
     if not fitting:
         raise _no_plan(profile, forecasts)
     least = min(forecasts[micro_batch].step_seconds for micro_batch in fitting)
@@ -36,8 +33,8 @@ def search(profile: Profile) -> Plan:
             decision="micro-batch",
             choice=_passes(profile.batch_size, micro_batch),
             step_seconds=other.step_seconds,
-            device_bytes=other.reserved_bytes,
-            fits=needed(micro_batch) <= limit,
+            device_bytes=other.needed_bytes,
+            fits=other.needed_bytes <= limit,
         )
         for micro_batch, other in forecasts.items()
         if micro_batch != best
@@ -57,7 +54,7 @@ def search(profile: Profile) -> Plan:
         limit_bytes={"device": limit, "host": profile.host_limit_bytes, "disk": profile.disk_limit_bytes},
         forecast=chosen,
         decisions=(
-            Decision("model state", "all on the device", f"it fits, {show_bytes(limit - with_margin(chosen))} to spare"),
+            Decision("model state", "all on the device", f"it fits, {show_bytes(limit - chosen.needed_bytes)} to spare"),
             Decision("micro-batch", _passes(profile.batch_size, best), _why(chosen, alternatives)),
         ),
         alternatives=alternatives,
@@ -69,7 +66,6 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
     """What a step costs when this pass is its micro-batch."""
     state, update = profile.state, profile.update
     accumulation = _accumulation(profile.batch_size, each.micro_batch)
-    # A smaller last micro-batch costs its share of a whole one.
     passes = profile.batch_size / each.micro_batch
     if accumulation == 1:
         peak = state.resident + max(each.peak_bytes, state.gradients + update.widened_bytes + update.scratch_bytes)
@@ -91,11 +87,6 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
     )
 
 
-def with_margin(forecast: Forecast) -> int:
-    """Reserved bytes at the far end of the error band: what must fit."""
-    return int(forecast.reserved_bytes * (1 + forecast.peak_error))
-
-
 def _accumulation(batch_size: int, micro_batch: int) -> int:
     return -(-batch_size // micro_batch)
 
@@ -114,29 +105,26 @@ def _why(chosen: Forecast, alternatives: tuple[Alternative, ...]) -> str:
         least = min(alternatives, key=lambda other: other.device_bytes)
         return f"{least.choice} would need {show_bytes(least.device_bytes)} and does not fit"
     later = best.step_seconds - chosen.step_seconds
-    room = chosen.reserved_bytes - best.device_bytes
-    return (
-        f"{best.choice} would take {show_seconds(abs(later))} {'more' if later >= 0 else 'less'} a step and "
-        f"{show_bytes(abs(room))} {'less' if room >= 0 else 'more'} memory"
-    )
+    room = chosen.needed_bytes - best.device_bytes
+    memory = f"{show_bytes(abs(room))} {'less' if room >= 0 else 'more'} memory"
+    if later < 0:
+        return f"the fewest passes; {best.choice} would take {show_seconds(-later)} less, too close to tell apart, and {memory}"
+    return f"{best.choice} would take {show_seconds(later)} more a step and {memory}"
 
 
 def _no_plan(profile: Profile, forecasts: dict[int, Forecast]) -> NoPlan:
-    micro_batch = min(forecasts, key=lambda each: with_margin(forecasts[each]))
-    least = with_margin(forecasts[micro_batch])
+    micro_batch = min(forecasts, key=lambda each: forecasts[each].needed_bytes)
+    least = forecasts[micro_batch].needed_bytes
     shortfall = least - profile.device_limit_bytes
-    state = profile.state.resident
     where = next(each.peak_at for each in profile.passes if each.micro_batch == micro_batch)
     return NoPlan(
-        f"{profile.model} does not fit: it needs {show_bytes(shortfall)} more device memory than the "
-        f"{show_bytes(profile.device_limit_bytes)} allowed, even with micro-batches of {micro_batch} "
-        f"({show_bytes(state)} of it model state; the peak is at {where}). "
-        f"--device-memory {-(-least // 2**20)}MiB fits" + _hint(micro_batch),
+        f"{profile.model} does not fit: with micro-batches of {micro_batch} it needs {show_bytes(least)} of device memory "
+        f"({show_bytes(profile.state.resident)} of that is model state; the peak is at {where}), and "
+        f"{show_bytes(profile.device_limit_bytes)} are allowed: {show_bytes(shortfall)} too little. "
+        f"A limit or a device of {-(-least // 2**20)}MiB fits; {_hint(micro_batch)}",
         shortfall,
     )
 
 
 def _hint(micro_batch: int) -> str:
-    if micro_batch > 1:
-        return "; a smaller micro_batch takes less"
-    return "; shorter samples take less"
+    return "a smaller micro_batch takes less" if micro_batch > 1 else "shorter samples take less"

@@ -26,9 +26,7 @@ SCHEDULERS: dict[str, Any] = {
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "milestones": lambda optimizer: MultiStepLR(optimizer, [2, 4, 6], gamma=0.5),
     "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=1e-2, total_steps=20),
-    "sequence": lambda optimizer: SequentialLR(
-        optimizer, [LinearLR(optimizer), MultiStepLR(optimizer, [3])], milestones=[4]
-    ),
+    "sequence": lambda optimizer: SequentialLR(optimizer, [LinearLR(optimizer), MultiStepLR(optimizer, [3])], milestones=[4]),
 }
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True),
