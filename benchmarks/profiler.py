@@ -130,11 +130,11 @@ def main() -> None:
             continue
         rows.append(row)
         real, then = row["measured"], row["predicted_then"]
+        off = {name: f"({then[name] / real[name] - 1:+6.1%})" for name in then}
         print(
-            f"{case.name:22} step {real['step_seconds'] * 1e3:8.1f} ms ({then['step_seconds'] / real['step_seconds'] - 1:+6.1%})  "
-            f"allocated {real['allocated_bytes'] / 2**30:7.2f} GiB "
-            f"({then['allocated_bytes'] / real['allocated_bytes'] - 1:+6.1%})  "
-            f"reserved {real['reserved_bytes'] / 2**30:7.2f} GiB ({then['reserved_bytes'] / real['reserved_bytes'] - 1:+6.1%})",
+            f"{case.name:22} step {real['step_seconds'] * 1e3:8.1f} ms {off['step_seconds']}  "
+            f"allocated {real['allocated_bytes'] / 2**30:7.2f} GiB {off['allocated_bytes']}  "
+            f"reserved {real['reserved_bytes'] / 2**30:7.2f} GiB {off['reserved_bytes']}",
             flush=True,
         )
         options.out.mkdir(parents=True, exist_ok=True)

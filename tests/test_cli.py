@@ -255,7 +255,7 @@ def test_when_nothing_fits_the_verdict_is_one_line_and_status_3(anyfit: Command)
     assert (done.status, done.out) == (3, "")
     assert done.err.startswith("anyfit: Sequential does not fit: with micro-batches of 4 it needs ")
     assert done.err.count("\n") == 1
-    typed = done.err.partition("--device-memory ")[2].split()[0]
+    typed = done.err.partition("a device of ")[2].split()[0]
     assert anyfit("plan", *SMALL, "--device-memory", typed).status == 0
 
 

@@ -1,7 +1,7 @@
 """What a GPU runs where a CPU runs something else.
 
-The fakes live on a fake CPU, so torch would pick CPU kernels for them. Attention and dropout are the two whose choice changes what
-backward keeps: a GPU's attention never holds the scores, and its dropout keeps a mask of one byte an element.
+The fakes live on a fake CPU, so torch would pick CPU kernels for them. Attention and dropout are the two whose choice changes
+what backward keeps: a GPU's attention never holds the scores, and its dropout keeps a mask of one byte an element.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from .repeats import NotPeriodic, Repeat, find_repeats, skip, write_in
 from .stand_in import fake_batch, fake_model
 from .update_rule import learn
 
-
 Kind = Literal["cpu", "cuda"]
 
 
