@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from .values.job import Job
 
 WIDTH, LAYERS, HEADS = 128, 4, 4
-LENGTH, BATCH, STEPS = 128, 32, 150
+LENGTH, BATCH, STEPS = 128, 32, 300
 CORPUS_BYTES = 4_000_000
 
 

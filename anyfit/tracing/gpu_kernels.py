@@ -38,20 +38,27 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash where it may, memory-efficient where a mask or fp32 forbids it, the plain formula where both do."""
+    """A fused kernel wherever CUDA has one (a half-precision type, or fp32 without grouped queries), else the plain formula.
+
+    All fused kernels keep the same for backward: the output, and a number for each row.
+    """
     half = query.dtype in (torch.float16, torch.bfloat16)
     head = query.shape[-1]
-    four_dims = query.dim() == 4 and key.shape[-1] == value.shape[-1] == head
-    if half and attn_mask is None and four_dims and head <= 256 and head % 8 == 0:
-        result = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
+    fits = query.dim() == 4 and key.shape[-1] == value.shape[-1] == head and head % (8 if half else 4) == 0
+    if attn_mask is not None and attn_mask.requires_grad:
+        fits = False
+    needs_backward = any(tensor.requires_grad for tensor in (query, key, value))
+    if fits and half and head <= 256:
+        result = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, attn_mask, needs_backward, dropout_p, is_causal, False, scale=scale
+        )
         return _tensor(result[0])
-    if four_dims and not enable_gqa and head % (8 if half else 4) == 0:
+    if fits and not enable_gqa:
         bias = attn_mask
         if bias is not None:
             if bias.dtype == torch.bool:
                 bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(bias.logical_not(), float("-inf"))
             bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        needs_backward = any(tensor.requires_grad for tensor in (query, key, value))
         result = aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, needs_backward, dropout_p, is_causal, scale=scale
         )

@@ -25,6 +25,8 @@ from anyfit.values.graph import Op, OpKind, Phase, ValueKind
 aten = torch.ops.aten
 # Reads only the rows it is asked for, however large the table.
 GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.slice_backward}
+LOOKS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}  # give Python a number
+LARGEST_FACT = 2**25  # elements
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.phase: Phase = "forward"
         self._names, self._block_of, self._outside, self._kernels = names, block_of, outside, kernels
+        self._calls = 0  # since the last op that was written down, views included
         self._recomputing: AbstractContextManager[Any] | None = None
         self._stack: list[tuple[str, int]] = [("", outside)]
         self._backward_at: tuple[str, int] = ("", outside)
@@ -117,12 +120,17 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_about_real_scalars(func, args, kwargs):
+        self._calls += 1
+        inputs = _tensors((args, kwargs))
+        real = not any(isinstance(tensor, FakeTensor) for tensor in inputs)
+        if real and func in LOOKS:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        inputs = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
-        outputs = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
+        if real and all(map(_is_small_fact, [*inputs, *_tensors(result)])):
+            with unset_fake_temporarily():
+                result = func(*args, **kwargs)
+        outputs = _tensors(result)
         fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in self._known]
         if not fresh and not func._schema.is_mutable:
             return result  # a view, or a look at sizes: costs nothing
@@ -141,8 +149,11 @@ class Recorder(TorchDispatchMode):
                 dtype=str((outputs or inputs)[0].dtype).removeprefix("torch.") if outputs or inputs else "float32",
                 flops=_flops(packet, args, kwargs, result),
                 bytes=_touched_bytes(packet, inputs, outputs),
+                aligned=_is_aligned(inputs),
+                calls=self._calls,
             )
         )
+        self._calls = 0
         for tensor in fresh:
             self._meet(tensor, "activation", block=block)
         return result
@@ -166,12 +177,14 @@ class Recorder(TorchDispatchMode):
         return note
 
 
-def _is_about_real_scalars(func: Any, args: Any, kwargs: Any) -> bool:
-    """Single numbers made on the spot (`torch.rand([]) < p`) are computed for real, so that the model can branch on them."""
-    tensors = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
-    if tensors:
-        return all(tensor.dim() == 0 and not isinstance(tensor, FakeTensor) for tensor in tensors)
-    return bool(args) and args[0] in ([], ()) and func in (aten.rand.default, aten.randn.default)
+def _tensors(nest: Any) -> list[torch.Tensor]:
+    return [item for item in pytree.tree_leaves(nest) if isinstance(item, torch.Tensor)]
+
+
+def _is_small_fact(tensor: torch.Tensor) -> bool:
+    """Positions, masks and single numbers that do not depend on the batch are computed for real, so that the model's own
+    branches on them (`torch.rand([]) < p`, `(positions == 0).all()`) go the way they would."""
+    return tensor.dim() == 0 or (not tensor.dtype.is_floating_point and tensor.numel() <= LARGEST_FACT)
 
 
 def _kind_of(packet: Any) -> OpKind:
@@ -190,6 +203,17 @@ def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
         return int(5 * sdpa_flop_count(query, key, value) // 2)  # two products forward, five backward
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+
+
+def _is_aligned(inputs: list[torch.Tensor]) -> bool:
+    """Whether every row of every matrix starts on a 16-byte boundary: without that a product loses most of a GPU's speed."""
+    return all(
+        stride * tensor.element_size() % 16 == 0 or stride == 1
+        for tensor in inputs
+        if tensor.dim() >= 2
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1
+    )
 
 
 def _touched_bytes(packet: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:

@@ -27,6 +27,8 @@ class Op:
     dtype: str
     flops: int
     bytes: int  # read and written
+    aligned: bool  # rows of all operands start on 16-byte boundaries
+    calls: int  # of the dispatcher that led up to it: the op itself and the views before it
 
 
 @dataclass(frozen=True)
