@@ -33,9 +33,9 @@ def measure(case: Case, machine: Machine, ops: Path | None) -> dict[str, Any]:
     job = job_of(case)
     plan = anyfit.plan(job, machine)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    outside = torch.cuda.memory_allocated()
     run = anyfit.start(quickly_built(job), plan, machine)
+    torch.cuda.empty_cache()  # what the weights took before they were placed
+    torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP):
         run.step(job.sample)
     torch.cuda.synchronize()
@@ -47,7 +47,6 @@ def measure(case: Case, machine: Machine, ops: Path | None) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
     measured = {
         "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "held_before_bytes": outside,
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "step_seconds": statistics.median(seconds),
         "step_seconds_all": seconds,
@@ -61,9 +60,6 @@ def measure(case: Case, machine: Machine, ops: Path | None) -> dict[str, Any]:
     if ops is not None:
         write_ops(run, job, ops / f"{case.name}.json")
     run.close()
-    del run
-    gc.collect()
-    torch.cuda.empty_cache()
     return {"case": case.to_json(), "measured": measured, "predicted_then": predicted}
 
 
@@ -118,6 +114,9 @@ def main() -> None:
     for case in CASES:
         if options.only and case.name not in options.only:
             continue
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._C._cuda_clearCublasWorkspaces()  # so that each case is like the first of its process
         if time.time() - began > options.seconds:
             print(f"{case.name}: no time left", flush=True)
             continue
@@ -125,8 +124,6 @@ def main() -> None:
             row = measure(case, machine, options.ops)
         except (RuntimeError, ValueError, anyfit.NoPlan) as error:
             print(f"{case.name}: {type(error).__name__} {str(error)[:200]}", flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
             continue
         rows.append(row)
         real, then = row["measured"], row["predicted_then"]

@@ -19,7 +19,7 @@ def merge(high: Tensor, low: Tensor, out: Tensor) -> None:
 
 
 def split(exact: Tensor, high: Tensor, low: Tensor) -> None:
-    """Writes the fp32 tensor `exact` as (bf16 `high`, int16 `low`)."""
+    """Writes the fp32 tensor `exact` as (bf16 `high`, int16 `low`); `exact` is used up."""
     bits = exact.view(torch.int32)
     low.copy_(bits)  # keeps the low 16 bits
-    high.view(torch.int16).copy_(bits.sub(low).bitwise_right_shift_(16))
+    high.view(torch.int16).copy_(bits.sub_(low).bitwise_right_shift_(16))

@@ -32,7 +32,7 @@ class ChunkState:
         """Sets one parameter from `value`, exactly where the chunk has masters."""
         weights = self.view(self.weights, slot)
         if self.is_split:
-            split(value.to(weights.device, torch.float32).contiguous(), weights, self.view(self.low, slot))
+            split(value.to(weights.device, torch.float32, copy=True).contiguous(), weights, self.view(self.low, slot))
         else:
             weights.copy_(value)
 

@@ -62,7 +62,7 @@ class Gradients:
 
 def total_norm(gradients: Mapping[str, Tensor]) -> Tensor:
     """The norm of all gradients together: of the norms of each, in order, as torch's clip_grad_norm_ combines them."""
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients.values()]
+    norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 

@@ -20,26 +20,32 @@ from .chunks import ChunkState, ModelState
 
 
 class Updates:
-    """Owns the optimizer. In its groups, bf16 parameters are represented by fp32 masters that are empty between updates."""
+    """Owns the optimizer. In its groups a bf16 parameter is represented by an fp32 master: a view of one scratch buffer that
+    all chunks share, and that holds its numbers only while its own chunk is updated."""
 
     def __init__(self, optimizer: Optimizer, state: ModelState) -> None:
         self.optimizer = optimizer
         self._chunks = [chunk for chunk in state.chunks if chunk.chunk.is_updated]
         largest = max((chunk.chunk.elements for chunk in self._chunks if chunk.is_split), default=0)
         device = state.chunks[0].weights.device
-        self._scratch = torch.empty(largest, dtype=torch.float32, device=device)
+        self._exact = torch.zeros(largest, dtype=torch.float32, device=device)
+        self._gradient = torch.zeros(largest, dtype=torch.float32, device=device)
+        self._widened: dict[str, Tensor] = {}  # by name, where a bf16 gradient goes to become fp32
         self.masters: dict[str, nn.Parameter] = {}  # by name, what the optimizer knows the parameter as
         for chunk in self._chunks:
             for slot in chunk.chunk.slots:
                 parameter = state.parameters[slot.name]
-                self.masters[slot.name] = self._stand_in(parameter) if chunk.is_split else parameter
+                self.masters[slot.name] = parameter
+                if chunk.is_split:
+                    self.masters[slot.name] = self._master(parameter, chunk.view(self._exact, slot))
+                    self._widened[slot.name] = chunk.view(self._gradient, slot)
         known_as = {id(state.parameters[name]): master for name, master in self.masters.items()}
         for group in optimizer.param_groups:
             group["params"] = [known_as.get(id(parameter), parameter) for parameter in group["params"]]
         self._params = [list(group["params"]) for group in optimizer.param_groups]
 
-    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
-        master = nn.Parameter(torch.empty(0, dtype=torch.float32, device=parameter.device))
+    def _master(self, parameter: nn.Parameter, place: Tensor) -> nn.Parameter:
+        master = nn.Parameter(place)
         if parameter in self.optimizer.state:  # made by the constructor, as Adagrad does
             self.optimizer.state[master] = self.optimizer.state.pop(parameter)
         return master
@@ -49,44 +55,37 @@ class Updates:
         groups = self.optimizer.param_groups
         try:
             for chunk in self._chunks:
-                slots = [slot for slot in chunk.chunk.slots if slot.name in gradients]
-                if not slots:
+                names = [slot.name for slot in chunk.chunk.slots if slot.name in gradients]
+                if not names:
                     continue
                 for group in groups:
                     group["params"] = []
-                groups[chunk.chunk.group]["params"] = [self.masters[slot.name] for slot in slots]
-                own = {slot.name: gradients[slot.name] for slot in slots}
+                groups[chunk.chunk.group]["params"] = [self.masters[name] for name in names]
+                own = {name: gradients[name] for name in names}
                 if chunk.is_split:
                     self._step_split(chunk, own, factor)
                 else:
-                    self._step_in_place(own, factor)
+                    self._step(own, factor)
         finally:
             for group, params in zip(groups, self._params, strict=True):
                 group["params"] = params
 
-    def _step_in_place(self, gradients: Mapping[str, Tensor], factor: Tensor | None) -> None:
+    def _step(self, gradients: Mapping[str, Tensor], factor: Tensor | None) -> None:
+        """Steps the optimizer, which sees these parameters alone; scales their gradients where they lie."""
+        if factor is not None:
+            torch._foreach_mul_(list(gradients.values()), factor)
         for name, gradient in gradients.items():
-            if factor is not None:
-                gradient.mul_(factor)
             self.masters[name].grad = gradient
         self.optimizer.step()
 
     def _step_split(self, chunk: ChunkState, gradients: Mapping[str, Tensor], factor: Tensor | None) -> None:
-        exact = self._scratch[: chunk.chunk.elements]
+        exact = self._exact[: chunk.chunk.elements]
         merge(chunk.weights, chunk.low, exact)
-        try:
-            for slot in chunk.chunk.slots:
-                if slot.name not in gradients:
-                    continue
-                master = self.masters[slot.name]
-                master.data = chunk.view(exact, slot)
-                gradient = gradients[slot.name].float()
-                master.grad = gradient if factor is None else gradient.mul_(factor)
-            self.optimizer.step()
-        finally:
-            for name in gradients:
-                self.masters[name].grad = None
-                self.masters[name].data = torch.empty(0, dtype=torch.float32, device=exact.device)
+        if next(iter(gradients.values())).dtype != torch.float32:
+            widened = {name: self._widened[name] for name in gradients}
+            torch._foreach_copy_(list(widened.values()), list(gradients.values()))
+            gradients = widened
+        self._step(gradients, factor)
         split(exact, chunk.weights, chunk.low)
 
     # ------------------------------------------------------------------ state, by parameter name
@@ -101,6 +100,6 @@ class Updates:
 
     @property
     def bytes(self) -> int:
-        """Held between steps: the optimizer's state and the scratch buffer."""
+        """Held between steps: the optimizer's state and the scratch buffers."""
         tensors = [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
-        return self._scratch.nbytes + sum(tensor.nbytes for tensor in tensors)
+        return self._exact.nbytes + self._gradient.nbytes + sum(tensor.nbytes for tensor in tensors)

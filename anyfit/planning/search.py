@@ -4,7 +4,8 @@
     with        seconds(m) = B / m * pass_seconds(m) + update_seconds        (a smaller last micro-batch costs its share)
     over        m in the profiled micro-batches
     subject to  (1 + error) * reserved(m) <= device limit
-    where       peak(m) = state + max(pass_peak(m), gradients + update scratch), reserved(m) = overhead * peak(m) + context
+    where       peak(m) = state + workspaces + max(pass_peak(m), gradients + update scratch)
+                reserved(m) = max(peak(m), what the allocator was seen to reserve) + context
 
 With several micro-batches a step, gradient sums are held all along; with one, each gradient lives from its birth to the update.
 """
@@ -68,9 +69,12 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
     accumulation = _accumulation(profile.batch_size, each.micro_batch)
     passes = profile.batch_size / each.micro_batch
     if accumulation == 1:
-        peak = state.resident + max(each.peak_bytes, state.gradients + update.widened_bytes + update.scratch_bytes)
+        reserved = each.reserved_bytes
+        peak = state.resident + max(each.peak_bytes, state.gradients + update.scratch_bytes)
     else:
+        reserved = each.reserved_bytes_accumulating
         peak = state.resident + state.accumulators + max(each.peak_bytes_accumulating, update.scratch_bytes)
+    peak += profile.workspace_bytes
     compute = passes * (each.seconds - each.seconds_recompute)
     recompute = passes * each.seconds_recompute
     seconds = compute + recompute + update.seconds
@@ -80,7 +84,8 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
         split_seconds={"compute": compute, "recompute": recompute, "update": update.seconds},
         peak_bytes={"device": peak, "host": 0, "disk": 0},
         peak_error=profile.memory_error,
-        reserved_bytes=int(peak * profile.allocator_overhead) + profile.context_bytes,
+        reserved_bytes=max(reserved, peak) + profile.context_bytes,
+        reserved_error=profile.reserved_error,
         samples_per_second=profile.batch_size / seconds,
         tokens_per_second=passes * each.tokens / seconds,
         compute_share=passes * each.flops / seconds / profile.peak_flops_per_second,

@@ -6,6 +6,7 @@ what backward keeps: a GPU's attention never holds the scores, and its dropout k
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -63,10 +64,35 @@ def attention(
             query, key, value, bias, needs_backward, dropout_p, is_causal, scale=scale
         )
         return _tensor(result[0])
-    result = aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )
-    return _tensor(result[0])
+    return by_the_formula(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def by_the_formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """torch's unfused attention, step by step, with the GPU's dropout. Halves are computed in fp32 throughout."""
+    dtype = query.dtype
+    query, key, value = (tensor.float() for tensor in (query, key, value))
+    if key.shape[-3] != query.shape[-3]:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (tensor.repeat_interleave(repeats, dim=-3) for tensor in (key, value))
+    half_scale = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))  # each factor takes its root
+    if is_causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
+    mask = None if mask is None else mask.float()
+    scores = torch.matmul(query * half_scale, key.transpose(-2, -1) * half_scale)
+    if mask is not None:
+        scores = scores.add_(mask)
+    shares = _tensor(aten._safe_softmax(scores, -1))
+    return torch.matmul(dropout(shares, dropout_p), value).to(dtype)
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **renamed: Any) -> Tensor:

@@ -21,8 +21,14 @@ from anyfit.values.graph import UpdateRule
 ELEMENTS = 4096  # of a stand-in: large enough that step counters do not matter
 
 
-def learn(optimizer: Optimizer) -> UpdateRule:
-    """Steps `optimizer` on stand-ins in place of its own parameters; it is of no further use afterwards."""
+def learn(optimizer: Optimizer, device: str) -> UpdateRule:
+    """Steps `optimizer` on stand-ins in place of its own parameters; it is of no further use afterwards.
+
+    Where the user left the choice to torch, it takes one op for all parameters on a GPU and one for each on a CPU.
+    """
+    for group in optimizer.param_groups:
+        if device == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
+            group["foreach"] = True
     optimizer.state.clear()  # what a constructor made for the fake parameters (Adagrad) is made again below
     counts = {}
     for copies in (1, 2):
@@ -93,7 +99,8 @@ class _Meter(TorchDispatchMode):
         if not fresh and not func._schema.is_mutable:
             return result
         self.ops += 1
-        self.touched_bytes += sum(tensor.numel() * tensor.element_size() for tensor in inputs + outputs)
+        written = outputs or _written_to(func, args)
+        self.touched_bytes += sum(tensor.numel() * tensor.element_size() for tensor in inputs + written)
         for tensor in fresh:
             storage = tensor.untyped_storage()
             self._live[storage._cdata] = storage.nbytes()
@@ -103,3 +110,13 @@ class _Meter(TorchDispatchMode):
 
     def _forget(self, identity: int) -> Any:
         return lambda _reference: self._live.pop(identity, None)
+
+
+def _written_to(func: Any, args: Any) -> list[torch.Tensor]:
+    """What an op that returns nothing changes: the foreach ops do."""
+    changed = [
+        value
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [item for item in pytree.tree_leaves(changed) if isinstance(item, torch.Tensor)]

@@ -25,6 +25,7 @@ class Forecast:
     peak_bytes: Mapping[Tier, int]
     peak_error: float
     reserved_bytes: int  # of the device: peak, what the allocator adds, and the runtime's own
+    reserved_error: float
     samples_per_second: float
     tokens_per_second: float
     compute_share: float  # of the device's best matmul rate
@@ -36,7 +37,7 @@ class Forecast:
     @property
     def needed_bytes(self) -> int:
         """Reserved bytes at the far end of the error band: what must fit."""
-        return int(self.reserved_bytes * (1 + self.peak_error))
+        return int(self.reserved_bytes * (1 + self.reserved_error))
 
 
 @dataclass(frozen=True)
@@ -187,10 +188,11 @@ class Plan(Record):
             ),
         ]
         for tier in TIERS:
-            peak = forecast.reserved_bytes if tier == "device" else forecast.peak_bytes[tier]
+            peak, error = forecast.peak_bytes[tier], forecast.peak_error
+            if tier == "device":
+                peak, error = forecast.reserved_bytes, forecast.reserved_error
             if peak:
-                limit = self.limit_bytes[tier]
-                rows.append((f"{tier} memory", f"{show_bytes(peak)} ± {forecast.peak_error:.0%} of {show_bytes(limit)}"))
+                rows.append((f"{tier} memory", f"{show_bytes(peak)} ± {error:.0%} of {show_bytes(self.limit_bytes[tier])}"))
         return rows
 
     def __str__(self) -> str:

@@ -34,6 +34,8 @@ class Pass:
     peak_bytes: int  # live at once beyond the model state, this pass's own gradients included
     peak_bytes_accumulating: int  # the same when gradients of earlier micro-batches are already held
     peak_at: str  # the module where the peak is
+    reserved_bytes: int  # by torch's allocator for a whole step, model state and update included; 0 on a CPU, which has none
+    reserved_bytes_accumulating: int
 
     @property
     def flops(self) -> int:
@@ -60,7 +62,7 @@ class StateBytes:
     masters: int  # the low halves that make bf16 weights exact fp32 masters
     optimizer: int
     buffers: int
-    scratch: int  # the fp32 masters of the chunk at work
+    scratch: int  # the fp32 masters and gradients of the chunk at work
     gradients: int  # of all parameters that get one
     accumulators: int  # fp32 gradient sums, held only when several micro-batches make a step
 
@@ -73,7 +75,6 @@ class StateBytes:
 class UpdateCost:
     seconds: float
     scratch_bytes: int  # temporary, while one chunk is updated
-    widened_bytes: int  # bf16 gradients of the chunk at work in fp32, unless they added up in fp32 already
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,10 @@ class Profile(Record):
     host_limit_bytes: int
     disk_limit_bytes: int
     context_bytes: int  # taken by the runtime outside torch's allocator
-    allocator_overhead: float  # reserved over allocated
+    workspace_bytes: int  # taken by matmul libraries inside it
     peak_flops_per_second: float  # the device's best matmul rate in this precision
     time_error: float  # relative, of a forecast step time
     memory_error: float  # relative, of the forecast peak
+    reserved_error: float  # relative, of what is forecast to be reserved
     model_fingerprint: str
     machine_fingerprint: str

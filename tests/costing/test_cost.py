@@ -14,10 +14,10 @@ from torch import nn
 
 from anyfit import Job
 from anyfit.costing import cost
-from anyfit.costing.cost import op_seconds
+from anyfit.costing.times import SPLIT_BYTES_PER_ELEMENT, WHOLE_BYTES_PER_ELEMENT, device_seconds, pass_seconds
 from anyfit.tracing import trace
 from anyfit.values.graph import Graph, Op
-from anyfit.values.machine import Curve, Machine
+from anyfit.values.machine import Curve, Device
 from anyfit.values.profile import Profile, StateBytes
 from tests.machines import constant, figure, small_machine
 from tests.models import Convolutional, Tangled, byte_batches, image_batches, image_loss, next_byte_loss
@@ -63,13 +63,13 @@ def test_fp32_state_is_what_a_count_by_hand_says() -> None:
     )
 
 
-def test_bf16_state_has_low_halves_and_room_for_the_masters_of_one_chunk() -> None:
+def test_bf16_state_has_low_halves_and_room_for_the_masters_and_gradients_of_one_chunk() -> None:
     assert profile_of(tangled_job(precision="bf16")).state == StateBytes(
         parameters=2 * (MATRICES + VECTORS + FROZEN),
         masters=2 * (MATRICES + VECTORS),
         optimizer=8 * USED,
         buffers=BUFFER,
-        scratch=4 * MATRICES,
+        scratch=8 * MATRICES,
         gradients=2 * USED,
         accumulators=4 * (MATRICES + VECTORS),
     )
@@ -141,7 +141,7 @@ def test_a_pass_is_the_sum_of_its_ops(graph: Graph) -> None:
     machine = small_machine()
     (each,) = cost([graph], machine, 4).passes
     assert each.flops == graph.flops
-    assert each.seconds == pytest.approx(sum(op_seconds(op, machine) for op in graph.ops))
+    assert each.seconds == pytest.approx(sum(pass_seconds(graph, machine.device)))
     assert each.kept_bytes == sum(value.bytes for value in graph.values if graph.kept(value))
     assert sum(block.parameters for block in each.blocks) == sum(parameter.elements for parameter in graph.parameters)
     assert each.peak_bytes == max(graph.live_bytes("kept"))
@@ -182,53 +182,65 @@ def test_a_slower_machine_takes_longer(graph: Graph) -> None:
 
 amounts = st.integers(0, 10**15)
 kinds = st.sampled_from(["matmul", "convolution", "attention", "memory"])
+RISING = Curve(((1e6, 1e9), (1e9, 1e12)), 0.0, "measured")
 
 
-def an_op(kind: str, flops: int, touched: int, dtype: str = "float32") -> Op:
-    return Op("op", kind, "forward", False, 0, "", dtype, flops, touched)  # type: ignore[arg-type]
+def an_op(kind: str, flops: int, touched: int, dtype: str = "float32", *, aligned: bool = True, calls: int = 1) -> Op:
+    return Op("op", kind, "forward", False, 0, "", dtype, flops, touched, aligned, calls)  # type: ignore[arg-type]
 
 
-def machine_with(*, matmul: Curve, attention: Curve, memory: Curve, launch: float) -> Machine:
-    machine = small_machine()
-    device = replace(
-        machine.device,
-        matmul={"float32": matmul},
-        attention={"float32": attention},
-        memory=memory,
-        launch_seconds=figure(launch),
-    )
-    return replace(machine, device=device)
+def device_with(**changes: Any) -> Device:
+    return replace(small_machine().device, **changes)
 
 
-@given(kinds, amounts, amounts, st.sampled_from(["float32", "bfloat16", "int64"]))
-def test_an_op_takes_as_long_as_the_slowest_of_launch_compute_and_memory(kind: str, flops: int, touched: int, dtype: str) -> None:
-    machine = machine_with(matmul=constant(1e12), attention=constant(1e11), memory=constant(1e10), launch=1e-5)
-    rate = 1e11 if kind == "attention" else 1e12
-    wanted = max(1e-5, touched / 1e10, flops / rate)
-    assert op_seconds(an_op(kind, flops, touched, dtype), machine) == pytest.approx(wanted)
+@given(kinds, amounts, amounts, st.booleans())
+def test_an_op_takes_as_long_as_the_slower_of_compute_and_memory(kind: str, flops: int, touched: int, aligned: bool) -> None:
+    rates = {"matmul": 1e12, "matmul_unaligned": 2e11, "attention": 1e11, "convolution": 5e10}
+    device = device_with(**{name: {"float32": constant(rate)} for name, rate in rates.items()}, memory=constant(1e10))
+    name = {"memory": "matmul"}.get(kind, kind) if aligned or kind in ("attention", "convolution") else "matmul_unaligned"
+    wanted = max(touched / 1e10, flops / rates[name])
+    assert device_seconds(an_op(kind, flops, touched, aligned=aligned), device) == pytest.approx(wanted)
 
 
 @given(kinds, amounts, amounts, amounts, amounts)
 def test_more_work_never_takes_less_time(kind: str, flops: int, touched: int, more_flops: int, more_touched: int) -> None:
-    rising = Curve(((1e6, 1e9), (1e9, 1e12)), 0.0, "measured")
-    machine = machine_with(matmul=rising, attention=rising, memory=constant(1e10), launch=1e-6)
-    less = op_seconds(an_op(kind, flops, touched), machine)
-    assert op_seconds(an_op(kind, flops + more_flops, touched + more_touched), machine) >= less * (1 - 1e-9)
+    device = device_with(matmul={"float32": RISING}, attention={"float32": RISING}, convolution={"float32": RISING})
+    less = device_seconds(an_op(kind, flops, touched), device)
+    assert device_seconds(an_op(kind, flops + more_flops, touched + more_touched), device) >= less * (1 - 1e-9)
 
 
 def test_an_op_is_costed_at_the_rate_of_its_own_size_and_dtype() -> None:
-    rising = Curve(((1e6, 1e9), (1e9, 1e12)), 0.0, "measured")
-    machine = machine_with(matmul=rising, attention=rising, memory=constant(1e15), launch=0.0)
-    assert op_seconds(an_op("matmul", 10**6, 0), machine) == pytest.approx(1e-3)
-    assert op_seconds(an_op("matmul", 10**9, 0), machine) == pytest.approx(1e-3)
-    faster = replace(machine.device, matmul={"float32": constant(1e9), "bfloat16": constant(4e9)})
-    assert op_seconds(an_op("matmul", 10**9, 0, "bfloat16"), replace(machine, device=faster)) == pytest.approx(0.25)
+    device = device_with(matmul={"float32": RISING}, memory=constant(1e15))
+    assert device_seconds(an_op("matmul", 10**6, 0), device) == pytest.approx(1e-3)
+    assert device_seconds(an_op("matmul", 10**9, 0), device) == pytest.approx(1e-3)
+    device = device_with(matmul={"float32": constant(1e9), "bfloat16": constant(4e9)}, memory=constant(1e15))
+    assert device_seconds(an_op("matmul", 10**9, 0, "bfloat16"), device) == pytest.approx(0.25)
+
+
+def test_an_op_with_a_curve_of_its_own_is_costed_by_it() -> None:
+    device = device_with(operations={"gelu": constant(1e9)}, memory=constant(1e10))
+    assert device_seconds(replace(an_op("memory", 0, 10**9), name="gelu.default"), device) == pytest.approx(1.0)
+    assert device_seconds(replace(an_op("memory", 0, 10**9), name="relu.default"), device) == pytest.approx(0.1)
+
+
+def chain(graph: Graph, count: int, seconds: float, calls: int) -> Graph:
+    """A graph of `count` ops that each keep the device busy for `seconds`."""
+    return replace(graph, ops=(an_op("memory", 0, int(seconds * 1e10), calls=calls),) * count)
+
+
+def test_a_gpu_is_bound_by_the_host_or_by_itself_and_a_cpu_by_both(graph: Graph) -> None:
+    gpu = device_with(kind="cuda", memory=constant(1e10), host_seconds=figure(1e-5), launch_seconds=figure(0))
+    assert sum(pass_seconds(chain(graph, 100, 1e-3, calls=2), gpu)) == pytest.approx(0.1, rel=1e-3)
+    assert sum(pass_seconds(chain(graph, 100, 1e-6, calls=2), gpu)) == pytest.approx(100 * 2e-5, rel=1e-3)
+    cpu = replace(gpu, kind="cpu")
+    assert sum(pass_seconds(chain(graph, 100, 1e-3, calls=2), cpu)) == pytest.approx(0.1 + 100 * 2e-5)
 
 
 def test_an_update_touches_every_trained_parameter(graph: Graph) -> None:
     machine = small_machine()
-    memory_only = replace(machine, device=replace(machine.device, launch_seconds=figure(0)))
-    trained = EMBED + 2 * (MATRIX + VECTOR) + 2 * VECTOR
-    wanted = graph.update.bytes_per_element * trained / 1e10
-    assert cost([graph], memory_only, 4).update.seconds == pytest.approx(wanted)
-    assert cost([graph], machine, 4).update.seconds >= wanted
+    free_host = replace(machine, device=replace(machine.device, host_seconds=figure(0)))
+    for precision, own in (("fp32", WHOLE_BYTES_PER_ELEMENT), ("bf16", SPLIT_BYTES_PER_ELEMENT)):
+        traced = trace(tangled_job(precision=precision), 4)
+        wanted = (traced.update.bytes_per_element + own) * (MATRICES + VECTORS) / 1e10
+        assert cost([traced], free_host, 4).update.seconds == pytest.approx(wanted)
+        assert cost([traced], machine, 4).update.seconds >= wanted

@@ -34,6 +34,8 @@ def one_pass(micro_batch: int, **changes: Any) -> Pass:
         "peak_bytes": 100 * MIB * micro_batch,
         "peak_bytes_accumulating": 90 * MIB * micro_batch,
         "peak_at": "layers.0",
+        "reserved_bytes": 0,
+        "reserved_bytes_accumulating": 0,
     }
     return Pass(**cost | changes)
 
@@ -53,17 +55,18 @@ def small_profile(**changes: Any) -> Profile:
             one_pass(size, blocks=(block(seconds_forward=0.001 * size, seconds_backward=0.001 + 0.002 * size),))
             for size in (8, 4, 2, 1)
         ),
-        "update": UpdateCost(seconds=0.002, scratch_bytes=10 * MIB, widened_bytes=0),
+        "update": UpdateCost(seconds=0.002, scratch_bytes=10 * MIB),
         "blocks": 1,
         "chunk_bytes": 64 * MIB,
         "device_limit_bytes": 8 * GIB,
         "host_limit_bytes": 16 * GIB,
         "disk_limit_bytes": 0,
         "context_bytes": 0,
-        "allocator_overhead": 1.0,
+        "workspace_bytes": 0,
         "peak_flops_per_second": 1e12,
         "time_error": 0.25,
         "memory_error": 0.02,
+        "reserved_error": 0.03,
         "model_fingerprint": "model-1",
         "machine_fingerprint": "machine-1",
     }
@@ -84,14 +87,15 @@ def profiles(draw: st.DrawFn) -> Profile:
         blocks = (
             block(seconds_forward=draw(seconds), seconds_backward=backward, seconds_recompute=backward * draw(st.floats(0, 1))),
         )
-        passes.append(one_pass(micro_batch, blocks=blocks, peak_bytes=draw(sizes), peak_bytes_accumulating=draw(sizes)))
+        names = ("peak_bytes", "peak_bytes_accumulating", "reserved_bytes", "reserved_bytes_accumulating")
+        passes.append(one_pass(micro_batch, blocks=blocks, **{name: draw(sizes) for name in names}))
     return small_profile(
         batch_size=batch_size,
         passes=tuple(passes),
         state=draw(st.builds(StateBytes, *[sizes] * 7)),
-        update=draw(st.builds(UpdateCost, seconds, sizes, sizes)),
+        update=draw(st.builds(UpdateCost, seconds, sizes)),
         device_limit_bytes=draw(st.integers(GIB, 512 * GIB)),
         context_bytes=draw(st.integers(0, GIB)),
-        allocator_overhead=draw(st.floats(1, 1.2)),
-        memory_error=draw(st.floats(0, 0.2)),
+        workspace_bytes=draw(st.integers(0, GIB)),
+        reserved_error=draw(st.floats(0, 0.2)),
     )

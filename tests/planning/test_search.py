@@ -26,16 +26,18 @@ def seconds_of(profile: Profile, each: Pass) -> float:
 def reserved_by(profile: Profile, each: Pass) -> int:
     """Counted by hand: the state, and the worse of a pass and the update, as the allocator takes it."""
     state, update = profile.state, profile.update
-    peak = state.parameters + state.masters + state.optimizer + state.buffers + state.scratch
+    peak = state.parameters + state.masters + state.optimizer + state.buffers + state.scratch + profile.workspace_bytes
     if each.micro_batch == profile.batch_size:
-        peak += max(each.peak_bytes, state.gradients + update.widened_bytes + update.scratch_bytes)
+        reserved = each.reserved_bytes
+        peak += max(each.peak_bytes, state.gradients + update.scratch_bytes)
     else:
+        reserved = each.reserved_bytes_accumulating
         peak += state.accumulators + max(each.peak_bytes_accumulating, update.scratch_bytes)
-    return int(peak * profile.allocator_overhead) + profile.context_bytes
+    return max(peak, reserved) + profile.context_bytes
 
 
 def needed_by(profile: Profile, each: Pass) -> int:
-    return int(reserved_by(profile, each) * (1 + profile.memory_error))
+    return int(reserved_by(profile, each) * (1 + profile.reserved_error))
 
 
 def found(profile: Profile) -> Plan | None:

@@ -61,7 +61,7 @@ def test_an_uneven_last_micro_batch_is_legal(plan: Plan) -> None:
 
 
 def test_a_plan_fits_only_when_the_far_end_of_its_error_band_does(plan: Plan) -> None:
-    reserved, error = plan.forecast.reserved_bytes, plan.forecast.peak_error
+    reserved, error = plan.forecast.reserved_bytes, plan.forecast.reserved_error
     needed = int(reserved * (1 + error))
     assert needed > reserved
     assert plan.forecast.needed_bytes == needed

@@ -1,0 +1,73 @@
+"""Forecasts beside recorded measurements: every case under tests/golden is predicted from the machine file recorded with it.
+
+What cannot run here, a GPU, was measured there; what can be wrong here, the forecast, is checked on every commit.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anyfit.costing import cost
+from anyfit.costing.cost import MEMORY_ERROR, RESERVED_ERROR, TIME_ERROR
+from anyfit.planning.search import forecast
+from anyfit.tracing import trace
+from anyfit.values.machine import Machine
+from anyfit.values.plan import Forecast
+from benchmarks.cases import Case, job_of
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+RECORDS = sorted(GOLDEN.glob("*/cases.json"))
+CASES = [
+    pytest.param(file.parent, row, id=f"{file.parent.name}-{row['case']['name']}")
+    for file in RECORDS
+    for row in json.loads(file.read_text())["cases"]
+]
+
+
+@cache
+def machine_in(folder: Path) -> Machine:
+    return Machine.load(folder / "machine.json")
+
+
+@cache
+def predicted(folder: Path, document: str) -> Forecast:
+    case, machine = Case.from_json(json.loads(document)), machine_in(folder)
+    graph = trace(job_of(case), case.batch, machine.device.kind)
+    profile = cost([graph], machine, case.batch)
+    return forecast(profile, profile.passes[0])
+
+
+def errors(folder: Path, row: dict[str, Any]) -> dict[str, float]:
+    """How far the measurement lies from the forecast, as a share of the forecast: what an error band promises."""
+    expected, measured = predicted(folder, json.dumps(row["case"])), row["measured"]
+    context = machine_in(folder).device.context_bytes.value
+    return {
+        "allocated": measured["allocated_bytes"] / expected.peak_bytes["device"] - 1,
+        "reserved": measured["reserved_bytes"] / (expected.reserved_bytes - context) - 1,
+        "step": measured["step_seconds"] / expected.step_seconds - 1,
+    }
+
+
+def test_there_is_something_to_hold_forecasts_to() -> None:
+    assert len(CASES) >= 20
+
+
+@pytest.mark.parametrize(("folder", "row"), CASES)
+def test_a_recorded_step_lies_within_the_forecasts_error_band(folder: Path, row: dict[str, Any]) -> None:
+    off, kind = errors(folder, row), machine_in(folder).device.kind
+    assert abs(off["allocated"]) <= MEMORY_ERROR[kind]
+    assert abs(off["reserved"]) <= RESERVED_ERROR[kind]
+    assert abs(off["step"]) <= TIME_ERROR[kind]
+
+
+@pytest.mark.parametrize("file", RECORDS, ids=lambda file: file.parent.name)
+def test_the_median_error_of_a_step_time_that_was_held_out_is_small(file: Path) -> None:
+    rows = json.loads(file.read_text())["cases"]
+    held_out = [abs(errors(file.parent, row)["step"]) for row in rows if not row["case"]["calibrates"]]
+    assert statistics.median(held_out) <= 0.05
