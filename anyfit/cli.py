@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
+import os
 import sys
 import sysconfig
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,6 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .values.job import Job
     from .values.machine import Machine
 
 app = typer.Typer(
@@ -28,13 +27,21 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+COLUMNS_IN_A_PIPE = 130  # where no terminal says how wide it is
+
 Target = Annotated[
     str,
-    typer.Argument(help="'demo', or a function that returns an anyfit.Job: package.module:function or file.py:function"),
+    typer.Argument(
+        help="'demo'; a size such as gpt2-4b, llama-8b or gpt3-175b; a Hugging Face model type, folder or config.json; "
+        "or a function that returns an anyfit.Job: package.module:function or file.py:function"
+    ),
 ]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="samples a step (demo)")]
-Seq = Annotated[int | None, typer.Option("--seq", min=1, help="bytes a sample (demo)")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32 (demo)")]
+Batch = Annotated[int | None, typer.Option("--batch", min=1, help="samples a step")]
+Seq = Annotated[int | None, typer.Option("--seq", min=1, help="tokens a sample; bytes, for the demo")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32")]
+OptimizerName = Annotated[str | None, typer.Option("--optimizer", help="adamw, adam, sgd, or another class of torch.optim")]
+Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="as if each node had so many GPUs")]
+Nodes = Annotated[int | None, typer.Option("--nodes", min=1, help="as if there were so many nodes")]
 MachineName = Annotated[str | None, typer.Option("--machine", help="a preset or a machine file; this machine when not given")]
 DeviceMemory = Annotated[str | None, typer.Option("--device-memory", help="use no more than this of a device, such as 24GiB")]
 HostMemory = Annotated[str | None, typer.Option("--host-memory", help="use no more than this of the host's memory")]
@@ -48,19 +55,37 @@ def profile(
     batch: Batch = None,
     seq: Seq = None,
     dtype: Dtype = None,
+    optimizer: OptimizerName = None,
+    gpus: Gpus = None,
+    nodes: Nodes = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    depth: Annotated[int | None, typer.Option("--depth", min=1, help="also every module, so many names deep")] = None,
     as_json: Json = False,
 ) -> None:
     """Parameters, FLOPs, seconds and bytes of every block, without running the model."""
     from . import profile as make_profile
+    from .targets import job_for, module_costs
 
-    made = make_profile(_job(target, batch, seq, dtype), _machine(machine, device_memory, host_memory))
+    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
+    on = _machine(machine, gpus, nodes, device_memory, host_memory)
+    if as_json and depth is None:
+        return _print_json(make_profile(job, on).to_json())
+    from .costing import cost
+    from .planning.search import forecast
+    from .showing.terminal import show_modules, show_profile
+    from .tracing import trace
+
+    graph = trace(job, job.micro_batch or job.batch_size, on.device.kind)  # the tables are of the largest micro-batch alone
+    made = cost([graph], on, job.batch_size)
+    modules = [] if depth is None else module_costs(job, graph, on, depth)
     if as_json:
-        return _print_json(made.to_json())
-    from .showing.terminal import show_profile
-
-    return show_profile(made, _console())
+        return _print_json({"profile": made.to_json(), "modules": [asdict(module) for module in modules]})
+    console = _console()
+    if modules:
+        show_modules(made, modules, console)
+    attention_flops = sum(op.flops for op in graph.ops if op.kind == "attention")
+    return show_profile(made, forecast(made, made.passes[0]), attention_flops, console)
 
 
 @app.command()
@@ -70,6 +95,9 @@ def plan(
     batch: Batch = None,
     seq: Seq = None,
     dtype: Dtype = None,
+    optimizer: OptimizerName = None,
+    gpus: Gpus = None,
+    nodes: Nodes = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="also write the plan to this file")] = None,
@@ -77,8 +105,10 @@ def plan(
 ) -> None:
     """Does it fit, how fast will it be, and why. Needs no GPU."""
     from . import plan as make_plan
+    from .targets import job_for
 
-    made = make_plan(_job(target, batch, seq, dtype), _machine(machine, device_memory, host_memory))
+    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
+    made = make_plan(job, _machine(machine, gpus, nodes, device_memory, host_memory))
     if output is not None:
         made.save(output)
     if as_json:
@@ -132,6 +162,7 @@ def check(
     batch: Batch = None,
     seq: Seq = None,
     dtype: Dtype = None,
+    optimizer: OptimizerName = None,
     steps: Annotated[int, typer.Option("--steps", min=3, help="real steps to time")] = 8,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -140,10 +171,11 @@ def check(
     """A few real steps: predicted beside measured, and one step compared with plain PyTorch."""
     from . import plan as make_plan
     from .running.check import check as run_check
+    from .targets import job_for
     from .values.plan import Plan
 
-    job = _job(target, batch, seq, dtype)
-    machine = _machine(None, device_memory, host_memory)
+    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
+    machine = _machine(None, None, None, device_memory, host_memory)
     made = Plan.load(plan) if plan is not None else make_plan(job, machine)
     found = run_check(job, made, machine, steps)
     if as_json:
@@ -279,57 +311,22 @@ def _in_user_code(error: BaseException) -> bool:
     return False
 
 
-def _job(target: str, batch: int | None, seq: int | None, dtype: str | None) -> Job:
-    given = {"--batch": batch, "--seq": seq, "--dtype": dtype}
-    if target == "demo":
-        from . import demo
-
-        return demo.job(batch_size=batch or demo.BATCH, length=seq or demo.LENGTH, precision=dtype or demo.default_precision())
-    named = [name for name, value in given.items() if value is not None]
-    if named:
-        raise ValueError(f"{named[0]} is for the demo; {target} decides it in the Job it returns")
-    return _job_from(target)
-
-
-def _job_from(target: str) -> Job:
-    from .values.job import Job
-
-    place, colon, name = target.rpartition(":")
-    if not colon:
-        raise ValueError(f"{target!r} names no function; write package.module:function or file.py:function, or 'demo'")
-    if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise FileNotFoundError(f"no file {place}")
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        assert spec is not None
-        assert spec.loader is not None
-        module: Any = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        sys.path.insert(0, str(Path(place).parent.resolve()))
-        spec.loader.exec_module(module)
-    else:
-        sys.path.insert(0, "")
-        module = importlib.import_module(place)
-    make = getattr(module, name, None)
-    if make is None:
-        raise ValueError(f"{place} has no {name!r}")
-    job = make() if callable(make) and not isinstance(make, Job) else make
-    if not isinstance(job, Job):
-        raise TypeError(f"{target} gave {type(job).__name__}, not an anyfit.Job")
-    return job
-
-
-def _machine(name: str | None, device_memory: str | None, host_memory: str | None) -> Machine:
+def _machine(
+    name: str | None, gpus: int | None, nodes: int | None, device_memory: str | None, host_memory: str | None
+) -> Machine:
     from . import Machine, probe
 
     machine = probe() if name is None else Machine.load(name)
-    return machine.with_limits(device_memory=device_memory, host_memory=host_memory)
+    return machine.with_devices(gpus, nodes).with_limits(device_memory=device_memory, host_memory=host_memory)
 
 
 def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr)
+    console = Console(stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = COLUMNS_IN_A_PIPE
+    return console
 
 
 def _print_json(document: Any) -> None:

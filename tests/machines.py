@@ -16,6 +16,7 @@ def constant(rate: float) -> Curve:
 
 
 def small_machine(*, device_bytes: int = 8 * GIB, cores: int = 2, flops_per_second: float = 1e11) -> Machine:
+    rates = {"float32": constant(flops_per_second), "bfloat16": constant(flops_per_second)}
     return Machine(
         name="small",
         nodes=1,
@@ -25,10 +26,16 @@ def small_machine(*, device_bytes: int = 8 * GIB, cores: int = 2, flops_per_seco
             count=1,
             memory_bytes=figure(device_bytes),
             context_bytes=figure(0),
-            matmul={"float32": constant(flops_per_second), "bfloat16": constant(flops_per_second)},
-            attention={"float32": constant(flops_per_second), "bfloat16": constant(flops_per_second)},
+            matmul=rates,
+            matmul_unaligned=rates,
+            attention=rates,
+            attention_backward=rates,
+            convolution=rates,
             memory=constant(1e10),
+            operations={},
             launch_seconds=figure(1e-6),
+            host_seconds=figure(1e-6),
+            workspace_bytes=figure(0),
         ),
         host=Host(
             cores=cores,

@@ -43,6 +43,15 @@ def rejecting():
     object.__setattr__(made, "sample", torch.ones(4, 9))
     return made
 
+class Curious(nn.Linear):
+    def forward(self, x):
+        return x * x.sum().item()
+
+def curious():
+    made = job()
+    object.__setattr__(made, "model", lambda: Curious(8, 8))
+    return made
+
 def mistyped():
     return anyfit.Job(nn.Linear, None, None, None, 4)
 
@@ -149,6 +158,31 @@ def test_a_check_is_read_back_from_its_json(anyfit: Command) -> None:
     assert found.step_seconds > 0
 
 
+def test_a_size_is_profiled_module_by_module(anyfit: Command) -> None:
+    asked = ("profile", "gpt2-small", "--machine", "h200", "--batch", "2", "--seq", "64", "--depth", "3")
+    done = anyfit(*asked)
+    assert (done.status, done.err) == (0, "")  # transformers has nothing to say either
+    for word in ("0 … 11", "GPT2Block", "of peak compute", "counted whole", "allocated", "reserved"):
+        assert word in done.out
+    document = json.loads(anyfit(*asked, "--json").out)
+    modules = {module["name"]: module for module in document["modules"]}
+    (each,) = Profile.from_json(document["profile"]).passes
+    whole = modules[""]
+    assert whole["flops_forward"] + whole["flops_backward"] == each.flops
+    assert whole["kept_bytes"] == each.kept_bytes
+    assert whole["parameters"] == document["profile"]["parameters"]
+    assert whole["seconds_forward"] + whole["seconds_backward"] == pytest.approx(each.seconds)
+    assert max(name.count(".") for name in modules) == 2
+
+
+def test_gpus_nodes_and_limits_adjust_the_machine(anyfit: Command) -> None:
+    asked = ("plan", "demo", "--machine", "h100-node", "--json")
+    adjusted = ("--gpus", "4", "--nodes", "2", "--device-memory", "24GiB", "--host-memory", "64GiB")
+    plain, other = (Plan.from_json(json.loads(anyfit(*asked, *more).out)) for more in ((), adjusted))
+    assert (other.limit_bytes["device"], other.limit_bytes["host"]) == (24 * 2**30, 64 * 2**30)
+    assert other.fingerprint.machine == Machine.load("h100-node").with_devices(4, 2).fingerprint != plain.fingerprint.machine
+
+
 @pytest.mark.parametrize(("verb", "word"), [("profile", "of peak compute"), ("plan", "micro-batch")])
 def test_without_json_a_person_can_read_it(anyfit: Command, verb: str, word: str) -> None:
     done = anyfit(verb, *SMALL)
@@ -171,7 +205,16 @@ MENDABLE = [
     (("plan", "jobs.py:jib"), "jobs.py has no 'jib'"),
     (("plan", "jobs.py:number"), "jobs.py:number gave int, not an anyfit.Job"),
     (("plan", "jobs.py:mistyped"), "Job(loss=) must be callable, got NoneType None; pass a function"),
-    (("plan", *SMALL, "--batch", "8"), "--batch is for the demo; jobs.py:job decides it in the Job it returns"),
+    (("plan", *SMALL, "--batch", "8"), "--batch is not for functions; jobs.py:job decides it in the Job it returns"),
+    (("plan", *SMALL, "--optimizer", "sgd"), "--optimizer is not for functions; jobs.py:job decides it in the Job it returns"),
+    (("plan", "jobs.py"), "jobs.py is a file; name the function in it that returns a Job: jobs.py:job"),
+    (("plan", "gpt2-smal"), "'gpt2-smal' names no function; "),
+    (("plan", "folder/config.json"), "no file folder/config.json"),
+    (("plan", "."), ". holds no configuration that transformers can read: "),
+    (("plan", "demo", "--optimizer", "adamv"), "torch.optim has no 'adamv'; did you mean 'adam"),
+    (("plan", "bert", "--seq", "513"), "--seq 513 is more than the 512 positions of BertConfig; --seq 512 fits"),
+    (("plan", "vit", "--seq", "16"), "--seq is for models of text, and ViTConfig reads images"),
+    (("plan", *SMALL, "--gpus", "2"), "--gpus 2: 'small' has no GPU; name a machine that has"),
     (("plan", "--machine", "h20"), "no machine file or preset 'h20'; did you mean 'h200'?"),
     (("plan", "--machine", "file"), "file: not JSON"),
     (("plan", "--machine", "."), "cannot read the machine file .: Is a directory"),
@@ -208,6 +251,14 @@ def test_what_the_user_can_mend_is_one_line_and_status_2(anyfit: Command, argume
     assert done.status == 2
     assert done.out == ""
     assert done.err.startswith(f"anyfit: {says}")
+    assert done.err.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_traced_is_one_line_that_names_its_own(anyfit: Command, tmp_path: Path) -> None:
+    done = anyfit("plan", "jobs.py:curious", "--machine", "small.json")
+    line = JOBS[: JOBS.index("return x * x.sum().item()")].count("\n") + 1
+    assert done.status == 2
+    assert done.err.startswith(f"anyfit: {tmp_path}/jobs.py:{line}, in forward: `return x * x.sum().item()` needs the value")
     assert done.err.count("\n") == 1
 
 

@@ -18,7 +18,7 @@ import anyfit
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "anyfit"
 ROOMS = ("values", "probing", "tracing", "costing", "planning", "placing", "kernels", "running", "showing")
-COMPOSE = ("__init__", "__main__", "cli", "demo", "fitting")
+COMPOSE = ("__init__", "__main__", "cli", "demo", "fitting", "targets")
 MAY_IMPORT = {room: {"values", room} for room in ROOMS} | {
     "values": {"values"},
     "placing": {"values", "placing", "kernels"},

@@ -6,6 +6,7 @@ small sizes therefore come from the caches, as the activation that the last op w
 What a process gets of a GPU: total = others + context + what torch's allocator may reserve. CUDA tells total and free
 only, so what others hold is asked of nvidia-smi before this process has a context of its own. Where that cannot be
 told it is counted as context: the allocator's share, the difference of the two figures, comes out right either way.
+Of that share, matmul libraries keep workspaces, one for each thread that asks for products: forward's and backward's.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import subprocess
 from collections.abc import Mapping
 
 import torch
+from torch.nn import functional
 
 from anyfit.values.machine import Figure
 
-from .cuda import is_in_use
+from .cuda import forget_workspaces, is_in_use
 from .meters import LEAST_SPREAD, Effort, Ladder, Work, climb, timer_of
 
 ELEMENTWISE_BYTES = {
@@ -71,3 +73,20 @@ def gpu_figures(device: torch.device) -> tuple[Figure, Figure]:
     if others:
         usable = Figure(total - others, LEAST_SPREAD, "measured: the total less what other processes hold")
     return usable, Figure(max(context, 0.0), CONTEXT_SPREAD, "measured")
+
+
+def workspace_figure(device: torch.device) -> Figure:
+    """What a forward and a backward product leave behind in torch's allocator."""
+    if device.type == "cpu":
+        return Figure(0.0, 0.0, "measured: a CPU's libraries take nothing of torch's allocator")
+    forget_workspaces()  # of products that this process has made before
+    before = torch.cuda.memory_allocated(device)
+    _one_training_product(device)
+    return Figure(float(max(torch.cuda.memory_allocated(device) - before, 0)), 0.0, "measured")
+
+
+def _one_training_product(device: torch.device) -> None:
+    inputs, weight = (torch.ones(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    bias = torch.ones(256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    with torch.enable_grad():
+        functional.linear(inputs, weight, bias).sum().backward()

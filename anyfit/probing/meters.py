@@ -9,6 +9,7 @@ median of the rounds; the spread is the widest distance of a round from it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ import torch
 
 from anyfit.values.machine import Curve, Figure
 
-from .cuda import seconds_between, timing_event
+from .cuda import kernel_seconds, paced_seconds
 
 Report = Callable[[str, float], None]  # what is being measured, and the fraction done
 Work = Callable[[], object]
@@ -48,6 +49,11 @@ class Effort:
     copy_bytes: tuple[int, ...]
     disk_bytes: int  # of the measured file; 0 leaves the disk out
     link_bytes: int  # the large message on which a link's rate is measured
+
+    @property
+    def brief(self) -> Effort:
+        """For what there are many meters of: an op of many, of which each alone weighs little."""
+        return dataclasses.replace(self, reading_seconds=self.reading_seconds / 4)
 
 
 QUICK = Effort(
@@ -88,17 +94,14 @@ def host_seconds(work: Work, times: int) -> float:
     return (time.perf_counter() - start) / done
 
 
-def cuda_seconds(work: Work, times: int) -> float:
-    start, end = timing_event(), timing_event()
-    start.record()
-    for _ in range(times):
-        work()
-    end.record()
-    return seconds_between(start, end) / times
-
-
 def timer_of(device: torch.device) -> Timer:
-    return cuda_seconds if device.type == "cuda" else host_seconds
+    """How long the device itself works."""
+    return kernel_seconds if device.type == "cuda" else host_seconds
+
+
+def pace_timer_of(device: torch.device) -> Timer:
+    """How long host and device take together."""
+    return paced_seconds if device.type == "cuda" else host_seconds
 
 
 @contextlib.contextmanager
@@ -152,7 +155,8 @@ def rate_meter(label: str, work: Work, amount: float, timer: Timer, effort: Effo
         once = min(once, timer(work, 1), timer(work, 1))
     if once < BURST_SECONDS / 20:  # too short for one look at the clock to say
         once = min(timer(work, 20) for _ in range(3))
-    times = max(1, int(BURST_SECONDS / max(once, 1e-7)))
+    burst_seconds = min(BURST_SECONDS, effort.reading_seconds / LEAST_BURSTS)
+    times = max(1, int(burst_seconds / max(once, 1e-7)))
 
     def read() -> float:
         bursts: list[float] = []
@@ -167,17 +171,25 @@ def rate_meter(label: str, work: Work, amount: float, timer: Timer, effort: Effo
 
 
 def climb(
-    label: str, sizes: Sequence[Size], prepare: Callable[[Size], tuple[float, Work]], timer: Timer, effort: Effort
+    label: str,
+    sizes: Sequence[Size],
+    prepare: Callable[[Size], tuple[float, Work]],
+    timer: Timer,
+    effort: Effort,
+    calls: int = 1,
 ) -> Ladder:
     """Meters from the smallest size upwards, until one run takes too long or no longer fits.
 
-    `prepare` gives the amount of work (FLOPs, bytes) that stands on the curve's axis, and the work.
+    `prepare` gives the amount (FLOPs, bytes) of one call, which stands on the curve's axis, and the work: so many calls.
     """
     ladder = Ladder()
+    best_rate = 0.0
     for size in sizes[:: effort.stride]:
         try:
             amount, work = prepare(size)
-            meter, once = rate_meter(label, work, amount, timer, effort)
+            if len(ladder.rungs) > 1 and calls * amount > 3 * effort.longest_seconds * best_rate:
+                break  # no machine gets that much faster from size to size: not worth a try
+            meter, once = rate_meter(label, work, calls * amount, timer, effort)
         except torch.OutOfMemoryError:
             if ladder.rungs:
                 break
@@ -185,6 +197,7 @@ def climb(
         if ladder.rungs and once > effort.longest_seconds:
             break
         ladder.rungs[amount] = meter
+        best_rate = max(best_rate, calls * amount / once)
     return ladder
 
 

@@ -1,7 +1,7 @@
 """The whole probe: every subject sets up its meters, all meters are read in rounds, and the readings become a
 Machine.
 
-Torch's thread count is put back, its random state is never touched, and the disk's file and the pinned buffers are
+Torch's thread count and random state are put back, and the disk's file and the pinned buffers are
 gone when `measure` returns. Run it in one process of a node at a time: two probes side by side measure each other.
 """
 
@@ -20,9 +20,9 @@ from typing import Literal
 import psutil
 import torch
 
-from anyfit.values.machine import Collective, Copies, Device, Disk, Figure, Host, Limits, Machine
+from anyfit.values.machine import Collective, Copies, Curve, Device, Disk, Figure, Host, Limits, Machine
 
-from . import compute, host, memory
+from . import compute, dispatch, host, memory, operations
 from .copies import CopyLadders, copy_ladders
 from .disk import DiskLadders, disk_ladders
 from .folder import cache_folder
@@ -87,9 +87,14 @@ class Subjects:
     """Everything that is read in rounds."""
 
     matmul: Mapping[str, Ladder]
+    matmul_unaligned: Mapping[str, Ladder]
     attention: Mapping[str, Ladder]
+    attention_backward: Mapping[str, Ladder]
+    convolution: Mapping[str, Ladder]
     elementwise: Ladder
+    operations: Mapping[str, Ladder]
     launch: Meter
+    training: Meter
     bandwidth: Meter
     update: Ladder
     update_loaded: Ladder
@@ -98,8 +103,10 @@ class Subjects:
 
     @property
     def meters(self) -> list[Meter]:
-        ladders = [*self.matmul.values(), *self.attention.values(), self.elementwise, self.update, self.update_loaded]
-        alone = [meter for ladder in ladders for meter in ladder.meters] + [self.launch, self.bandwidth]
+        products = (self.matmul, self.matmul_unaligned, self.attention, self.attention_backward, self.convolution)
+        named = [ladder for ladders in (*products, self.operations) for ladder in ladders.values()]
+        ladders = [*named, self.elementwise, self.update, self.update_loaded]
+        alone = [meter for ladder in ladders for meter in ladder.meters] + [self.launch, self.training, self.bandwidth]
         return alone + (self.copies.meters if self.copies else []) + (self.disk.meters if self.disk else [])
 
 
@@ -108,7 +115,9 @@ def _measure_rates(device: torch.device, level: Effort, tell: Report) -> Rates:
     deadline = time.perf_counter() + patience
     threads = torch.get_num_threads()
     try:
-        with torch.no_grad(), ExitStack() as stack:
+        # Dropout and the weights of layers draw from torch's own generators.
+        drawn_from = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(drawn_from), torch.no_grad(), ExitStack() as stack:
             subjects = _set_up(device, level, stack, lambda label, done: tell(label, SETUP_SHARE * done))
             read_in_rounds(subjects.meters, level, deadline, lambda label, done: tell(label, SETUP_SHARE + READING_SHARE * done))
     finally:
@@ -128,11 +137,16 @@ def _set_up(device: torch.device, level: Effort, stack: ExitStack, tell: Report)
     room = WORKING_SHARE * free
     tell("products", 0.0)
     matmul = compute.matmul_ladders(device, level, room)
-    tell("attention", 0.3)
+    matmul_unaligned = compute.unaligned_ladders(device, level.brief, room)
+    tell("attention and convolutions", 0.3)
     attention = compute.attention_ladders(device, level, room)
+    attention_backward = compute.attention_backward_ladders(device, level.brief, room)
+    convolution = compute.convolution_ladders(device, level.brief, room)
     tell("device memory", 0.5)
     elementwise = memory.elementwise_ladder(device, level, room)
+    named = operations.operation_ladders(device, level.brief, room)
     launch = compute.launch_meter(device, level)
+    training = dispatch.host_meter(device, level)
     tell("host memory", 0.7)
     bandwidth = host.bandwidth_meter(level)
     load = stack.enter_context(device_loads(device)) if on_gpu else host_load
@@ -140,9 +154,14 @@ def _set_up(device: torch.device, level: Effort, stack: ExitStack, tell: Report)
     tell("copies and disk", 0.8)
     return Subjects(
         matmul,
+        matmul_unaligned,
         attention,
+        attention_backward,
+        convolution,
         elementwise,
+        named,
         launch,
+        training,
         bandwidth,
         update,
         update_loaded,
@@ -167,11 +186,21 @@ def _device(device: torch.device, subjects: Subjects) -> Device:
         count=count,
         memory_bytes=usable,
         context_bytes=context,
-        matmul={dtype: ladder.curve() for dtype, ladder in subjects.matmul.items()},
-        attention={dtype: ladder.curve() for dtype, ladder in subjects.attention.items()},
+        matmul=_curves(subjects.matmul),
+        matmul_unaligned=_curves(subjects.matmul_unaligned),
+        attention=_curves(subjects.attention),
+        attention_backward=_curves(subjects.attention_backward),
+        convolution=_curves(subjects.convolution),
         memory=subjects.elementwise.curve(),
+        operations=_curves(subjects.operations),
         launch_seconds=subjects.launch.figure(),
+        host_seconds=subjects.training.figure(),
+        workspace_bytes=memory.workspace_figure(device),
     )
+
+
+def _curves(ladders: Mapping[str, Ladder]) -> dict[str, Curve]:
+    return {name: ladder.curve() for name, ladder in ladders.items()}
 
 
 def _host(subjects: Subjects) -> Host:

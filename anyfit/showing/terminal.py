@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anyfit.values.machine import Machine
-from anyfit.values.plan import TIERS, Plan
+from anyfit.values.plan import TIERS, Forecast, Plan
 from anyfit.values.profile import BlockCost, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
 
@@ -59,25 +60,16 @@ def _bar(shares: Sequence[tuple[str, float]]) -> Text:
     return bar
 
 
-def show_profile(profile: Profile, console: Console) -> None:
-    """A row a block at the largest micro-batch, equal neighbours together; then the totals."""
+def show_profile(profile: Profile, forecast: Forecast, attention_flops: int, console: Console) -> None:
+    """A row a block at the largest micro-batch, equal neighbours together; then the totals.
+
+    `forecast` is of a step of that micro-batch; `attention_flops`, of a pass, count the masked half of causal attention too.
+    """
     each = profile.passes[0]
-    table = Table(title=Text(f"{profile.model}, micro-batch {each.micro_batch}, {profile.precision}, on {profile.machine}"))
-    for name in ("block", "class"):
-        table.add_column(name)
-    for name in ("count", "parameters", "FLOPs", "forward", "backward", "kept"):
-        table.add_column(name, justify="right")
-    for name, kind, count, block in _grouped(profile):
-        table.add_row(
-            Text(name or "(outside blocks)"),  # rich would read a string's [brackets] as markup
-            Text(kind),
-            str(count),
-            show_count(count * block.parameters),
-            show_count(count * (block.flops_forward + block.flops_backward)),
-            show_seconds(count * block.seconds_forward),
-            show_seconds(count * block.seconds_backward),
-            show_bytes(count * block.kept_bytes),
-        )
+    table = _cost_table(profile, "block")
+    for group in _runs(list(each.blocks), key=_looks):
+        last = "" if len(group) == 1 else f" … {group[-1].name.rpartition('.')[2]}"
+        _add_costs(table, f"{group[0].name or '(outside blocks)'}{last}", group)
     console.print(table)
     state = profile.state
     rows = {
@@ -87,23 +79,79 @@ def show_profile(profile: Profile, console: Console) -> None:
         "gradients": show_bytes(state.gradients),
         "a pass": f"{show_seconds(each.seconds)} ± {profile.time_error:.0%}, {show_count(each.flops)} FLOPs, "
         f"{each.flops / each.seconds / profile.peak_flops_per_second:.0%} of peak compute",
+    }
+    if attention_flops:
+        rows["attention"] = (
+            f"{show_count(attention_flops)} of these FLOPs, counted whole; half of it, {show_count(attention_flops / 2)}, "
+            "is needed where a causal mask hides the rest"
+        )
+    rows |= {
         "peak of a pass": f"{show_bytes(each.peak_bytes)} beyond the model state, at {each.peak_at}",
+        "peak of a step": f"{show_bytes(forecast.peak_bytes['device'])} allocated, "
+        f"{show_bytes(forecast.reserved_bytes)} reserved, with what the allocator and the runtime add",
         "update": show_seconds(profile.update.seconds),
     }
     show_rows(rows, console)
 
 
-def _grouped(profile: Profile) -> Iterator[tuple[str, str, int, BlockCost]]:
-    """Runs of neighbouring blocks that cost the same: (name, class, how many, one of them)."""
-    blocks = profile.passes[0].blocks
-    start = 0
-    while start < len(blocks):
-        end = start + 1
-        while end < len(blocks) and replace(blocks[end], name=blocks[start].name) == blocks[start]:
-            end += 1
-        name = blocks[start].name if end == start + 1 else f"{blocks[start].name} … {blocks[end - 1].name.rpartition('.')[2]}"
-        yield name, blocks[start].kind, end - start, blocks[start]
-        start = end
+def show_modules(profile: Profile, modules: Sequence[BlockCost], console: Console) -> None:
+    """A row a module with all that is in it, parents first; neighbours that are alike, down to their parts, share their rows."""
+    parts: dict[str, list[BlockCost]] = {}
+    for module in modules[1:]:
+        parts.setdefault(module.name.rpartition(".")[0], []).append(module)
+    table = _cost_table(profile, "module")
+
+    def looks(group: Sequence[BlockCost]) -> tuple[Any, ...]:
+        first = group[0]
+        return (*_looks(first), *(looks([part]) for part in parts.get(first.name, [])))
+
+    def add(group: Sequence[BlockCost], indent: int) -> None:
+        own, last = (module.name.rpartition(".")[2] for module in (group[0], group[-1]))
+        name = own or "(all)"
+        _add_costs(table, "  " * indent + (name if own == last else f"{name} … {last}"), group)
+        # the first parts of all that share the row, then their second ones, and so on
+        columns = list(zip(*(parts.get(module.name, []) for module in group), strict=True))
+        for alike in _runs(columns, key=looks):
+            add([module for column in zip(*alike, strict=True) for module in column], indent + 1)
+
+    add(modules[:1], 0)
+    console.print(table)
+
+
+def _cost_table(profile: Profile, first: str) -> Table:
+    each = profile.passes[0]
+    table = Table(title=Text(f"{profile.model}, micro-batch {each.micro_batch}, {profile.precision}, on {profile.machine}"))
+    for name in (first, "class"):
+        table.add_column(name, overflow="fold")
+    for name in ("count", "parameters", "FLOPs", "forward", "backward", "kept"):
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _add_costs(table: Table, name: str, group: Sequence[BlockCost]) -> None:
+    table.add_row(
+        Text(name),  # rich would read a string's [brackets] as markup
+        Text(group[0].kind),
+        str(len(group)),
+        show_count(sum(each.parameters for each in group)),
+        show_count(sum(each.flops_forward + each.flops_backward for each in group)),
+        show_seconds(sum(each.seconds_forward for each in group)),
+        show_seconds(sum(each.seconds_backward for each in group)),
+        show_bytes(sum(each.kept_bytes for each in group)),
+    )
+
+
+def _looks(cost: BlockCost) -> tuple[Any, ...]:
+    """What blocks have in common that share a row. Not the seconds: a launch hidden here may be waited for there."""
+    return (cost.kind, cost.parameters, cost.flops_forward, cost.flops_backward, cost.kept_bytes)
+
+
+Item = TypeVar("Item")
+
+
+def _runs(items: Sequence[Item], key: Callable[[Item], object]) -> list[list[Item]]:
+    """Neighbours of which the key says the same, together."""
+    return [list(run) for _, run in itertools.groupby(items, key)]
 
 
 def show_rows(rows: Mapping[str, str], console: Console) -> None:

@@ -7,6 +7,7 @@ unpack; a recomputed forward runs its modules again and so names itself.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from anyfit.values.graph import Op, OpKind, Phase, ValueKind
 
@@ -149,7 +150,7 @@ class Recorder(TorchDispatchMode):
                 dtype=str((outputs or inputs)[0].dtype).removeprefix("torch.") if outputs or inputs else "float32",
                 flops=_flops(packet, args, kwargs, result),
                 bytes=_touched_bytes(packet, inputs, outputs),
-                aligned=_is_aligned(inputs),
+                aligned=_is_aligned(inputs + outputs),
                 calls=self._calls,
             )
         )
@@ -196,20 +197,21 @@ def _kind_of(packet: Any) -> OpKind:
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        query, key, value = args[1].shape, args[2].shape, args[3].shape
-        return int(5 * sdpa_flop_count(query, key, value) // 2)  # two products forward, five backward
+    if "attention" in packet.__name__:  # torch's own formulas miss some kernels and grouped queries
+        backward = packet.__name__.endswith("backward")
+        query, key, value = (args[1:4] if backward else args[:3])
+        *batch, rows, width = query.shape
+        product = 2 * math.prod(batch) * rows * key.shape[-2]
+        return 5 * product * width if backward else product * (width + value.shape[-1])
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 
-def _is_aligned(inputs: list[torch.Tensor]) -> bool:
+def _is_aligned(tensors: list[torch.Tensor]) -> bool:
     """Whether every row of every matrix starts on a 16-byte boundary: without that a product loses most of a GPU's speed."""
     return all(
         stride * tensor.element_size() % 16 == 0 or stride == 1
-        for tensor in inputs
+        for tensor in tensors
         if tensor.dim() >= 2
         for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
         if size > 1

@@ -16,6 +16,7 @@ from anyfit.values.graph import Graph, Parameter, Value
 from anyfit.values.job import Batch, Job
 
 from .blocks import Blocks, find_blocks
+from .errors import explained, refuse_elsewhere, refuse_without_parameters
 from .gpu_kernels import AsOnGpu
 from .recorder import Recorder
 from .repeats import NotPeriodic, Repeat, find_repeats, skip, write_in
@@ -35,6 +36,7 @@ def trace(job: Job, micro_batch: int, device: Kind = "cpu") -> Graph:
 
 def trace_with(job: Job, micro_batch: int, device: Kind, repeats_of: Callable[[Blocks], list[Repeat]]) -> Graph:
     """The trace, with the middle of the given repeats written in and not run."""
+    refuse_elsewhere(job.sample if job.max_sample is None else job.max_sample)
     random_state = torch.get_rng_state()
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of its own before it raises
     disabled, logger.disabled = logger.disabled, True
@@ -42,8 +44,14 @@ def trace_with(job: Job, micro_batch: int, device: Kind, repeats_of: Callable[[B
         with _saying("building the model on fake tensors"):
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             model = fake_model(job, mode)
+        refuse_without_parameters(model)
         blocks = find_blocks(model)
         return _trace(job, model, mode, micro_batch, device, blocks, repeats_of(blocks))
+    except Exception as error:
+        in_the_users_terms = explained(error)
+        if in_the_users_terms is None:
+            raise
+        raise in_the_users_terms from error
     finally:
         torch.set_rng_state(random_state)
         logger.disabled = disabled
@@ -101,7 +109,7 @@ def _trace(
             for each in storages
             if each.bytes
         ),
-        update=learn(optimizer),
+        update=learn(optimizer, device),
         fingerprint=job.fingerprint(model),
     )
 

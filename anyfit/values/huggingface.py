@@ -44,6 +44,7 @@ def factory(config: Any) -> Callable[[], nn.Module]:
     """Makes the model with the head it is trained with: the one the configuration names, else the first that exists."""
     import transformers
 
+    config.dtype = None  # of weights on a hub; here the run's precision decides
     named = (getattr(config, "architectures", None) or [None])[0]
     if named is not None and hasattr(transformers, named):
         made_by = getattr(transformers, named)
@@ -70,7 +71,6 @@ def imagined_sample(config: Any, batch_size: int, length: int | None) -> dict[st
     """A batch of the right shapes; its values do not matter for planning."""
     import torch
 
-    text = config.get_text_config()
     reads = _main_input(config)
     if reads == "pixel_values":
         side = getattr(config, "image_size", None) or IMAGE_SIDE
@@ -79,7 +79,7 @@ def imagined_sample(config: Any, batch_size: int, length: int | None) -> dict[st
         return {"pixel_values": pixels, "labels": torch.zeros(batch_size, dtype=torch.long)}
     if length is None:
         raise ValueError(f"{type(config).__name__} handles text: give length=, the tokens of a sample")
-    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
+    longest = longest_sample(config)
     if longest is not None and length > longest:
         raise ValueError(f"length {length} is more than the {longest} positions of {type(config).__name__}")
     tokens = torch.zeros(batch_size, length, dtype=torch.long)
@@ -92,6 +92,17 @@ def imagined_sample(config: Any, batch_size: int, length: int | None) -> dict[st
     if getattr(config, "is_encoder_decoder", False):
         sample["decoder_input_ids"] = tokens.clone()
     return sample
+
+
+def reads_text(config: Any) -> bool:
+    """Whether a sample has a length in tokens; images have their own size."""
+    return _main_input(config) != "pixel_values"
+
+
+def longest_sample(config: Any) -> int | None:
+    """The most tokens a sample may have; None where the model sets no limit."""
+    text = config.get_text_config()
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
 
 
 def _main_input(config: Any) -> str:

@@ -20,6 +20,34 @@ from typing import ClassVar, Literal, Self
 from .record import Record, nearest
 from .units import parse_bytes, show_bytes
 
+DTYPES = ("float32", "bfloat16")
+# Ops that reach a fraction of the bandwidth of their own, named as aten's overload packets are.
+OPERATIONS = (
+    "native_layer_norm",
+    "native_layer_norm_backward",
+    "_softmax",
+    "_softmax_backward_data",
+    "_log_softmax",
+    "_log_softmax_backward_data",
+    "native_dropout",
+    "native_dropout_backward",
+    "native_batch_norm",
+    "native_batch_norm_backward",
+    "sum",
+    "cat",
+    "_to_copy",
+    "clone",
+    "gelu",
+    "gelu_backward",
+    "silu",
+    "silu_backward",
+    "tanh",
+    "mul",
+    "add",
+    "embedding_dense_backward",
+    "linalg_vector_norm",
+)
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -70,9 +98,28 @@ class Device:
     memory_bytes: Figure  # what one process may take in all
     context_bytes: Figure  # of that, what the runtime takes outside torch's allocator
     matmul: Mapping[str, Curve]  # by dtype: FLOP/s by FLOPs of one product
+    matmul_unaligned: Mapping[str, Curve]  # the same for operands whose rows do not start on 16-byte boundaries
     attention: Mapping[str, Curve]  # by dtype: FLOP/s by FLOPs of one causal forward call, counted whole (unmasked)
+    attention_backward: Mapping[str, Curve]  # the same for the backward, counted as 2.5 times its forward
+    convolution: Mapping[str, Curve]  # by dtype: FLOP/s by FLOPs of one 3x3 convolution, forward or backward
     memory: Curve  # bytes/s, read and written, by bytes of one element-wise op
+    operations: Mapping[str, Curve]  # bytes/s by bytes of those of OPERATIONS that were measured; `memory` is for the rest
     launch_seconds: Figure  # the least time between two ops
+    host_seconds: Figure  # that the host takes for one dispatcher call in training, autograd's and Python's share included
+    workspace_bytes: Figure  # what matmul libraries hold of torch's allocator, once forward and backward have run
+
+    def __post_init__(self) -> None:
+        for name in ("matmul", "matmul_unaligned", "attention", "attention_backward", "convolution"):
+            _refuse_others(name, getattr(self, name), "dtype", DTYPES)
+        _refuse_others("operations", self.operations, "op", OPERATIONS)
+        if not self.matmul:
+            raise ValueError(f"matmul: needs the curve of a dtype; known: {', '.join(DTYPES)}")
+
+
+def _refuse_others(name: str, curves: Mapping[str, Curve], what: str, known: tuple[str, ...]) -> None:
+    for key in curves:
+        if key not in known:
+            raise ValueError(f"{name}: unknown {what} {key!r}" + nearest(key, known))
 
 
 @dataclass(frozen=True)

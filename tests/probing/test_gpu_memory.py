@@ -81,6 +81,20 @@ def test_a_probed_gpu_has_copies_and_a_context() -> None:
 
 
 @pytest.mark.gpu
+def test_matmul_libraries_hold_workspaces_however_often_they_are_asked_for() -> None:
+    first = memory.workspace_figure(GPU).value
+    assert 2**20 <= first < GIB
+    assert memory.workspace_figure(GPU).value == first
+
+
+@pytest.mark.gpu
+def test_kernel_time_leaves_the_launch_out() -> None:
+    number = torch.ones(1, device=GPU)
+    kernel, paced = (min(timer(lambda: number + 1, 50) for _ in range(5)) for timer in (cuda.kernel_seconds, cuda.paced_seconds))
+    assert 0 < kernel < paced
+
+
+@pytest.mark.gpu
 def test_pinned_buffers_are_given_back() -> None:
     with cuda.pinned(2**20) as buffer:
         assert buffer.is_pinned()

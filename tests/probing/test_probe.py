@@ -13,7 +13,7 @@ import torch
 from anyfit.probing import meters, probe
 from anyfit.probing.meters import LEAST_SPREAD, QUICK, Ladder, Meter, climb, figure, host_seconds, read_in_rounds
 from anyfit.probing.update import host_load, thread_counts
-from anyfit.values.machine import Curve, Machine
+from anyfit.values.machine import DTYPES, OPERATIONS, Curve, Machine
 
 HEARD: list[tuple[str, float]] = []
 
@@ -58,10 +58,32 @@ def test_curves_reach_down_to_launch_bound_sizes(measured: Machine) -> None:
     assert measured.device.launch_seconds.value > 0
 
 
+def test_what_plain_products_and_sums_do_not_tell_is_measured_too(measured: Machine) -> None:
+    device = measured.device
+    for curves in (device.matmul_unaligned, device.attention_backward, device.convolution):
+        assert set(curves) == set(DTYPES)
+        assert all(1e7 < curve.peak < 1e16 for curve in curves.values())
+    assert set(device.operations) == set(OPERATIONS)
+    for name, curve in device.operations.items():
+        assert curve.points[0][0] < 2**20, name
+        assert 1e7 < curve.peak < 1e14, name
+
+
+def test_a_dispatcher_call_in_training_costs_more_than_a_launch_but_not_much(measured: Machine) -> None:
+    assert measured.device.launch_seconds.value / 2 < measured.device.host_seconds.value < 1e-3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks at the CPU as the device")
+def test_a_cpu_has_no_workspaces(measured: Machine) -> None:
+    assert measured.device.workspace_bytes.value == 0
+
+
 def test_every_figure_is_measured_and_carries_a_spread(measured: Machine) -> None:
     device, host = measured.device, measured.host
-    curves = [*device.matmul.values(), *device.attention.values(), device.memory, host.update, host.update_loaded]
-    for each in [*curves, device.launch_seconds, host.bytes_per_second]:
+    by_dtype = (device.matmul, device.matmul_unaligned, device.attention, device.attention_backward, device.convolution)
+    named = [curve for curves in (*by_dtype, device.operations) for curve in curves.values()]
+    curves = [*named, device.memory, host.update, host.update_loaded]
+    for each in [*curves, device.launch_seconds, device.host_seconds, host.bytes_per_second]:
         assert each.source == "measured"
         assert each.spread >= LEAST_SPREAD
     assert [threads for threads, _ in host.update.points] == thread_counts(host.cores)
@@ -129,6 +151,29 @@ def test_the_smallest_size_is_measured_however_slow_and_memory_that_runs_out_end
 
     ladder = climb("work", [1, 2], prepare, lambda work, times: 10.0 * QUICK.longest_seconds, QUICK)
     assert list(ladder.rungs) == [1.0]
+
+
+def test_a_size_that_would_take_far_too_long_is_not_even_tried() -> None:
+    """By a made-up clock, which runs at a constant rate."""
+    tried: list[int] = []
+
+    def prepare(size: int) -> tuple[float, object]:
+        return float(size), lambda: tried.append(size)
+
+    def timer(work, times: int) -> float:
+        work()
+        return tried[-1] * QUICK.longest_seconds / 4
+
+    ladder = climb("work", [1, 2, 100], prepare, timer, dataclasses.replace(QUICK, stride=1))
+    assert list(ladder.rungs) == [1.0, 2.0]
+    assert set(tried) == {1, 2}
+
+
+def test_a_size_is_that_of_one_call_and_a_rate_that_of_all() -> None:
+    """Two calls of size 1 in half a second."""
+    effort = dataclasses.replace(QUICK, longest_seconds=1.0)
+    ladder = climb("work", [1], lambda size: (1.0, lambda: None), lambda work, times: 0.5, effort, calls=2)
+    assert ladder.rungs[1.0].read() == 4.0
 
 
 def test_what_fails_in_the_load_fails_the_measure() -> None:

@@ -14,17 +14,20 @@ from rich.console import Console
 
 from anyfit import Plan
 from anyfit.planning import search
+from anyfit.planning.search import forecast
 from anyfit.showing.terminal import (
     BAR_CELLS,
     _bar,
     show_forecast_beside_measured,
     show_machine,
+    show_modules,
     show_plan,
     show_profile,
     show_rows,
     shown_progress,
 )
 from anyfit.values.machine import Copies, Disk
+from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
 from tests.machines import GIB, constant, figure, small_machine
 from tests.planning.profiles import block, one_pass, small_profile
@@ -112,9 +115,13 @@ def test_the_cells_of_a_bar_add_up_and_each_share_is_within_a_cell(shares: Seque
 # ---------------------------------------------------------------------- profiles
 
 
+def shown_profile(profile: Profile, console: Console) -> None:
+    show_profile(profile, forecast(profile, profile.passes[0]), 6 * 10**9, console)
+
+
 def test_equal_neighbours_share_a_row_and_the_rest_have_their_own(console: Console) -> None:
     blocks = (*(block(f"layers.{index}") for index in range(3)), block("layers.3", kept_bytes=0), block("", kind="Net"))
-    show_profile(small_profile(passes=(one_pass(8, blocks=blocks),)), console)
+    shown_profile(small_profile(passes=(one_pass(8, blocks=blocks),)), console)
     rows = [re.split(r"\s*│\s*", line.strip("│ ")) for line in shown(console).splitlines() if line.startswith("│")]
     assert [row[:3] for row in rows] == [
         ["layers.0 … 2", "Layer", "3"],
@@ -126,9 +133,10 @@ def test_equal_neighbours_share_a_row_and_the_rest_have_their_own(console: Conso
 
 def test_a_profile_ends_with_its_totals_and_their_error_band(console: Console) -> None:
     profile = small_profile()
-    show_profile(profile, console)
+    shown_profile(profile, console)
     text = shown(console)
     each = profile.passes[0]
+    step = forecast(profile, each)
     for figure_shown in (
         "Net, micro-batch 8, fp32, on small",
         "2.00 M, 1.90 M trainable",
@@ -136,13 +144,72 @@ def test_a_profile_ends_with_its_totals_and_their_error_band(console: Console) -
         f"{show_seconds(each.seconds)} ± 25%",
         f"{each.flops / each.seconds / 1e12:.0%} of peak compute",
         f"{show_bytes(each.peak_bytes)} beyond the model state, at layers.0",
+        f"{show_bytes(step.peak_bytes['device'])} allocated, {show_bytes(step.reserved_bytes)} reserved",
+        "6.00 B of these FLOPs, counted whole; half of it, 3.00 B,",
     ):
         assert figure_shown in text
 
 
+def test_a_model_without_attention_is_told_nothing_about_it(console: Console) -> None:
+    profile = small_profile()
+    show_profile(profile, forecast(profile, profile.passes[0]), 0, console)
+    assert "attention" not in shown(console)
+
+
+def test_blocks_share_a_row_whatever_waits_for_whom(console: Console) -> None:
+    blocks = (block("layers.0", seconds_forward=0.010), block("layers.1", seconds_forward=0.012))
+    shown_profile(small_profile(passes=(one_pass(8, blocks=blocks),)), console)
+    (row,) = [line for line in shown(console).splitlines() if "layers.0 … 1" in line]
+    assert "22.0 ms" in row
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of a table, with the indentation of the first."""
+    return [
+        [line[2:].split("│")[0].rstrip(), *re.split(r"\s*│\s*", line.strip("│ "))[1:]]
+        for line in text.splitlines()
+        if "│" in line
+    ]
+
+
+def test_modules_that_are_alike_down_to_their_parts_share_their_rows(console: Console) -> None:
+    names = ["", "embed", "layers"]
+    for index in range(3):
+        names += [f"layers.{index}", f"layers.{index}.first", f"layers.{index}.second", f"layers.{index}.second.part"]
+    modules = [block(name, kind=(name.rpartition(".")[2] or "Net").title()) for name in names]
+    modules = [replace(each, kind="Layer") if each.kind.isdigit() else each for each in modules]
+    modules[-1] = replace(modules[-1], kept_bytes=0)  # the last layer is not like the others, in a part of a part
+    show_modules(small_profile(), modules, console)
+    assert [(row[0], row[2]) for row in rows_of(shown(console))] == [
+        ("(all)", "1"),
+        ("  embed", "1"),
+        ("  layers", "1"),
+        ("    0 … 1", "2"),
+        ("      first", "2"),
+        ("      second", "2"),
+        ("        part", "2"),
+        ("    2", "1"),
+        ("      first", "1"),
+        ("      second", "1"),
+        ("        part", "1"),
+    ]
+
+
+def test_like_parts_of_like_modules_add_up(console: Console) -> None:
+    names = [
+        "",
+        "layers",
+        *(name for index in range(2) for name in (f"layers.{index}", f"layers.{index}.0", f"layers.{index}.1")),
+    ]
+    show_modules(small_profile(), [block(name) for name in names], console)
+    rows = rows_of(shown(console))
+    assert [(row[0], row[2]) for row in rows[-2:]] == [("    0 … 1", "2"), ("      0 … 1", "4")]
+    assert rows[-1][3:] == ["4.00 M", "24.0 B", "40.0 ms", "80.0 ms", "40.0 MiB"]
+
+
 def test_names_with_brackets_are_shown_as_they_are(console: Console) -> None:
     blocks = (block("layers[0]", kind="Layer[bold]"),)
-    show_profile(small_profile(machine="box [/red] :warning:", passes=(one_pass(8, blocks=blocks),)), console)
+    shown_profile(small_profile(machine="box [/red] :warning:", passes=(one_pass(8, blocks=blocks),)), console)
     text = shown(console)
     for name in ("layers[0]", "Layer[bold]", "box [/red] :warning:"):
         assert name in text

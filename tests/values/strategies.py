@@ -9,13 +9,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from hypothesis import strategies as st
 
 from anyfit.values.graph import Graph
-from anyfit.values.machine import Curve, Machine
+from anyfit.values.machine import DTYPES, OPERATIONS, Curve, Device, Machine
 from anyfit.values.plan import AXES, Forecast, Plan
 from anyfit.values.profile import Profile
 
 RECORDS = (Graph, Machine, Plan, Profile)
-# Objects whose keys are data (a dtype, a package): any string is one.
-OPEN = {"split_seconds", "matmul", "attention", "versions"}
+BY_DTYPE = ("matmul", "matmul_unaligned", "attention", "attention_backward", "convolution")
+# Objects whose keys are data (a dtype, an op, a package), of which some may be missing.
+OPEN = {"split_seconds", "versions", "operations", *BY_DTYPE}
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(min_value=1e-9, max_value=1e15)
@@ -61,6 +62,14 @@ def curves(rates: st.SearchStrategy[float] = positive) -> st.SearchStrategy[Curv
     )
 
 
+def _devices() -> st.SearchStrategy[Device]:
+    def keyed(names: tuple[str, ...], least: int) -> st.SearchStrategy[dict[str, Curve]]:
+        return st.dictionaries(st.sampled_from(names), curves(), min_size=least, max_size=2)
+
+    ruled = {name: keyed(DTYPES, 1 if name == "matmul" else 0) for name in BY_DTYPE}
+    return st.builds(Device, **fields_of(Device) | ruled | {"operations": keyed(OPERATIONS, 0)})
+
+
 @st.composite
 def _plans(draw: st.DrawFn) -> Plan:
     batch_size = draw(st.integers(1, 64))
@@ -78,6 +87,7 @@ def _plans(draw: st.DrawFn) -> Plan:
 # What a type alone does not say.
 RULES: dict[Any, st.SearchStrategy[Any]] = {
     Curve: st.deferred(curves),
+    Device: st.deferred(_devices),
     Forecast: st.deferred(lambda: st.builds(Forecast, **fields_of(Forecast) | {"step_seconds": positive})),
     Plan: st.deferred(_plans),
 }

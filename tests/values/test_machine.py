@@ -75,6 +75,27 @@ def test_points_that_make_no_curve_are_refused(points: tuple[tuple[float, float]
         Curve(points, 0.0, "measured")
 
 
+# ---------------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize("name", ["matmul", "matmul_unaligned", "attention", "attention_backward", "convolution"])
+def test_a_misspelt_dtype_is_refused_and_the_nearest_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: unknown dtype 'bfloat17'; did you mean 'bfloat16'"):
+        replace(small_machine().device, **{name: {"bfloat17": constant(1.0)}})
+
+
+def test_a_misspelt_op_is_refused_and_the_nearest_named() -> None:
+    document = small_machine().to_json()
+    document["device"]["operations"] = {"native_layernorm": document["device"]["memory"]}
+    with pytest.raises(ValueError, match=r"machine\.device: operations: unknown op .* did you mean 'native_layer_norm'"):
+        Machine.from_json(document)
+
+
+def test_a_device_without_products_is_refused() -> None:
+    with pytest.raises(ValueError, match="matmul: needs the curve of a dtype"):
+        replace(small_machine().device, matmul={})
+
+
 # ---------------------------------------------------------------------- limits
 
 

@@ -60,13 +60,14 @@ def test_every_number_says_where_it_comes_from(name: str) -> None:
 def test_rates_are_sane(name: str) -> None:
     machine = Machine.load(name)
     device, host = machine.device, machine.host
-    for curve in [*device.matmul.values(), *device.attention.values()]:
+    by_dtype = (device.matmul, device.matmul_unaligned, device.attention, device.attention_backward, device.convolution)
+    for curve in [curve for curves in by_dtype for curve in curves.values()]:
         rates = [rate for _, rate in curve.points]
         assert rates == sorted(rates), "larger products run faster"
         seconds = [size / rate for size, rate in curve.points]
         assert seconds == sorted(seconds), "but take longer"
         assert curve.points[0][0] / curve.points[0][1] < 2e-5, "a tiny product costs little more than its launch"
-    assert set(device.matmul) == set(device.attention) == {"float32", "bfloat16"}
+    assert all(set(curves) == {"float32", "bfloat16"} for curves in by_dtype)
     assert device.matmul["bfloat16"].peak > device.matmul["float32"].peak
     assert device.context_bytes.value < 0.1 * device.memory_bytes.value
     assert host.pinnable_bytes.value < host.memory_bytes.value
@@ -91,6 +92,19 @@ def test_the_measured_ceilings_of_the_h200_box_are_in_its_preset() -> None:
     assert machine.host.memory_bytes.value == 125 * GIB
     assert machine.disk is not None
     assert machine.disk.write.at(1) == 2.05e9
+
+
+@pytest.mark.parametrize("name", Machine.presets())
+def test_what_no_datasheet_prints_is_derived(name: str) -> None:
+    device = Machine.load(name).device
+    for dtype, products in device.matmul.items():
+        lost = 0.18 if device.kind == "cuda" and dtype == "bfloat16" else 1.0
+        assert device.matmul_unaligned[dtype].peak == pytest.approx(lost * products.peak, rel=1e-3)
+        assert device.convolution[dtype].peak == pytest.approx(0.4 * products.peak, rel=1e-3)
+        assert device.attention_backward[dtype].peak == pytest.approx(0.75 * device.attention[dtype].peak, rel=1e-3)
+    assert device.operations == {}
+    assert device.host_seconds.value == (7e-6 if device.kind == "cuda" else 5e-6)
+    assert device.workspace_bytes.value == (65 * 2**20 if device.kind == "cuda" else 0)
 
 
 @pytest.mark.parametrize("name", SINGLE + NODES)

@@ -1,0 +1,227 @@
+"""What the command line can be pointed at: the demo, a size preset, a Hugging Face configuration, or a function of the user's.
+
+`job_for(target)` makes the Job. Everything but a function takes `--batch`, `--seq`, `--dtype` and `--optimizer`; a function
+decides them in the Job it returns. `module_costs` sums a traced pass by module, for `anyfit profile --depth`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .values.record import nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from .values.graph import Graph
+    from .values.job import Job
+    from .values.machine import Machine
+    from .values.profile import BlockCost
+
+BATCH, SEQ = 8, 1024
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model by its shape alone: a Hugging Face model type and what its configuration says."""
+
+    kind: str
+    options: Mapping[str, Any]
+    positions: str  # the option that says how long a sample may be; it grows with --seq
+    seq: int = SEQ  # when none is asked for
+
+
+def _gpt2(layers: int, hidden: int, heads: int, seq: int = SEQ) -> Size:
+    options = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "vocab_size": 50304, "n_positions": seq}
+    without_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return Size("gpt2", options | without_dropout, "n_positions", seq)
+
+
+def _llama(layers: int, hidden: int, heads: int, intermediate: int, *, tied: bool = False) -> Size:
+    options = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": 8}
+    options |= {"intermediate_size": intermediate, "vocab_size": 128256, "max_position_embeddings": 8192}
+    return Size("llama", options | {"tie_word_embeddings": tied}, "max_position_embeddings")
+
+
+SIZES: Mapping[str, Size] = {
+    "gpt2-small": _gpt2(12, 768, 12),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "gpt2-4b": _gpt2(32, 3072, 24),
+    "gpt2-10b": _gpt2(48, 4096, 32),
+    "gpt2-15b": _gpt2(18, 8192, 64),
+    "gpt2-20b": _gpt2(24, 8192, 64),
+    "llama-1b": _llama(16, 2048, 32, 8192, tied=True),  # Llama 3.2
+    "llama-8b": _llama(32, 4096, 32, 14336),
+    "llama-70b": _llama(80, 8192, 64, 28672),
+    "gpt3-175b": _gpt2(96, 12288, 96, seq=2048),
+}
+
+
+def job_for(
+    target: str, *, batch: int | None = None, seq: int | None = None, dtype: str | None = None, optimizer: str | None = None
+) -> Job:
+    """The Job a target stands for; None is its own default."""
+    if ":" in target:
+        given = {"--batch": batch, "--seq": seq, "--dtype": dtype, "--optimizer": optimizer}
+        named = [name for name, value in given.items() if value is not None]
+        if named:
+            raise ValueError(f"{named[0]} is not for functions; {target} decides it in the Job it returns")
+        return _job_of_function(target)
+    if target == "demo":
+        from . import demo
+
+        job = demo.job(batch_size=batch or demo.BATCH, length=seq or demo.LENGTH, precision=dtype or demo.default_precision())
+    elif target in SIZES:
+        job = _job_of_config(_config_of_size(SIZES[target], seq), batch, seq or SIZES[target].seq, dtype)
+    else:
+        job = _job_of_config(_config_named(target), batch, seq, dtype)
+    return job if optimizer is None else replace(job, optimizer=_optimizer(optimizer))
+
+
+# ---------------------------------------------------------------------- Hugging Face
+
+
+def _quiet_transformers() -> Any:
+    """transformers, which from now on only speaks of errors: what else it says would stand between ours."""
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError("sizes and Hugging Face models need transformers: pip install 'anyfit[hf]'") from None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _config_of_size(size: Size, seq: int | None) -> Any:
+    options = {**size.options, size.positions: max(size.options[size.positions], seq or 0)}
+    return _quiet_transformers().AutoConfig.for_model(size.kind, **options)
+
+
+def _config_named(target: str) -> Any:
+    """The configuration in a folder or file, of a model type, or of a name on the Hugging Face hub (organisation/model)."""
+    on_disk = Path(target).exists()
+    if not on_disk and (target.endswith((".py", ".json")) or target.startswith((".", "/")) or target.count("/") > 1):
+        raise FileNotFoundError(f"no file {target}")
+    if target.endswith(".py"):
+        raise ValueError(f"{target} is a file; name the function in it that returns a Job: {target}:job")
+    transformers = _quiet_transformers()
+    if not on_disk and "/" not in target and target not in transformers.CONFIG_MAPPING:
+        known = ("demo", *SIZES, *transformers.CONFIG_MAPPING)
+        raise ValueError(
+            f"{target!r} names no function; write package.module:function or file.py:function, or 'demo', a size such as "
+            f"gpt2-4b, a Hugging Face model type, folder or config.json{nearest(target, known)}"
+        )
+    from .values.huggingface import config_of
+
+    try:
+        return config_of(target)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{target} holds no configuration that transformers can read: {first}") from error
+
+
+def _job_of_config(config: Any, batch: int | None, seq: int | None, dtype: str | None) -> Job:
+    from .values.huggingface import longest_sample, reads_text
+    from .values.job import Job
+
+    longest = longest_sample(config)
+    if seq is not None and not reads_text(config):
+        raise ValueError(
+            f"--seq is for models of text, and {type(config).__name__} reads images of a size of its own; leave it out"
+        )
+    if seq is not None and longest is not None and seq > longest:
+        raise ValueError(f"--seq {seq} is more than the {longest} positions of {type(config).__name__}; --seq {longest} fits")
+    length = seq or min(SEQ, longest or SEQ)
+    precision: dict[str, Any] = {} if dtype is None else {"precision": dtype}
+    return Job.from_huggingface(config, batch_size=batch or BATCH, length=length, **precision)
+
+
+def _optimizer(name: str) -> Callable[[nn.Module], Optimizer]:
+    """An optimizer of torch's by its name, in any case, with torch's own settings."""
+    from torch import optim
+
+    classes = {
+        key.lower(): made
+        for key, made in vars(optim).items()
+        if isinstance(made, type) and issubclass(made, optim.Optimizer) and made is not optim.Optimizer
+    }
+    made_by: Any = classes.get(name.lower())
+    if made_by is None:
+        raise ValueError(f"torch.optim has no {name!r}{nearest(name.lower(), classes)}")
+    return lambda model: made_by([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+
+# ---------------------------------------------------------------------- functions
+
+
+def _job_of_function(target: str) -> Job:
+    from .values.job import Job
+
+    place, _, name = target.rpartition(":")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise FileNotFoundError(f"no file {place}")
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        assert spec is not None
+        assert spec.loader is not None
+        module: Any = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        sys.path.insert(0, str(Path(place).parent.resolve()))
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, "")
+        module = importlib.import_module(place)
+    make = getattr(module, name, None)
+    if make is None:
+        raise ValueError(f"{place} has no {name!r}")
+    job = make() if callable(make) and not isinstance(make, Job) else make
+    if not isinstance(job, Job):
+        raise TypeError(f"{target} gave {type(job).__name__}, not an anyfit.Job")
+    return job
+
+
+# ---------------------------------------------------------------------- modules
+
+
+def module_costs(job: Job, graph: Graph, machine: Machine, depth: int) -> list[BlockCost]:
+    """What each module of the traced job costs with all that is in it, parents first, down to `depth` names in its path."""
+    import torch
+
+    from .costing.times import pass_seconds
+    from .values.profile import BlockCost
+
+    with torch.device("meta"):
+        classes = {path: type(module).__name__ for path, module in job.build().named_modules()}
+
+    def around(path: str) -> list[str]:
+        """The modules a path lies in, itself included, as far as they are shown."""
+        names = path.split(".")[:depth] if path else []
+        return [".".join(names[:count]) for count in range(len(names) + 1)]
+
+    columns = ("parameters", "flops_forward", "flops_backward", "seconds_forward", "seconds_backward", "seconds_recompute")
+    sums: dict[str, dict[str, Any]] = {
+        path: dict.fromkeys((*columns, "kept_bytes"), 0) for path in classes if not path or path.count(".") < depth
+    }
+
+    def add(path: str, column: str, amount: float) -> None:
+        for shown in around(path):
+            sums[shown][column] += amount
+
+    for op, seconds in zip(graph.ops, pass_seconds(graph, machine.device), strict=True):
+        add(op.module, f"flops_{op.phase}", op.flops)
+        add(op.module, f"seconds_{op.phase}", seconds)
+        if op.recomputes:
+            add(op.module, "seconds_recompute", seconds)
+    for parameter in graph.parameters:
+        add(parameter.name.rpartition(".")[0], "parameters", parameter.elements)
+    for value in graph.values:
+        if graph.kept(value):
+            add(graph.ops[value.born].module, "kept_bytes", value.bytes)
+    return [BlockCost(name=path, kind=classes[path], **amounts) for path, amounts in sums.items()]

@@ -1,0 +1,99 @@
+"""What can go wrong with the user's model on fake tensors, said so that it can be mended.
+
+Torch's own errors name its ops and files; `explained` says where in the user's model they came from and what to write instead.
+The refusals are of models and samples that no trace could make sense of.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+
+from anyfit.values.batches import named_tensors
+from anyfit.values.job import Batch
+
+OURS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
+STANDARD_LIBRARY = f"{sysconfig.get_paths()['stdlib']}/"
+OVERFLOWS = ("calculation overflowed", "multiplication overflow", "Overflow when unpacking long", "too large to convert to C")
+NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\(([\w:.]+)\)>")
+NO_KERNEL = re.compile(r"Could not run '([\w:.]+)' with arguments from the 'Meta' backend")
+
+
+def explained(error: Exception) -> ValueError | None:
+    """The error in the user's terms; None where it is best as it is. The caller raises it from the original."""
+    said = str(error)
+    if isinstance(error, DataDependentOutputException) or ".numpy() is not supported for tensor subclasses" in said:
+        return ValueError(
+            f"{_place(error)} needs the value of a tensor, and a model is planned on tensors that have none; branch on shapes or "
+            "on plain Python numbers, choose with torch.where, or keep .item(), .tolist() and .numpy() out of the forward"
+        )
+    if isinstance(error, DynamicOutputShapeException):
+        return ValueError(
+            f"{_place(error)} makes a tensor whose size depends on values ({_short(str(error.func))}), and a model is planned on "
+            "tensors that have none; keep the size fixed: mask with torch.where or masked_fill, or give sizes as plain numbers"
+        )
+    op = _op_without_rule(error)
+    if op is not None:
+        return ValueError(
+            f"{_place(error)} calls {op}, which does not say what it returns for tensors without values; register it: "
+            f'torch.library.register_fake("{op}", lambda x: torch.empty_like(x)), with a function of the same arguments that '
+            "returns empty tensors of the right shapes"
+        )
+    if any(words in said for words in OVERFLOWS):
+        sizes = re.search(r"sizes=(\[[\d, ]*\])", said)
+        return ValueError(
+            f"{_place(error)} makes a tensor{f' of sizes {sizes[1]}' if sizes else ''} with more bytes than 64 bits can count; "
+            "are two of its sizes swapped or multiplied twice?"
+        )
+    return None
+
+
+def refuse_without_parameters(model: nn.Module) -> None:
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train, and nothing to plan")
+
+
+def refuse_elsewhere(sample: Batch) -> None:
+    """Batches come from a loader, on the CPU, and a run moves each to its device: one elsewhere is no example of them."""
+    for path, tensor in named_tensors(sample, "sample"):
+        if tensor.device.type != "cpu":
+            mended = f"torch.empty_like({path}, device='cpu')" if tensor.is_meta else f"{path}.cpu()"
+            raise ValueError(
+                f"Job(sample=): {path} is on {tensor.device}; give a batch as the loader will, on the CPU: {mended}. "
+                "A run moves every batch to its device"
+            )
+
+
+def _op_without_rule(error: Exception) -> str | None:
+    if isinstance(error, UnsupportedOperatorException):
+        return _short(str(error.func))
+    if isinstance(error, RuntimeError):  # NotImplementedError is one
+        found = NO_FAKE.search(str(error)) or NO_KERNEL.search(str(error))
+        return None if found is None else found[1]
+    return None
+
+
+def _short(op: str) -> str:
+    """aten.nonzero.default -> aten::nonzero, as torch.library writes it."""
+    namespace, _, name = op.removesuffix(".default").partition(".")
+    return f"{namespace}::{name}"
+
+
+def _place(error: Exception) -> str:
+    """The line of the model, or of the library it comes from, at which it left for torch: with what it says."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_the_models(frame.filename)]
+    if not frames:
+        return "the model"
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno}, in {last.name}" + (f": `{last.line}`" if last.line else "")
+
+
+def _is_the_models(file: str) -> bool:
+    in_standard_library = file.startswith(STANDARD_LIBRARY) and "-packages/" not in file
+    return not (file.startswith(("<", *OURS)) or in_standard_library)
