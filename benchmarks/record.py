@@ -26,7 +26,7 @@ def write(name: str, figures: Any) -> Path:
 def provenance() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *map(_portable, sys.argv[1:])]),
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d"),
         "processor": platform.processor() or platform.machine(),
@@ -35,6 +35,11 @@ def provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }
+
+
+def _portable(argument: str) -> str:
+    """Where a folder lay on the machine that measured is nobody's business."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def _commit() -> str:

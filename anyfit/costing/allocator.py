@@ -97,4 +97,3 @@ def _merged(piece: Piece, neighbour: Piece) -> Piece:
     if second.after is not None:
         second.after.before = first
     return first
-

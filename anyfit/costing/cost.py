@@ -12,11 +12,13 @@ from anyfit.values.profile import BlockCost, Pass, Profile, UpdateCost
 from .memory import chunks_of, reserved_bytes, state_bytes, update_scratch_bytes
 from .times import pass_seconds, update_seconds
 
-# How far forecasts were off over the recorded cases, rounded up: on a GPU those of tests/golden, on a CPU those of
-# benchmarks/forecast.py (benchmarks/results/forecast-cpu.json). tests/costing/test_golden.py holds them to it.
-TIME_ERROR = {"cpu": 0.35, "cuda": 0.12}
-MEMORY_ERROR = {"cpu": 0.02, "cuda": 0.03}
-RESERVED_ERROR = {"cpu": 0.02, "cuda": 0.06}
+# How far measured steps lay from their forecasts over the recorded cases, rounded up: on a GPU those of tests/golden, on a CPU
+# those of benchmarks/forecast.py (benchmarks/results/forecast-cpu.json). tests/costing/test_golden.py holds them to it.
+TIME_ERROR = {"cpu": 0.35, "cuda": 0.17}
+# Convolutions and routed experts are priced by rougher curves.
+ROUGH_TIME_ERROR = {"cpu": 0.7, "cuda": 0.5}
+MEMORY_ERROR = {"cpu": 0.02, "cuda": 0.065}
+RESERVED_ERROR = {"cpu": 0.02, "cuda": 0.155}
 
 
 def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile:
@@ -44,12 +46,17 @@ def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile:
         context_bytes=int(device.context_bytes.value),
         workspace_bytes=int(device.workspace_bytes.value),
         peak_flops_per_second=rates.peak,
-        time_error=max(TIME_ERROR[device.kind], rates.spread),
+        time_error=max(_time_error(graph, device.kind), rates.spread),
         memory_error=MEMORY_ERROR[device.kind],
         reserved_error=RESERVED_ERROR[device.kind],
         model_fingerprint=graph.fingerprint,
         machine_fingerprint=machine.fingerprint,
     )
+
+
+def _time_error(graph: Graph, kind: str) -> float:
+    rough = any(op.kind == "convolution" or op.name.startswith("_grouped_mm") for op in graph.ops)
+    return (ROUGH_TIME_ERROR if rough else TIME_ERROR)[kind]
 
 
 def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine) -> Pass:

@@ -129,9 +129,7 @@ def _events(graph: Graph, *, consumed: bool) -> Iterator[tuple[int, bool]]:
         yield from ((identity, False) for identity in died)
 
 
-def _play_update(
-    allocator: CachingAllocator, rule: UpdateRule, chunks: Sequence[Chunk], used: set[str], *, first: bool
-) -> None:
+def _play_update(allocator: CachingAllocator, rule: UpdateRule, chunks: Sequence[Chunk], used: set[str], *, first: bool) -> None:
     for chunk in chunks:
         if not chunk.is_updated:
             continue

@@ -199,10 +199,10 @@ def _kind_of(packet: Any) -> OpKind:
 def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
     if "attention" in packet.__name__:  # torch's own formulas miss some kernels and grouped queries
         backward = packet.__name__.endswith("backward")
-        query, key, value = (args[1:4] if backward else args[:3])
+        query, key, value = args[1:4] if backward else args[:3]
         *batch, rows, width = query.shape
         product = 2 * math.prod(batch) * rows * key.shape[-2]
-        return 5 * product * width if backward else product * (width + value.shape[-1])
+        return int(5 * product * width if backward else product * (width + value.shape[-1]))
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 

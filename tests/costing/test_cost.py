@@ -14,7 +14,14 @@ from torch import nn
 
 from anyfit import Job
 from anyfit.costing import cost
-from anyfit.costing.times import SPLIT_BYTES_PER_ELEMENT, WHOLE_BYTES_PER_ELEMENT, device_seconds, pass_seconds
+from anyfit.costing.times import (
+    HOST_SHARE,
+    SPLIT_BYTES_PER_ELEMENT,
+    SUSTAINED,
+    WHOLE_BYTES_PER_ELEMENT,
+    device_seconds,
+    pass_seconds,
+)
 from anyfit.tracing import trace
 from anyfit.values.graph import Graph, Op
 from anyfit.values.machine import Curve, Device
@@ -198,7 +205,7 @@ def test_an_op_takes_as_long_as_the_slower_of_compute_and_memory(kind: str, flop
     rates = {"matmul": 1e12, "matmul_unaligned": 2e11, "attention": 1e11, "convolution": 5e10}
     device = device_with(**{name: {"float32": constant(rate)} for name, rate in rates.items()}, memory=constant(1e10))
     name = {"memory": "matmul"}.get(kind, kind) if aligned or kind in ("attention", "convolution") else "matmul_unaligned"
-    wanted = max(touched / 1e10, flops / rates[name])
+    wanted = SUSTAINED["cpu"] * max(touched / 1e10, flops / rates[name])
     assert device_seconds(an_op(kind, flops, touched, aligned=aligned), device) == pytest.approx(wanted)
 
 
@@ -211,16 +218,18 @@ def test_more_work_never_takes_less_time(kind: str, flops: int, touched: int, mo
 
 def test_an_op_is_costed_at_the_rate_of_its_own_size_and_dtype() -> None:
     device = device_with(matmul={"float32": RISING}, memory=constant(1e15))
-    assert device_seconds(an_op("matmul", 10**6, 0), device) == pytest.approx(1e-3)
-    assert device_seconds(an_op("matmul", 10**9, 0), device) == pytest.approx(1e-3)
+    assert device_seconds(an_op("matmul", 10**6, 0), device) == pytest.approx(SUSTAINED["cpu"] * 1e-3)
+    assert device_seconds(an_op("matmul", 10**9, 0), device) == pytest.approx(SUSTAINED["cpu"] * 1e-3)
     device = device_with(matmul={"float32": constant(1e9), "bfloat16": constant(4e9)}, memory=constant(1e15))
-    assert device_seconds(an_op("matmul", 10**9, 0, "bfloat16"), device) == pytest.approx(0.25)
+    assert device_seconds(an_op("matmul", 10**9, 0, "bfloat16"), device) == pytest.approx(SUSTAINED["cpu"] * 0.25)
 
 
 def test_an_op_with_a_curve_of_its_own_is_costed_by_it() -> None:
     device = device_with(operations={"gelu": constant(1e9)}, memory=constant(1e10))
-    assert device_seconds(replace(an_op("memory", 0, 10**9), name="gelu.default"), device) == pytest.approx(1.0)
-    assert device_seconds(replace(an_op("memory", 0, 10**9), name="relu.default"), device) == pytest.approx(0.1)
+    assert device_seconds(replace(an_op("memory", 0, 10**9), name="gelu.default"), device) == pytest.approx(SUSTAINED["cpu"])
+    assert device_seconds(replace(an_op("memory", 0, 10**9), name="relu.default"), device) == pytest.approx(
+        SUSTAINED["cpu"] * 0.1
+    )
 
 
 def chain(graph: Graph, count: int, seconds: float, calls: int) -> Graph:
@@ -230,10 +239,12 @@ def chain(graph: Graph, count: int, seconds: float, calls: int) -> Graph:
 
 def test_a_gpu_is_bound_by_the_host_or_by_itself_and_a_cpu_by_both(graph: Graph) -> None:
     gpu = device_with(kind="cuda", memory=constant(1e10), host_seconds=figure(1e-5), launch_seconds=figure(0))
-    assert sum(pass_seconds(chain(graph, 100, 1e-3, calls=2), gpu)) == pytest.approx(0.1, rel=1e-3)
-    assert sum(pass_seconds(chain(graph, 100, 1e-6, calls=2), gpu)) == pytest.approx(100 * 2e-5, rel=1e-3)
+    large, small = chain(graph, 100, 1e-3, calls=2), chain(graph, 100, 1e-6, calls=2)
+    launching = 100 * 2 * 1e-5
+    assert sum(pass_seconds(large, gpu)) == pytest.approx(SUSTAINED["cuda"] * 0.1, rel=1e-3)
+    assert sum(pass_seconds(small, gpu)) == pytest.approx(HOST_SHARE["cuda"] * launching, rel=1e-2)
     cpu = replace(gpu, kind="cpu")
-    assert sum(pass_seconds(chain(graph, 100, 1e-3, calls=2), cpu)) == pytest.approx(0.1 + 100 * 2e-5)
+    assert sum(pass_seconds(large, cpu)) == pytest.approx(SUSTAINED["cpu"] * 0.1 + HOST_SHARE["cpu"] * launching)
 
 
 def test_an_update_touches_every_trained_parameter(graph: Graph) -> None:
