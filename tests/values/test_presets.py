@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from anyfit.values.machine import Curve, Figure, Machine
 GIB = 2**30
 SINGLE = ("rtx-3090", "rtx-4090", "rtx-5090", "l4", "a100-40", "a100-80", "h100", "h200")
 NODES = ("a100-node", "h100-node", "b200-node")
+DERIVED = tuple(name for name in Machine.presets() if name != "h200")  # from datasheets; the H200 is as it was measured
 SOURCE = re.compile(r"measured|measured: \S.*|datasheet: \S.{10,}")
 
 
@@ -53,10 +55,9 @@ def test_every_number_says_where_it_comes_from(name: str) -> None:
         assert 0 <= number.spread <= 1
         if number.source.startswith("measured"):
             assert name == "h200"
-            assert number.source.startswith("measured: one H200 box, 16 cores, 125 GiB, torch 2.11, 2026-11-15")
 
 
-@pytest.mark.parametrize("name", Machine.presets())
+@pytest.mark.parametrize("name", DERIVED)
 def test_rates_are_sane(name: str) -> None:
     machine = Machine.load(name)
     device, host = machine.device, machine.host
@@ -80,21 +81,23 @@ def test_rates_are_sane(name: str) -> None:
             assert all(both.at(size) < rate for size, rate in alone.points)
 
 
-def test_the_measured_ceilings_of_the_h200_box_are_in_its_preset() -> None:
+def test_the_h200_is_the_machine_that_forecasts_are_held_to() -> None:
     machine = Machine.load("h200")
-    assert machine.device.matmul["bfloat16"].peak == 785e12
-    assert machine.device.memory.peak == pytest.approx(4.2e12, rel=0.01)
+    measured = Machine.load(Path(__file__).parent.parent / "golden" / "h200" / "machine.json")
+    assert dataclasses.replace(machine, name=measured.name, collectives=(), comment=measured.comment) == measured
+
+
+def test_the_h200_agrees_with_the_ceilings_measured_apart_from_the_probe() -> None:
+    machine = Machine.load("h200")
+    assert machine.device.matmul["bfloat16"].peak == pytest.approx(785e12, rel=0.1)
+    assert machine.device.memory.peak == pytest.approx(4.2e12, rel=0.1)
     assert machine.copies is not None
-    assert machine.copies.up.at(4 * 2**20) == pytest.approx(52.7e9)
-    assert machine.copies.up.peak == 55e9
-    assert machine.host.update.at(4) == pytest.approx(2.3e9)
-    assert machine.host.update_loaded.at(16) == pytest.approx(3.4e9)
-    assert machine.host.memory_bytes.value == 125 * GIB
-    assert machine.disk is not None
-    assert machine.disk.write.at(1) == 2.05e9
+    assert machine.copies.up.at(4 * 2**20) == pytest.approx(52.7e9, rel=0.1)
+    assert machine.copies.down.peak == pytest.approx(55e9, rel=0.1)
+    assert machine.host.memory_bytes.value == pytest.approx(125 * GIB, rel=0.02)
 
 
-@pytest.mark.parametrize("name", Machine.presets())
+@pytest.mark.parametrize("name", DERIVED)
 def test_what_no_datasheet_prints_is_derived(name: str) -> None:
     device = Machine.load(name).device
     for dtype, products in device.matmul.items():
@@ -165,7 +168,7 @@ def test_limits_cap_what_there_is() -> None:
 
 @pytest.mark.parametrize("limit", ["0GiB", "200GiB"])
 def test_a_limit_beyond_what_is_there_is_refused(limit: str) -> None:
-    with pytest.raises(ValueError, match="where one NVIDIA H200 has 139 GiB"):
+    with pytest.raises(ValueError, match="where one NVIDIA H200 has 140 GiB"):
         Machine.load("h200").with_limits(device_memory=limit)
 
 
