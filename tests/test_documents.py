@@ -32,8 +32,7 @@ def test_every_python_block_of_the_readme_runs(block: str, tmp_path: Path) -> No
 
 def test_every_command_of_the_readme_runs_in_order(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (commands,) = blocks("bash")
-    for line in commands.splitlines():
+    for line in "".join(blocks("bash")).splitlines():
         words = line.partition("#")[0].split()
         assert words[0] == "anyfit"
         output = run([sys.executable, "-m", *words], tmp_path)

@@ -14,7 +14,7 @@ from .times import pass_seconds, update_seconds
 
 # How far measured steps lay from their forecasts over the recorded cases, rounded up: on a GPU those of tests/golden, on a CPU
 # those of benchmarks/forecast.py (benchmarks/results/forecast-cpu.json). tests/costing/test_golden.py holds them to it.
-TIME_ERROR = {"cpu": 0.35, "cuda": 0.17}
+TIME_ERROR = {"cpu": 0.45, "cuda": 0.17}
 # Convolutions and routed experts are priced by rougher curves.
 ROUGH_TIME_ERROR = {"cpu": 0.7, "cuda": 0.5}
 MEMORY_ERROR = {"cpu": 0.02, "cuda": 0.065}

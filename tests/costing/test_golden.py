@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from anyfit.costing import cost
+from anyfit.costing.cost import MEMORY_ERROR, ROUGH_TIME_ERROR, TIME_ERROR
 from anyfit.planning.search import forecast
 from anyfit.tracing import trace
 from anyfit.values.machine import Machine
@@ -73,3 +74,13 @@ def test_the_median_errors_of_the_cases_that_no_constant_was_fitted_to_are_small
     assert medians["allocated"] <= 0.01
     assert medians["reserved"] <= 0.01
     assert medians["step"] <= 0.08
+
+
+def test_steps_recorded_on_a_cpu_lie_within_the_error_band_that_plans_for_one_carry() -> None:
+    recorded = json.loads((GOLDEN.parent.parent / "benchmarks" / "results" / "forecast-cpu.json").read_text())
+    rows = recorded["figures"]["cases"]
+    assert len(rows) >= 8
+    for row in rows:
+        band = ROUGH_TIME_ERROR if row["case"].startswith("resnet") else TIME_ERROR
+        assert abs(row["off"]["step"]) <= band["cpu"], row["case"]
+        assert abs(row["off"]["peak"]) <= MEMORY_ERROR["cpu"], row["case"]
