@@ -35,10 +35,10 @@ def probe(effort: Literal["quick", "full"] = "quick") -> Machine:
 def profile(job: Job, machine: Machine | None = None) -> Profile:
     """Seconds and bytes of every block of the job on a machine, this one when none is given. Nothing is run or allocated."""
     from .costing import cost
-    from .tracing import trace
+    from .tracing import trace_all
 
     machine = machine or probe()
-    return cost([trace(job, size, machine.device.kind) for size in _micro_batches(job)], machine, job.batch_size)
+    return cost(trace_all(job, _micro_batches(job), machine.device.kind), machine, job.batch_size)
 
 
 def plan(job: Job, machine: Machine | None = None) -> Plan:

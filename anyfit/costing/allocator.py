@@ -30,24 +30,23 @@ class Piece:
     after: Piece | None = None
     free: bool = False
 
-    @property
-    def order(self) -> tuple[int, int, int]:
-        return (self.size, self.number, self.address)
+
+Entry = tuple[int, int, int, Piece]  # size, segment, address: no two are alike, so pieces themselves are never compared
 
 
 class CachingAllocator:
     def __init__(self) -> None:
         self.reserved_bytes = 0
-        self._free: dict[bool, list[tuple[tuple[int, int, int], Piece]]] = {True: [], False: []}  # small and large, by order
+        self._free: dict[bool, list[Entry]] = {True: [], False: []}  # small and large, ascending
         self._segments = 0
 
     def take(self, size: int) -> Piece:
         size = max(-(-size // ROUND) * ROUND, ROUND)
         small = size <= SMALL
         pool = self._free[small]
-        place = bisect_left(pool, (size, -1, -1), key=lambda entry: entry[0])
+        place = bisect_left(pool, (size,))
         if place < len(pool):
-            piece = pool.pop(place)[1]
+            piece = pool.pop(place)[3]
             piece.free = False
         else:
             piece = self._new_segment(size, small)
@@ -80,12 +79,12 @@ class CachingAllocator:
 
     def _put(self, piece: Piece) -> None:
         piece.free = True
-        insort(self._free[piece.small], (piece.order, piece), key=lambda entry: entry[0])
+        insort(self._free[piece.small], (piece.size, piece.number, piece.address, piece))
 
     def _drop(self, piece: Piece) -> None:
         pool = self._free[piece.small]
-        place = bisect_left(pool, piece.order, key=lambda entry: entry[0])
-        assert pool[place][1] is piece
+        place = bisect_left(pool, (piece.size, piece.number, piece.address))
+        assert pool[place][3] is piece
         del pool[place]
         piece.free = False
 

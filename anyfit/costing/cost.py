@@ -25,7 +25,7 @@ def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile:
     """The profile of a job from its traces, one a micro-batch size."""
     graph, device = graphs[0], machine.device
     chunks = chunks_of(graph)
-    passes = sorted((_pass(each, chunks, machine) for each in graphs), key=lambda each: -each.micro_batch)
+    passes = sorted((_pass(each, chunks, machine, batch_size) for each in graphs), key=lambda each: -each.micro_batch)
     rates = device.matmul.get("bfloat16" if graph.precision == "bf16" else "float32") or device.matmul["float32"]
     return Profile(
         model=graph.model,
@@ -59,7 +59,7 @@ def _time_error(graph: Graph, kind: str) -> float:
     return (ROUGH_TIME_ERROR if rough else TIME_ERROR)[kind]
 
 
-def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine) -> Pass:
+def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: int) -> Pass:
     count = len(graph.blocks)
     flops = {"forward": [0] * count, "backward": [0] * count}
     seconds = {"forward": [0.0] * count, "backward": [0.0] * count}
@@ -78,7 +78,9 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine) -> Pass:
         parameters[parameter.block] += parameter.elements
     live = graph.live_bytes("kept")
     peak = max(range(len(live)), key=live.__getitem__)
-    on_gpu = machine.device.kind == "cuda"
+    reserved = 0
+    if machine.device.kind == "cuda":
+        reserved = reserved_bytes(graph, chunks, machine.device, accumulating=graph.micro_batch < batch_size)
     return Pass(
         micro_batch=graph.micro_batch,
         tokens=graph.tokens,
@@ -99,6 +101,5 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine) -> Pass:
         peak_bytes=live[peak],
         peak_bytes_accumulating=max(graph.live_bytes("consumed")),
         peak_at=graph.ops[peak].module or graph.model,
-        reserved_bytes=reserved_bytes(graph, chunks, machine.device, accumulating=False) if on_gpu else 0,
-        reserved_bytes_accumulating=reserved_bytes(graph, chunks, machine.device, accumulating=True) if on_gpu else 0,
+        reserved_bytes=reserved,
     )

@@ -90,9 +90,6 @@ def reserved_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device, *, acc
     used = {parameter.name for parameter in graph.parameters if parameter.used}
     for step in range(2):
         gradients = _play_pass(allocator, graph, consumed=accumulating)
-        if accumulating:  # gradients of a second micro-batch come while sums are held
-            _give(allocator, gradients)
-            gradients = _play_pass(allocator, graph, consumed=True)
         _play_update(allocator, graph.update, chunks, used, first=step == 0)
         _give(allocator, gradients)
     return allocator.reserved_bytes

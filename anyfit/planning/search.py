@@ -69,10 +69,8 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
     accumulation = _accumulation(profile.batch_size, each.micro_batch)
     passes = profile.batch_size / each.micro_batch
     if accumulation == 1:
-        reserved = each.reserved_bytes
         peak = state.resident + max(each.peak_bytes, state.gradients + update.scratch_bytes)
     else:
-        reserved = each.reserved_bytes_accumulating
         peak = state.resident + state.accumulators + max(each.peak_bytes_accumulating, update.scratch_bytes)
     peak += profile.workspace_bytes
     compute = passes * (each.seconds - each.seconds_recompute)
@@ -84,7 +82,7 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
         split_seconds={"compute": compute, "recompute": recompute, "update": update.seconds},
         peak_bytes={"device": peak, "host": 0, "disk": 0},
         peak_error=profile.memory_error,
-        reserved_bytes=max(reserved, peak) + profile.context_bytes,
+        reserved_bytes=max(each.reserved_bytes, peak) + profile.context_bytes,
         reserved_error=profile.reserved_error,
         samples_per_second=profile.batch_size / seconds,
         tokens_per_second=passes * each.tokens / seconds,

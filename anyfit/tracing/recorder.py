@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -82,12 +83,9 @@ class Recorder(TorchDispatchMode):
             storage.kind = "gradient"
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Follows the modules as they are called, and the tensors that autograd saves."""
-        hooks = []
-        for module in model.modules():
-            hooks.append(module.register_forward_pre_hook(self._enter))
-            hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        hooks = (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             try:
                 yield
@@ -102,7 +100,7 @@ class Recorder(TorchDispatchMode):
             self._recomputing = self._kernels()
             self._recomputing.__enter__()
         here = self._stack[-1]
-        self._stack.append((self._names[id(module)], self._block_of.get(id(module), here[1])))
+        self._stack.append((self._names.get(id(module), here[0]), self._block_of.get(id(module), here[1])))
 
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         left = self._stack.pop()

@@ -18,7 +18,9 @@ is checked, not trusted: unless units 1 and 2 made the same ops, the model is tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,36 +101,48 @@ def _share_nothing(modules: list[nn.Module]) -> bool:
     return True
 
 
-def skip(module: nn.Module, like: nn.Module) -> None:
-    """From now on `module` hands its input through, in the form of what `like` last returned.
+@contextmanager
+def skipping(modules: Sequence[nn.Module], twin_of: Mapping[int, int]) -> Iterator[None]:
+    """While active, each skipped block hands its input through, in the form of what its twin last returned.
 
-    What `like` returned as it got it is handed through from the same place; what it made, from the first input of that shape.
+    What the twin returned as it got it is handed through from the same place; what it made, from the first input of that shape.
     """
-    returned: list[Any] = []
+    returned: dict[int, Any] = {}
+    hooks = []
 
-    def remember(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def remember(twin: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         inputs = _tensors((args, kwargs))
-        returned.append(pytree.tree_map(lambda item: _described(item, inputs), output))
+        returned[id(twin)] = pytree.tree_map(lambda item: _described(item, inputs), output)
 
-    like.register_forward_hook(remember, with_kwargs=True)
+    for twin in set(twin_of.values()):
+        hooks.append(modules[twin].register_forward_hook(remember, with_kwargs=True))
+    for block, twin in twin_of.items():
+        modules[block].forward = functools.partial(_hand_through, returned, id(modules[twin]))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for block in twin_of:
+            del modules[block].forward  # the class's own is there again
 
-    def hand_through(*args: Any, **kwargs: Any) -> Any:
-        inputs = _tensors((args, kwargs))
-        taken = {item.place for item in pytree.tree_leaves(returned[-1], is_leaf=_is_result) if _is_result(item)}
 
-        def find(wanted: Any) -> Any:
-            if not isinstance(wanted, _Result):
-                return wanted
-            if wanted.place is not None:
-                return inputs[wanted.place]
-            for place, tensor in enumerate(inputs):
-                if place not in taken and (tuple(tensor.shape), tensor.dtype) == (wanted.shape, wanted.dtype):
-                    return tensor
-            raise NotPeriodic(f"{type(module).__name__} returns a shape it does not take")
+def _hand_through(returned: Mapping[int, Any], twin: int, *args: Any, **kwargs: Any) -> Any:
+    inputs = _tensors((args, kwargs))
+    form = returned[twin]
+    taken = {item.place for item in pytree.tree_leaves(form, is_leaf=_is_result) if _is_result(item)}
 
-        return pytree.tree_map(find, returned[-1], is_leaf=_is_result)
+    def find(wanted: Any) -> Any:
+        if not isinstance(wanted, _Result):
+            return wanted
+        if wanted.place is not None:
+            return inputs[wanted.place]
+        for place, tensor in enumerate(inputs):
+            if place not in taken and (tuple(tensor.shape), tensor.dtype) == (wanted.shape, wanted.dtype):
+                return tensor
+        raise NotPeriodic("a block returns a shape that it does not take")
 
-    module.forward = hand_through  # the model is a fake to be thrown away
+    return pytree.tree_map(find, form, is_leaf=_is_result)
 
 
 @dataclass(frozen=True)

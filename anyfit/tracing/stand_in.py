@@ -26,21 +26,19 @@ def fake_model(job: Job, mode: FakeTensorMode) -> nn.Module:
         with torch.device("meta"):
             model = job.build()
     dtypes = job.dtypes(model)
+    dtype_of = {id(parameter): dtypes[name] for name, parameter in model.named_parameters()}
     replaced: dict[int, nn.Parameter | torch.Tensor] = {}  # by identity, so that tied tensors stay one
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in replaced:
-                fake = nn.Parameter(_as_fake(parameter.detach(), mode), requires_grad=parameter.requires_grad)
+                held = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype_of[id(parameter)], device="meta")
+                fake = nn.Parameter(_as_fake(held, mode), requires_grad=parameter.requires_grad)
                 replaced[id(parameter)] = fake
             if parameter is not None:
                 module._parameters[name] = replaced[id(parameter)]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = replaced.setdefault(id(buffer), _as_fake(buffer, mode))
-    with mode, torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dtype != dtypes[name]:
-                parameter.data = parameter.data.to(dtypes[name])
     return model
 
 

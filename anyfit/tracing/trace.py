@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -12,14 +13,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anyfit.values.batches import named_tensors
-from anyfit.values.graph import Graph, Parameter, Value
+from anyfit.values.graph import Graph, Parameter, UpdateRule, Value
 from anyfit.values.job import Batch, Job
 
 from .blocks import Blocks, find_blocks
 from .errors import explained, refuse_elsewhere, refuse_without_parameters
 from .gpu_kernels import AsOnGpu
 from .recorder import Recorder
-from .repeats import NotPeriodic, Repeat, find_repeats, skip, write_in
+from .repeats import NotPeriodic, Repeat, find_repeats, skipping, write_in
 from .stand_in import fake_batch, fake_model
 from .update_rule import learn
 
@@ -28,14 +29,23 @@ Kind = Literal["cpu", "cuda"]
 
 def trace(job: Job, micro_batch: int, device: Kind = "cpu") -> Graph:
     """Runs loss and backward of one micro-batch on fake tensors and writes down all that a device of this kind would do."""
+    return trace_all(job, [micro_batch], device)[0]
+
+
+def trace_all(job: Job, micro_batches: Sequence[int], device: Kind) -> list[Graph]:
+    """A trace for each of several micro-batches, on one fake model."""
     try:
-        return trace_with(job, micro_batch, device, find_repeats)
+        return _trace_all(job, micro_batches, device, find_repeats)
     except NotPeriodic:
-        return trace_with(job, micro_batch, device, lambda _blocks: [])
+        return _trace_all(job, micro_batches, device, lambda _blocks: [])
 
 
 def trace_with(job: Job, micro_batch: int, device: Kind, repeats_of: Callable[[Blocks], list[Repeat]]) -> Graph:
     """The trace, with the middle of the given repeats written in and not run."""
+    return _trace_all(job, [micro_batch], device, repeats_of)[0]
+
+
+def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of: Callable[[Blocks], list[Repeat]]) -> list[Graph]:
     refuse_elsewhere(job.sample if job.max_sample is None else job.max_sample)
     random_state = torch.get_rng_state()
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of its own before it raises
@@ -45,8 +55,9 @@ def trace_with(job: Job, micro_batch: int, device: Kind, repeats_of: Callable[[B
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             model = fake_model(job, mode)
         refuse_without_parameters(model)
-        blocks = find_blocks(model)
-        return _trace(job, model, mode, micro_batch, device, blocks, repeats_of(blocks))
+        stand_in = _StandIn.of(job, model, mode, device)
+        repeats = repeats_of(stand_in.blocks)
+        return [_trace(stand_in, micro_batch, repeats) for micro_batch in micro_batches]
     except Exception as error:
         in_the_users_terms = explained(error)
         if in_the_users_terms is None:
@@ -57,34 +68,78 @@ def trace_with(job: Job, micro_batch: int, device: Kind, repeats_of: Callable[[B
         logger.disabled = disabled
 
 
-def _trace(
-    job: Job, model: nn.Module, mode: FakeTensorMode, micro_batch: int, device: Kind, blocks: Blocks, repeats: list[Repeat]
-) -> Graph:
-    optimizer, group_of = job.build_optimizer(model)
+@dataclass(frozen=True)
+class _StandIn:
+    """A fake model, and all about it that does not depend on the batch."""
+
+    job: Job
+    model: nn.Module
+    mode: FakeTensorMode
+    device: Kind
+    blocks: Blocks
+    module_names: Mapping[int, str]  # by identity
+    parameters: Mapping[str, nn.Parameter]
+    facts: tuple[Parameter, ...]  # about them, in the same order
+    rule: UpdateRule
+
+    @classmethod
+    def of(cls, job: Job, model: nn.Module, mode: FakeTensorMode, device: Kind) -> _StandIn:
+        blocks = find_blocks(model)
+        optimizer, group_of = job.build_optimizer(model)
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        modules = dict(model.named_modules())
+        block_of = {
+            id(parameter): blocks.of_module.get(id(module), blocks.outside)
+            for module in modules.values()
+            for parameter in module._parameters.values()
+        }
+        parameters = dict(model.named_parameters())
+        facts = tuple(
+            Parameter(
+                name=name,
+                names=tuple(names[id(parameter)]),
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                elements=parameter.numel(),
+                trainable=parameter.requires_grad,
+                used=False,
+                block=block_of[id(parameter)],
+                group=group_of.get(id(parameter), -1),
+            )
+            for name, parameter in parameters.items()
+        )
+        module_names = {id(module): name for name, module in modules.items()}
+        return cls(job, model, mode, device, blocks, module_names, parameters, facts, learn(optimizer, device))
+
+
+def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph:
+    job, model, mode, blocks = stand_in.job, stand_in.model, stand_in.mode, stand_in.blocks
+    buffers = list(model.buffers())
     batch = fake_batch(job, micro_batch, mode)
-    kernels = AsOnGpu if device == "cuda" else nullcontext
-    names = {id(module): name for name, module in model.named_modules()}
-    recorder = Recorder(names, blocks.of_module, blocks.outside, kernels)
-    recorder.leave_out(iter([*model.parameters(), *model.buffers()]))
+    kernels = AsOnGpu if stand_in.device == "cuda" else nullcontext
+    recorder = Recorder(stand_in.module_names, blocks.of_module, blocks.outside, kernels)
+    recorder.leave_out(iter([*stand_in.parameters.values(), *buffers]))
     for _, tensor in named_tensors(batch):
         recorder.count_input(tensor)
-    twin_of: dict[int, int] = {}  # skipped blocks, by the one that was run in their place
-    for repeat in repeats:
-        for block in repeat.skipped:
-            twin_of[block] = repeat.unit(2)[(block - repeat.first) % repeat.period]
-            skip(blocks.modules[block], blocks.modules[twin_of[block]])
+    twin_of = {
+        block: repeat.unit(2)[(block - repeat.first) % repeat.period] for repeat in repeats for block in repeat.skipped
+    }  # skipped blocks, and the one that is run in their place
 
-    with mode, recorder, recorder.watching(model), kernels():
+    with skipping(blocks.modules, twin_of), mode, recorder, recorder.watching(), kernels():
         with _saying(f"running the model on a fake batch of {micro_batch} samples like Job(sample=)"):
             total, weight = job.evaluate(model, batch)
             loss = total if weight is None else total / weight
         recorder.phase = "backward"
         with _saying("running backward on fake tensors"):
             loss.backward()
-    used = {id(parameter) for parameter in model.parameters() if parameter.grad is not None}
-    for parameter in model.parameters():
+    used = set()
+    for parameter in stand_in.parameters.values():
         if parameter.grad is not None:
+            used.add(id(parameter))
             recorder.mark_gradient(parameter.grad)
+            parameter.grad = None  # the next trace starts afresh
     if not used:
         raise ValueError("the loss gives no parameter a gradient: is everything frozen or detached?")
     for block, twin in twin_of.items():
@@ -99,8 +154,11 @@ def _trace(
         micro_batch=micro_batch,
         tokens=tokens_in(batch, micro_batch),
         precision=job.precision,
-        parameters=_parameters(model, blocks, group_of, used),
-        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        parameters=tuple(
+            replace(fact, used=True) if id(parameter) in used else fact
+            for fact, parameter in zip(stand_in.facts, stand_in.parameters.values(), strict=True)
+        ),
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers),
         blocks=blocks.blocks,
         ops=tuple(ops),
         backward_starts=next(index for index, op in enumerate(ops) if op.phase == "backward"),
@@ -109,33 +167,8 @@ def _trace(
             for each in storages
             if each.bytes
         ),
-        update=learn(optimizer, device),
+        update=stand_in.rule,
         fingerprint=job.fingerprint(model),
-    )
-
-
-def _parameters(model: nn.Module, blocks: Blocks, group_of: dict[int, int], used: set[int]) -> tuple[Parameter, ...]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    block_of = {
-        id(parameter): blocks.of_module.get(id(module), blocks.outside)
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-    }
-    return tuple(
-        Parameter(
-            name=name,
-            names=tuple(names[id(parameter)]),
-            shape=tuple(parameter.shape),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            elements=parameter.numel(),
-            trainable=parameter.requires_grad,
-            used=id(parameter) in used,
-            block=block_of[id(parameter)],
-            group=group_of.get(id(parameter), -1),
-        )
-        for name, parameter in model.named_parameters()
     )
 
 

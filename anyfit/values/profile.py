@@ -35,7 +35,6 @@ class Pass:
     peak_bytes_accumulating: int  # the same when gradients of earlier micro-batches are already held
     peak_at: str  # the module where the peak is
     reserved_bytes: int  # by torch's allocator for a whole step, model state and update included; 0 on a CPU, which has none
-    reserved_bytes_accumulating: int
 
     @property
     def flops(self) -> int:

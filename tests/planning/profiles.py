@@ -35,7 +35,6 @@ def one_pass(micro_batch: int, **changes: Any) -> Pass:
         "peak_bytes_accumulating": 90 * MIB * micro_batch,
         "peak_at": "layers.0",
         "reserved_bytes": 0,
-        "reserved_bytes_accumulating": 0,
     }
     return Pass(**cost | changes)
 
@@ -87,7 +86,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         blocks = (
             block(seconds_forward=draw(seconds), seconds_backward=backward, seconds_recompute=backward * draw(st.floats(0, 1))),
         )
-        names = ("peak_bytes", "peak_bytes_accumulating", "reserved_bytes", "reserved_bytes_accumulating")
+        names = ("peak_bytes", "peak_bytes_accumulating", "reserved_bytes")
         passes.append(one_pass(micro_batch, blocks=blocks, **{name: draw(sizes) for name in names}))
     return small_profile(
         batch_size=batch_size,

@@ -28,12 +28,10 @@ def reserved_by(profile: Profile, each: Pass) -> int:
     state, update = profile.state, profile.update
     peak = state.parameters + state.masters + state.optimizer + state.buffers + state.scratch + profile.workspace_bytes
     if each.micro_batch == profile.batch_size:
-        reserved = each.reserved_bytes
         peak += max(each.peak_bytes, state.gradients + update.scratch_bytes)
     else:
-        reserved = each.reserved_bytes_accumulating
         peak += state.accumulators + max(each.peak_bytes_accumulating, update.scratch_bytes)
-    return max(peak, reserved) + profile.context_bytes
+    return max(peak, each.reserved_bytes) + profile.context_bytes
 
 
 def needed_by(profile: Profile, each: Pass) -> int:
