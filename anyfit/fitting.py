@@ -70,21 +70,21 @@ def fit_demo(options: DemoOptions, folder: Path, plan: Path | None, *, resume: b
         seed=options.seed,
     )
     launch = Launch(folder, resume, options.save_every, limits=limits, plan=plan, deterministic=options.deterministic)
-    with launched(launch), _watcher(console, log_every) as watcher:
-        run = start(job)
-        run_report = Report(run, watcher, options.steps)
-        launch.say, launch.on_step = watcher.say, run_report.step
-        show_plan(run.plan, console)
-        if resume:
-            watcher.say(f"going on from step {run.steps}")
-        dataset = demo.SourceCode(options.length)
-        epochs = -(-options.steps * options.batch_size // len(dataset))
-        loader = run.loader(dataset, epochs=epochs)
-        for batch in loader:
-            if run.steps >= options.steps:
-                break
-            run.step(batch)
-        finish(run, launch, run_report, console)
+    with launched(launch):
+        with _watcher(console, log_every) as watcher:
+            run = start(job)
+            report = Report(run, watcher, options.steps)
+            launch.say, launch.on_step = watcher.say, report.step
+            show_plan(run.plan, console)
+            if resume:
+                watcher.say(f"going on from step {run.steps}")
+            dataset = demo.SourceCode(options.length)
+            epochs = -(-options.steps * options.batch_size // len(dataset))
+            for batch in run.loader(dataset, epochs=epochs):
+                if run.steps >= options.steps:
+                    break
+                run.step(batch)
+        finish(run, launch, report, console)
         with run.weights() as model:
             console.print("\nwhat it writes now:\n", style="bold")
             console.print(demo.write(model.eval(), options.length), markup=False, highlight=False)
@@ -113,18 +113,18 @@ def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every
     before, path = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent.resolve())
     try:
-        with launched(launch), _watcher(console, log_every) as watcher:
-            launch.say = watcher.say
+        with launched(launch):
             reports: dict[int, Report] = {}
+            with _watcher(console, log_every) as watcher:
 
-            def step(run: Run, alarms: list[str]) -> None:
-                if id(run) not in reports:
-                    show_plan(run.plan, console)
-                    reports[id(run)] = Report(run, watcher, None)
-                reports[id(run)].step(run, alarms)
+                def step(run: Run, alarms: list[str]) -> None:
+                    if id(run) not in reports:
+                        show_plan(run.plan, console)
+                        reports[id(run)] = Report(run, watcher, None)
+                    reports[id(run)].step(run, alarms)
 
-            launch.on_step = step
-            runpy.run_path(str(script), run_name="__main__")
+                launch.say, launch.on_step = watcher.say, step
+                runpy.run_path(str(script), run_name="__main__")
             for report in reports.values():
                 if not report.run.is_closed:
                     finish(report.run, launch, report, console)

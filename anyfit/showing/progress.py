@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from anyfit.values.plan import Plan
 from anyfit.values.units import show_bytes, show_count, show_seconds
@@ -27,7 +27,8 @@ class Beat:
 
     def text(self, plan: Plan) -> str:
         drift = self.seconds / plan.forecast.step_seconds - 1
-        left = "" if self.steps is None else f", {show_seconds((self.steps - self.step) * self.seconds)} left"
+        to_go = 0 if self.steps is None else self.steps - self.step
+        left = f", {show_seconds(to_go * self.seconds)} left" if to_go else ""
         limit = show_bytes(plan.limit_bytes["device"])
         return (
             f"loss {self.loss:.3f}, {show_count(self.tokens_per_second)} tokens/s, {self.compute_share:.0%} of peak compute, "
@@ -52,7 +53,6 @@ class Bar:
             TextColumn("step {task.completed}"),
             BarColumn(bar_width=24),
             TextColumn("{task.description}"),
-            TimeRemainingColumn(compact=True),
             console=console,
         )
         self._task: TaskID | None = None
