@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 from anyfit.values.graph import Graph
@@ -23,6 +24,16 @@ RESERVED_ERROR = {"cpu": 0.02, "cuda": 0.155}
 
 def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile:
     """The profile of a job from its traces, one a micro-batch size."""
+    collects = gc.isenabled()
+    gc.disable()  # it would look through a large model's hundreds of thousands of ops again and again, and find nothing
+    try:
+        return _cost(graphs, machine, batch_size)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile:
     graph, device = graphs[0], machine.device
     chunks = chunks_of(graph)
     passes = sorted((_pass(each, chunks, machine, batch_size) for each in graphs), key=lambda each: -each.micro_batch)

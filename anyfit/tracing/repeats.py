@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -174,20 +174,29 @@ def _described(item: Any, inputs: list[Tensor]) -> Any:
 def write_in(repeat: Repeat, names: Sequence[str], ops: list[Op], storages: list[Storage]) -> tuple[list[Op], list[Storage]]:
     """The ops and storages that running the skipped units as well would have recorded; `names` are the blocks'."""
     timeline = _Timeline(repeat, names, ops)
-    new_ops = [timeline.op_at(place) for place in timeline.places()]
     new_storages = []
     for storage in storages:
-        owner = timeline.unit_at(storage.born)
-        for number in timeline.copies(owner):
+        born, dies = timeline.stretch(storage.born), None if storage.dies is None else timeline.stretch(storage.dies)
+        for number in timeline.copies(born.unit):
             new_storages.append(
-                replace(
-                    storage,
-                    born=timeline.moved(storage.born, owner, number),
-                    dies=None if storage.dies is None else timeline.moved(storage.dies, owner, number),
-                    block=timeline.block(storage.block, owner, number),
+                Storage(
+                    storage.bytes,
+                    storage.kind,
+                    timeline.moved(born, born.unit, number),
+                    None if dies is None else timeline.moved(dies, born.unit, number),
+                    timeline.block(storage.block, born.unit, number),
                 )
             )
-    return new_ops, new_storages
+    return timeline.ops_in_full(), new_storages
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """A moment of the short recording: so far into the stretch of a unit, or outside all (`unit` is None)."""
+
+    phase: str
+    unit: int | None
+    offset: int
 
 
 class _Timeline:
@@ -202,6 +211,17 @@ class _Timeline:
         self.more = last - 3  # units written in
         self.forward_length = self.forward[last] - self.forward[2]
         self.backward_length = self.backward[1] - self.backward[2]
+        forward, backward = self.forward, self.backward
+        self._bounds = (
+            ("forward", 0, forward[0], forward[1]),
+            ("forward", 1, forward[1], forward[2]),
+            ("forward", 2, forward[2], forward[last]),
+            ("forward", last, forward[last], forward[-1]),
+            ("backward", last, backward[last], backward[2]),
+            ("backward", 2, backward[2], backward[1]),
+            ("backward", 1, backward[1], backward[0]),
+            ("backward", 0, backward[0], backward[-1]),
+        )
         self._check()
 
     def _starts(self, phase: str, order: list[int]) -> dict[int, int]:
@@ -230,72 +250,51 @@ class _Timeline:
         op = self.ops[index]
         return (op.name, op.phase, op.recomputes, op.dtype, op.flops, op.bytes)
 
-    # ------------------------------------------------------------------ places: (index in the short recording, unit or None)
-
-    def places(self) -> Iterator[tuple[int, int | None]]:
-        """The long recording in order: which short op stands there, and for copies, of which unit."""
+    def ops_in_full(self) -> list[Op]:
+        """The long recording."""
         last = self.repeat.last
-        yield from ((index, None) for index in range(self.forward[last]))
+        ops = self.ops[: self.forward[last]]
         for unit in range(3, last):
-            yield from ((index, unit) for index in range(self.forward[2], self.forward[last]))
-        yield from ((index, None) for index in range(self.forward[last], self.backward[2]))
+            ops += self._copy(range(self.forward[2], self.forward[last]), unit)
+        ops += self.ops[self.forward[last] : self.backward[2]]
         for unit in range(last - 1, 2, -1):
-            yield from ((index, unit) for index in range(self.backward[2], self.backward[1]))
-        yield from ((index, None) for index in range(self.backward[2], len(self.ops)))
+            ops += self._copy(range(self.backward[2], self.backward[1]), unit)
+        return ops + self.ops[self.backward[2] :]
 
-    def op_at(self, place: tuple[int, int | None]) -> Op:
-        index, unit = place
-        op = self.ops[index]
-        if unit is None:
-            return op
-        block = self.block(op.block, 2, unit)
-        return replace(op, block=block, module=self.names[block] + op.module.removeprefix(self.names[op.block]))
+    def _copy(self, stretch: range, unit: int) -> list[Op]:
+        """Unit 2's ops as `unit` would have made them."""
+        copies = []
+        for index in stretch:
+            op = self.ops[index]
+            block = self.block(op.block, 2, unit)
+            module = self.names[block] + op.module.removeprefix(self.names[op.block])
+            # By place, since dataclasses.replace is slow and there are tens of thousands.
+            copies.append(
+                Op(op.name, op.kind, op.phase, op.recomputes, block, module, op.dtype, op.flops, op.bytes, op.aligned, op.calls)
+            )
+        return copies
 
-    def unit_at(self, moment: int) -> int | None:
-        """Which unit's stretch a moment of the short recording lies in."""
-        found = self._stretch(moment)
-        return None if found is None else found[1]
-
-    def _stretch(self, moment: int) -> tuple[str, int, int] | None:
-        """(phase, unit, offset); the last unit's forward stretch ends with its last op, and so does unit 0's backward."""
-        forward, backward, last = self.forward, self.backward, self.repeat.last
-        bounds = [
-            (0, forward[0], forward[1]),
-            (1, forward[1], forward[2]),
-            (2, forward[2], forward[last]),
-            (last, forward[last], forward[-1]),
-        ]
-        for unit, start, end in bounds:
+    def stretch(self, moment: int) -> _Moment:
+        """Which unit's stretch a moment lies in; the last unit's forward stretch ends with its last op, as unit 0's backward."""
+        for phase, unit, start, end in self._bounds:
             if start <= moment < end:
-                return "forward", unit, moment - start
-        bounds = [
-            (last, backward[last], backward[2]),
-            (2, backward[2], backward[1]),
-            (1, backward[1], backward[0]),
-            (0, backward[0], backward[-1]),
-        ]
-        for unit, start, end in bounds:
-            if start <= moment < end:
-                return "backward", unit, moment - start
-        return None
+                return _Moment(phase, unit, moment - start)
+        return _Moment("", None, moment)
 
     def copies(self, owner: int | None) -> list[int]:
         """The units that have a storage like one that `owner` makes: itself, and for unit 2 all written in."""
         return list(range(2, self.repeat.last)) if owner == 2 else [-1 if owner is None else owner]
 
-    def moved(self, moment: int, owner: int | None, number: int) -> int:
+    def moved(self, moment: _Moment, owner: int | None, number: int) -> int:
         """A moment in the life of a storage that `owner` made, for its twin that unit `number` makes."""
-        stretch = self._stretch(moment)
-        last = self.repeat.last
-        if stretch is None:
-            return moment + self._shift(moment)
-        phase, unit, offset = stretch
+        unit, last = moment.unit, self.repeat.last
+        if unit is None:
+            return moment.offset + self._shift(moment.offset)
         if owner == 2:
-            beside = {1: number - 1, 2: number, last: number + 1}
-            unit = beside.get(unit, unit)
+            unit = {1: number - 1, 2: number, last: number + 1}.get(unit, unit)
         elif owner == last and unit == 2:
             unit = last - 1
-        return self._start(phase, unit) + offset
+        return self._start(moment.phase, unit) + moment.offset
 
     def _start(self, phase: str, unit: int) -> int:
         last = self.repeat.last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -50,6 +51,8 @@ def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of:
     random_state = torch.get_rng_state()
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of its own before it raises
     disabled, logger.disabled = logger.disabled, True
+    collects = gc.isenabled()
+    gc.disable()  # a collection in the middle would let storages die by chance, and takes longer the larger the model is
     try:
         with _saying("building the model on fake tensors"):
             mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -66,6 +69,8 @@ def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of:
     finally:
         torch.set_rng_state(random_state)
         logger.disabled = disabled
+        if collects:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,9 @@ class _StandIn:
     blocks: Blocks
     module_names: Mapping[int, str]  # by identity
     parameters: Mapping[str, nn.Parameter]
-    facts: tuple[Parameter, ...]  # about them, in the same order
+    facts: tuple[tuple[Parameter, Parameter], ...]  # about them in the same order: without a gradient, and with one
     rule: UpdateRule
+    fingerprint: str
 
     @classmethod
     def of(cls, job: Job, model: nn.Module, mode: FakeTensorMode, device: Kind) -> _StandIn:
@@ -110,8 +116,18 @@ class _StandIn:
             )
             for name, parameter in parameters.items()
         )
-        module_names = {id(module): name for name, module in modules.items()}
-        return cls(job, model, mode, device, blocks, module_names, parameters, facts, learn(optimizer, device))
+        return cls(
+            job=job,
+            model=model,
+            mode=mode,
+            device=device,
+            blocks=blocks,
+            module_names={id(module): name for name, module in modules.items()},
+            parameters=parameters,
+            facts=tuple((fact, replace(fact, used=True)) for fact in facts),
+            rule=learn(optimizer, device),
+            fingerprint=job.fingerprint(model),
+        )
 
 
 def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph:
@@ -155,8 +171,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         tokens=tokens_in(batch, micro_batch),
         precision=job.precision,
         parameters=tuple(
-            replace(fact, used=True) if id(parameter) in used else fact
-            for fact, parameter in zip(stand_in.facts, stand_in.parameters.values(), strict=True)
+            fact[id(parameter) in used] for fact, parameter in zip(stand_in.facts, stand_in.parameters.values(), strict=True)
         ),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers),
         blocks=blocks.blocks,
@@ -168,7 +183,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
             if each.bytes
         ),
         update=stand_in.rule,
-        fingerprint=job.fingerprint(model),
+        fingerprint=stand_in.fingerprint,
     )
 
 
