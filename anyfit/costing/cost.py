@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 from anyfit.values.graph import Graph
 from anyfit.values.layout import CHUNK_BYTES, Chunk
-from anyfit.values.machine import Machine
+from anyfit.values.machine import Device, Machine
 from anyfit.values.profile import BlockCost, Pass, Profile, UpdateCost
 
 from .memory import chunks_of, reserved_bytes, state_bytes, update_scratch_bytes
-from .times import pass_seconds, update_seconds
+from .times import device_seconds, pass_seconds, update_seconds
 
 # How far measured steps lay from their forecasts over the recorded cases, rounded up: on a GPU those of tests/golden, on a CPU
 # those of benchmarks/forecast.py (benchmarks/results/forecast-cpu.json). tests/costing/test_golden.py holds them to it.
 TIME_ERROR = {"cpu": 0.45, "cuda": 0.17}
-# Convolutions and routed experts are priced by rougher curves.
+# Convolutions and routed experts are priced by rougher curves, and a GPU that waits for its host by a rougher figure.
 ROUGH_TIME_ERROR = {"cpu": 0.7, "cuda": 0.5}
+HOST_BOUND = 1.2  # a pass that takes this many times the device's own seconds waits for the host
 MEMORY_ERROR = {"cpu": 0.02, "cuda": 0.065}
 RESERVED_ERROR = {"cpu": 0.02, "cuda": 0.155}
 
@@ -37,6 +38,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
     graph, device = graphs[0], machine.device
     chunks = chunks_of(graph)
     passes = sorted((_pass(each, chunks, machine, batch_size) for each in graphs), key=lambda each: -each.micro_batch)
+    largest = max(graphs, key=lambda each: each.micro_batch)
     rates = device.matmul.get("bfloat16" if graph.precision == "bf16" else "float32") or device.matmul["float32"]
     return Profile(
         model=graph.model,
@@ -57,7 +59,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
         context_bytes=int(device.context_bytes.value),
         workspace_bytes=int(device.workspace_bytes.value),
         peak_flops_per_second=rates.peak,
-        time_error=max(_time_error(graph, device.kind), rates.spread),
+        time_error=max(_time_error(largest, device, passes[0].seconds), rates.spread),
         memory_error=MEMORY_ERROR[device.kind],
         reserved_error=RESERVED_ERROR[device.kind],
         model_fingerprint=graph.fingerprint,
@@ -65,9 +67,11 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
     )
 
 
-def _time_error(graph: Graph, kind: str) -> float:
+def _time_error(graph: Graph, device: Device, seconds: float) -> float:
     rough = any(op.kind == "convolution" or op.name.startswith("_grouped_mm") for op in graph.ops)
-    return (ROUGH_TIME_ERROR if rough else TIME_ERROR)[kind]
+    if device.kind == "cuda":
+        rough = rough or seconds > HOST_BOUND * sum(device_seconds(op, device) for op in graph.ops)
+    return (ROUGH_TIME_ERROR if rough else TIME_ERROR)[device.kind]
 
 
 def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: int) -> Pass:
