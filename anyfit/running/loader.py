@@ -1,7 +1,7 @@
 """The order of the data: the same for any machine, and exactly resumable.
 
-An epoch's order is a permutation drawn from (seed, epoch). Epochs follow each other without a seam, so that only the last
-incomplete batch of the last epoch is left out. The position is the number of batches handed out; a batch that was
+An epoch's order is a permutation drawn from (seed, epoch). Epochs follow each other without a seam, so that only what makes no
+whole batch at the very end is left out. The position is the number of batches handed out; a batch that was
 prefetched but not handed out does not count.
 """
 
