@@ -60,7 +60,7 @@ class Run:
     # ------------------------------------------------------------------ training
 
     def step(self, batch: Batch) -> Tensor:
-        """One update from one batch of `batch_size` samples; the mean loss, detached, without waiting for the device.
+        """One update from one batch of `batch_size` samples; the mean loss, detached. Waits for the device once, for the norm.
 
         An error on the way (in your model, your data) leaves the state of the last completed step.
         """
@@ -87,31 +87,23 @@ class Run:
 
     def _forward_backward(self, parts: Sequence[Batch]) -> Tensor:
         losses: list[Tensor] = []
-        weights: list[Tensor] = []
         for part, rows in zip(parts, self.micro_batches, strict=True):
             total, weight = self.job.evaluate(self.model, self.job.prepare(part, self._placed.device))
             losses.append(self._backward(total, weight, rows, alone=len(parts) == 1))
-            if weight is not None:
-                weights.append(weight)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        return loss / torch.stack(weights).sum() if weights else loss
+        return loss if self._weight is None else loss / self._weight
 
     def _backward(self, total: Tensor, weight: Tensor | None, rows: int, *, alone: bool) -> Tensor:
-        """Backward of one micro-batch, so that the sum over micro-batches is the batch's mean; its part of the loss."""
+        """Backward of one micro-batch; its part of the loss. The parts add up to the batch's mean, or, over several weighted
+        micro-batches, to its sum: their weight is known only when all are through, and the update divides by it."""
         count = self.job.batch_size
-        if weight is not None:
-            # Alone, the weight is known now; else only when all micro-batches are through: the update divides by it.
-            (total / weight if alone else total).backward()
-            if not alone:
-                self._weight = weight if self._weight is None else self._weight + weight
-        elif alone:
-            total.backward()
-        elif count % rows == 0:
-            total = total / (count // rows)
-            total.backward()
-        else:
-            total = total * (rows / count)
-            total.backward()
+        if weight is not None and alone:
+            total = total / weight
+        elif weight is not None:
+            self._weight = weight if self._weight is None else self._weight + weight
+        elif not alone:
+            total = total / (count // rows) if count % rows == 0 else total * (rows / count)
+        total.backward()
         self._rows += rows
         return total.detach()
 

@@ -148,6 +148,18 @@ def test_a_loop_of_ones_own_equals_step() -> None:
         assert_bit_equal(run.state_dict(), weights)
 
 
+@pytest.mark.parametrize("micro_batch", [ROWS, 4])
+def test_a_loop_of_ones_own_shows_the_mean_of_a_weighted_loss(micro_batch: int) -> None:
+    batch = byte_batches(1, ROWS)[0]
+    job = job_for(tiny_gpt, loss=padded_loss, micro_batch=micro_batch)
+    expected = train(job, [batch])[0][0]
+    with anyfit.start(job, machine=small_machine()) as run:
+        for part in batch.split(micro_batch):
+            run.backward(run.loss(part))
+        run.update()
+        assert run.metrics.loss == pytest.approx(expected)
+
+
 def test_a_loop_of_ones_own_is_told_what_it_does_wrong() -> None:
     job = job_for(tiny_gpt, micro_batch=4)
     batch = byte_batches(1, ROWS)[0]
