@@ -33,12 +33,14 @@ def probe(effort: Literal["quick", "full"] = "quick") -> Machine:
 
 
 def profile(job: Job, machine: Machine | None = None) -> Profile:
-    """Seconds and bytes of every block of the job on a machine, this one when none is given. Nothing is run or allocated."""
+    """Seconds and bytes of every block of the job on a machine, this one when none is given. Nothing is run or allocated, but
+    with Job(real_run=True)."""
     from .costing import cost
+    from .probing.host import free_memory_bytes
     from .tracing import trace_all
 
     machine = machine or probe()
-    return cost(trace_all(job, _micro_batches(job), machine.device.kind), machine, job.batch_size)
+    return cost(trace_all(job, _micro_batches(job), machine.device.kind, free_memory_bytes()), machine, job.batch_size)
 
 
 def plan(job: Job, machine: Machine | None = None) -> Plan:

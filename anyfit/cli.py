@@ -40,6 +40,9 @@ Batch = Annotated[int | None, typer.Option("--batch", min=1, help="samples a ste
 Seq = Annotated[int | None, typer.Option("--seq", min=1, help="tokens a sample; bytes, for the demo")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32")]
 OptimizerName = Annotated[str | None, typer.Option("--optimizer", help="adamw, adam, sgd, or another class of torch.optim")]
+RealRun = Annotated[
+    bool, typer.Option("--real-run", help="let the model run for real, on the CPU, where its forward needs the values of tensors")
+]
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="as if each node had so many GPUs")]
 Nodes = Annotated[int | None, typer.Option("--nodes", min=1, help="as if there were so many nodes")]
 MachineName = Annotated[str | None, typer.Option("--machine", help="a preset or a machine file; this machine when not given")]
@@ -56,6 +59,7 @@ def profile(
     seq: Seq = None,
     dtype: Dtype = None,
     optimizer: OptimizerName = None,
+    real_run: RealRun = False,
     gpus: Gpus = None,
     nodes: Nodes = None,
     device_memory: DeviceMemory = None,
@@ -67,16 +71,18 @@ def profile(
     from . import profile as make_profile
     from .targets import job_for, module_costs
 
-    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
+    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run)
     on = _machine(machine, gpus, nodes, device_memory, host_memory)
     if as_json and depth is None:
         return _print_json(make_profile(job, on).to_json())
     from .costing import cost
     from .planning.search import forecast
+    from .probing.host import free_memory_bytes
     from .showing.terminal import show_modules, show_profile
     from .tracing import trace
 
-    graph = trace(job, job.micro_batch or job.batch_size, on.device.kind)  # the tables are of the largest micro-batch alone
+    largest = job.micro_batch or job.batch_size  # the tables are of this micro-batch alone
+    graph = trace(job, largest, on.device.kind, free_memory_bytes())
     made = cost([graph], on, job.batch_size)
     modules = [] if depth is None else module_costs(job, graph, on, depth)
     if as_json:
@@ -96,6 +102,7 @@ def plan(
     seq: Seq = None,
     dtype: Dtype = None,
     optimizer: OptimizerName = None,
+    real_run: RealRun = False,
     gpus: Gpus = None,
     nodes: Nodes = None,
     device_memory: DeviceMemory = None,
@@ -107,7 +114,7 @@ def plan(
     from . import plan as make_plan
     from .targets import job_for
 
-    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
+    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run)
     made = make_plan(job, _machine(machine, gpus, nodes, device_memory, host_memory))
     if output is not None:
         made.save(output)
@@ -163,6 +170,7 @@ def check(
     seq: Seq = None,
     dtype: Dtype = None,
     optimizer: OptimizerName = None,
+    real_run: RealRun = False,
     steps: Annotated[int, typer.Option("--steps", min=3, help="real steps to time")] = 8,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -174,7 +182,7 @@ def check(
     from .targets import job_for
     from .values.plan import Plan
 
-    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
+    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run)
     machine = _machine(None, None, None, device_memory, host_memory)
     made = Plan.load(plan) if plan is not None else make_plan(job, machine)
     found = run_check(job, made, machine, steps)

@@ -1,7 +1,7 @@
 """What the command line can be pointed at: the demo, a size preset, a Hugging Face configuration, or a function of the user's.
 
 `job_for(target)` makes the Job. Everything but a function takes `--batch`, `--seq`, `--dtype` and `--optimizer`; a function
-decides them in the Job it returns. `module_costs` sums a traced pass by module, for `anyfit profile --depth`.
+decides them in the Job it returns. All take `--real-run`. `module_costs` sums a traced pass by module, for `--depth`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,13 @@ SIZES: Mapping[str, Size] = {
 
 
 def job_for(
-    target: str, *, batch: int | None = None, seq: int | None = None, dtype: str | None = None, optimizer: str | None = None
+    target: str,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    dtype: str | None = None,
+    optimizer: str | None = None,
+    real_run: bool = False,
 ) -> Job:
     """The Job a target stands for; None is its own default."""
     if ":" in target:
@@ -73,7 +79,8 @@ def job_for(
         named = [name for name, value in given.items() if value is not None]
         if named:
             raise ValueError(f"{named[0]} is not for functions; {target} decides it in the Job it returns")
-        return _job_of_function(target)
+        job = _job_of_function(target)
+        return replace(job, real_run=job.real_run or real_run)
     if target == "demo":
         from . import demo
 
@@ -82,6 +89,7 @@ def job_for(
         job = _job_of_config(_config_of_size(SIZES[target], seq), batch, seq or SIZES[target].seq, dtype)
     else:
         job = _job_of_config(_config_named(target), batch, seq, dtype)
+    job = replace(job, real_run=real_run)
     return job if optimizer is None else replace(job, optimizer=_optimizer(optimizer))
 
 

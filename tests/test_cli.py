@@ -45,7 +45,7 @@ def rejecting():
 
 class Curious(nn.Linear):
     def forward(self, x):
-        return x * x.sum().item()
+        return super().forward(x) * x.sum().item()
 
 def curious():
     made = job()
@@ -256,10 +256,21 @@ def test_what_the_user_can_mend_is_one_line_and_status_2(anyfit: Command, argume
 
 def test_a_model_that_cannot_be_traced_is_one_line_that_names_its_own(anyfit: Command, tmp_path: Path) -> None:
     done = anyfit("plan", "jobs.py:curious", "--machine", "small.json")
-    line = JOBS[: JOBS.index("return x * x.sum().item()")].count("\n") + 1
+    line = JOBS[: JOBS.index("return super().forward(x) * x.sum().item()")].count("\n") + 1
     assert done.status == 2
-    assert done.err.startswith(f"anyfit: {tmp_path}/jobs.py:{line}, in forward: `return x * x.sum().item()` needs the value")
+    assert done.err.startswith(
+        f"anyfit: {tmp_path}/jobs.py:{line}, in forward: `return super().forward(x) * x.sum().item()` needs the value"
+    )
     assert done.err.count("\n") == 1
+    assert done.err.endswith("or let it be run for real on the CPU, with Job(real_run=True) or --real-run\n")
+
+
+def test_a_model_that_needs_values_is_traced_by_a_real_run_when_that_is_asked_for(anyfit: Command) -> None:
+    asked = ("jobs.py:curious", "--machine", "small.json", "--real-run")
+    plan = Plan.from_json(json.loads(anyfit("plan", *asked, "--json").out))
+    assert plan.decision("trace").choice == "a real run"
+    assert "a real run: on the CPU, with the values of Job(sample=)" in anyfit("profile", *asked).out
+    assert "a real run: on the CPU" in anyfit("plan", *asked).out
 
 
 MISTYPED = [

@@ -64,6 +64,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
         reserved_error=RESERVED_ERROR[device.kind],
         model_fingerprint=graph.fingerprint,
         machine_fingerprint=machine.fingerprint,
+        notes=tuple(dict.fromkeys(note for each in graphs for note in each.notes)),
     )
 
 

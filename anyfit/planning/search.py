@@ -57,6 +57,7 @@ def search(profile: Profile) -> Plan:
         decisions=(
             Decision("model state", "all on the device", f"it fits, {show_bytes(limit - chosen.needed_bytes)} to spare"),
             Decision("micro-batch", _passes(profile.batch_size, best), _why(chosen, alternatives)),
+            *([Decision("trace", "a real run", "; ".join(profile.notes))] if profile.notes else []),
         ),
         alternatives=alternatives,
         fingerprint=Fingerprint(profile.model_fingerprint, profile.machine_fingerprint),

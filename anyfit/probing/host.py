@@ -46,6 +46,12 @@ def memory_figure() -> Figure:
     return Figure(total, 0.0, "measured")
 
 
+def free_memory_bytes() -> float:
+    """What this process may still take: of the machine's memory, and of its control group's limit."""
+    left_of_limit = memory_figure().value - float(psutil.Process().memory_info().rss)
+    return max(min(float(psutil.virtual_memory().available), left_of_limit), 0.0)
+
+
 def pinnable_figure(memory_bytes: float) -> Figure:
     share = PINNABLE_SHARE * memory_bytes
     locked = _memlock_bytes()

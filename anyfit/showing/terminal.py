@@ -91,6 +91,8 @@ def show_profile(profile: Profile, forecast: Forecast, attention_flops: int, con
         f"{show_bytes(forecast.reserved_bytes)} reserved, with what the allocator and the runtime add",
         "update": show_seconds(profile.update.seconds),
     }
+    if profile.notes:
+        rows["trace"] = f"a real run: {'; '.join(profile.notes)}"
     show_rows(rows, console)
 
 

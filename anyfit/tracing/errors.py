@@ -1,4 +1,4 @@
-"""What can go wrong with the user's model on fake tensors, said so that it can be mended.
+"""What can go wrong with the user's model in a trace, said so that it can be mended.
 
 Torch's own errors name its ops and files; `explained` says where in the user's model they came from and what to write instead.
 The refusals are of models and samples that no trace could make sense of.
@@ -23,27 +23,48 @@ STANDARD_LIBRARY = f"{sysconfig.get_paths()['stdlib']}/"
 OVERFLOWS = ("calculation overflowed", "multiplication overflow", "Overflow when unpacking long", "too large to convert to C")
 NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\(([\w:.]+)\)>")
 NO_KERNEL = re.compile(r"Could not run '([\w:.]+)' with arguments from the 'Meta' backend")
+NO_CPU_KERNEL = re.compile(r"Could not run '([\w:.]+)' with arguments from the 'CPU' backend")
+OR_FOR_REAL = "or let it be run for real on the CPU, with Job(real_run=True) or --real-run"
+
+
+class TooDear(Exception):  # noqa: N818  (an answer, not a fault)
+    """What a real run takes, where that is more than there is."""
 
 
 def explained(error: Exception) -> ValueError | None:
     """The error in the user's terms; None where it is best as it is. The caller raises it from the original."""
     said = str(error)
+    if isinstance(error, TooDear):
+        return ValueError(f"a real run of this batch takes {said}; fewer samples or shorter ones take less: --batch, --seq")
+    if "cannot be called on meta tensors" in said:
+        return ValueError(
+            f"{_place(error)} needs the value of a tensor while the model is built, and for planning it is built without values; "
+            "give Job(model=) the model itself and not a function that makes it, or compute the number without tensors"
+        )
     if isinstance(error, DataDependentOutputException) or ".numpy() is not supported for tensor subclasses" in said:
         return ValueError(
             f"{_place(error)} needs the value of a tensor, and a model is planned on tensors that have none; branch on shapes or "
-            "on plain Python numbers, choose with torch.where, or keep .item(), .tolist() and .numpy() out of the forward"
+            "on plain Python numbers, choose with torch.where, and keep .item(), .tolist() and .numpy() out of the forward; "
+            f"{OR_FOR_REAL}"
         )
     if isinstance(error, DynamicOutputShapeException):
         return ValueError(
             f"{_place(error)} makes a tensor whose size depends on values ({_short(str(error.func))}), and a model is planned on "
-            "tensors that have none; keep the size fixed: mask with torch.where or masked_fill, or give sizes as plain numbers"
+            "tensors that have none; keep the size fixed: mask with torch.where or masked_fill, or give sizes as plain numbers; "
+            f"{OR_FOR_REAL}"
         )
     op = _op_without_rule(error)
     if op is not None:
         return ValueError(
             f"{_place(error)} calls {op}, which does not say what it returns for tensors without values; register it: "
             f'torch.library.register_fake("{op}", lambda x: torch.empty_like(x)), with a function of the same arguments that '
-            "returns empty tensors of the right shapes"
+            f"returns empty tensors of the right shapes; {OR_FOR_REAL}"
+        )
+    missing = NO_CPU_KERNEL.search(said)
+    if missing is not None:
+        return ValueError(
+            f"{_place(error)} calls {missing[1]}, which does not run on a CPU, and a real run is made there; register it: "
+            f'torch.library.impl("{missing[1]}", "CPU", function), or leave real_run out'
         )
     if any(words in said for words in OVERFLOWS):
         sizes = re.search(r"sizes=(\[[\d, ]*\])", said)

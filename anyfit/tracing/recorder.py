@@ -23,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from anyfit.values.graph import Op, OpKind, Phase, ValueKind
+from anyfit.values.units import show_bytes
+
+from .errors import TooDear
 
 aten = torch.ops.aten
 # Reads only the rows it is asked for, however large the table.
@@ -47,6 +50,7 @@ class Recorder(TorchDispatchMode):
     """Records ops and storages while active. `names` and `block_of` are by module identity.
 
     `kernels` makes the context in which a recomputed forward runs: torch forgets function modes inside backward.
+    `room_bytes` is what the storages of a pass with real tensors may take; None where they are fakes and take nothing.
     """
 
     def __init__(
@@ -55,12 +59,15 @@ class Recorder(TorchDispatchMode):
         block_of: Mapping[int, int],
         outside: int,
         kernels: Callable[[], AbstractContextManager[Any]],
+        room_bytes: float | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
         self.storages: list[Storage] = []
         self.phase: Phase = "forward"
         self._names, self._block_of, self._outside, self._kernels = names, block_of, outside, kernels
+        self._room_bytes = room_bytes
+        self._live_bytes = 0
         self._calls = 0  # since the last op that was written down, views included
         self._recomputing: AbstractContextManager[Any] | None = None
         self._stack: list[tuple[str, int]] = [("", outside)]
@@ -124,7 +131,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         self._calls += 1
         inputs = _tensors((args, kwargs))
-        real = not any(isinstance(tensor, FakeTensor) for tensor in inputs)
+        real = self._room_bytes is None and not any(isinstance(tensor, FakeTensor) for tensor in inputs)  # among fakes
         if real and func in LOOKS:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -170,11 +177,15 @@ class Recorder(TorchDispatchMode):
         self._known[identity] = seen
         self.storages.append(seen)
         self._watched.append(weakref.ref(storage, self._died(identity, seen)))
+        self._live_bytes += seen.bytes
+        if self._room_bytes is not None and self._live_bytes > self._room_bytes:
+            raise TooDear(f"more than the {show_bytes(self._room_bytes)} of memory that are free")
 
     def _died(self, identity: int, seen: Storage) -> Callable[[Any], None]:
         def note(_reference: Any) -> None:
             seen.dies = max(len(self.ops) - 1, 0)
             self._known.pop(identity, None)
+            self._live_bytes -= seen.bytes
 
         return note
 

@@ -44,12 +44,7 @@ def fake_model(job: Job, mode: FakeTensorMode) -> nn.Module:
 
 def fake_batch(job: Job, rows: int, mode: FakeTensorMode) -> Batch:
     """`rows` samples like the job's largest, as fakes."""
-    sample = job.sample if job.max_sample is None else job.max_sample
-    if job.split is not None:
-        rest = job.batch_size - rows
-        sample = job.cut(sample, [rows, rest] if rest else [rows])[0]
-    else:
-        job.rows(sample)  # refuses tensors that disagree about the number of samples
+    sample = largest_sample(job, rows)
 
     def imitate(tensor: torch.Tensor) -> torch.Tensor:
         shape = (rows, *tensor.shape[1:]) if tensor.dim() and job.split is None else tensor.shape
@@ -57,6 +52,16 @@ def fake_batch(job: Job, rows: int, mode: FakeTensorMode) -> Batch:
 
     with mode:
         return job.prepare(map_tensors(sample, imitate), CPU)
+
+
+def largest_sample(job: Job, rows: int) -> Batch:
+    """The largest batch to expect, cut to so many rows where the user's `split` alone knows how."""
+    sample = job.sample if job.max_sample is None else job.max_sample
+    if job.split is not None:
+        rest = job.batch_size - rows
+        return job.cut(sample, [rows, rest] if rest else [rows])[0]
+    job.rows(sample)  # refuses tensors that disagree about the number of samples
+    return sample
 
 
 def _as_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

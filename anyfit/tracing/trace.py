@@ -1,13 +1,18 @@
-"""The trace of one micro-batch: `trace(job, micro_batch) -> Graph`. Nothing is allocated, whatever the model's size."""
+"""The trace of one micro-batch: `trace(job, micro_batch) -> Graph`. Nothing is allocated, whatever the model's size.
+
+With `Job(real_run=True)` the pass is a real one, on the CPU, and every layer of it: values may make like layers run differently.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,25 +21,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from anyfit.values.batches import named_tensors
 from anyfit.values.graph import Graph, Parameter, UpdateRule, Value
 from anyfit.values.job import Batch, Job
+from anyfit.values.units import show_bytes, show_seconds
 
 from .blocks import Blocks, find_blocks
-from .errors import explained, refuse_elsewhere, refuse_without_parameters
+from .errors import TooDear, explained, refuse_elsewhere, refuse_without_parameters
 from .gpu_kernels import AsOnGpu
+from .real_run import LentKernels, bytes_of, real_batch, real_model
 from .recorder import Recorder
 from .repeats import NotPeriodic, Repeat, find_repeats, skipping, write_in
 from .stand_in import fake_batch, fake_model
 from .update_rule import learn
 
 Kind = Literal["cpu", "cuda"]
+PATIENCE_SECONDS = 60.0  # a real run that would take longer is left out, where a smaller one was made
 
 
-def trace(job: Job, micro_batch: int, device: Kind = "cpu") -> Graph:
-    """Runs loss and backward of one micro-batch on fake tensors and writes down all that a device of this kind would do."""
-    return trace_all(job, [micro_batch], device)[0]
+def trace(job: Job, micro_batch: int, device: Kind = "cpu", free_bytes: float = math.inf) -> Graph:
+    """Runs loss and backward of one micro-batch and writes down all that a device of this kind would do."""
+    return trace_all(job, [micro_batch], device, free_bytes)[0]
 
 
-def trace_all(job: Job, micro_batches: Sequence[int], device: Kind) -> list[Graph]:
-    """A trace for each of several micro-batches, on one fake model."""
+def trace_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: float = math.inf) -> list[Graph]:
+    """A trace for each of several micro-batches, on one fake model; or by real runs within `free_bytes`, where the job asks."""
+    if job.real_run:
+        return _run_all(job, micro_batches, device, free_bytes)
     try:
         return _trace_all(job, micro_batches, device, find_repeats)
     except NotPeriodic:
@@ -47,6 +57,57 @@ def trace_with(job: Job, micro_batch: int, device: Kind, repeats_of: Callable[[B
 
 
 def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of: Callable[[Blocks], list[Repeat]]) -> list[Graph]:
+    with _leaving_no_mark(job):
+        with _saying("building the model on fake tensors"):
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            model = fake_model(job, mode)
+        stand_in = _StandIn.of(job, model, device, mode, lambda rows: fake_batch(job, rows, mode))
+        repeats = repeats_of(stand_in.blocks)
+        return [_trace(stand_in, micro_batch, repeats) for micro_batch in micro_batches]
+
+
+def _run_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: float) -> list[Graph]:
+    """A real run of each size, the smallest first, as far as memory and patience reach; which were left out is noted."""
+    with _leaving_no_mark(job):
+        with _saying("building the model for a real run"):
+            model = real_model(job, free_bytes)
+        mode: AbstractContextManager[Any] = LentKernels() if device == "cuda" else nullcontext()
+        room_bytes = free_bytes - bytes_of(model)
+        stand_in = _StandIn.of(job, model, device, mode, lambda rows: real_batch(job, rows), room_bytes)
+        sizes = sorted(set(micro_batches))
+        made: list[Graph] = []
+        seconds = 0.0  # of the last
+        for micro_batch in sizes:
+            started = time.monotonic()
+            try:
+                if made:
+                    _foresee(made[-1], seconds, micro_batch, room_bytes)
+                graph = _trace(stand_in, micro_batch, [])
+            except TooDear as price:
+                if not made:
+                    raise
+                left_out = f"micro-batches from {micro_batch} on are left out: a real run of {micro_batch} takes {price}"
+                made[-1] = replace(made[-1], notes=(*made[-1].notes, left_out))
+                break
+            made.append(replace(graph, notes=("on the CPU, with the values of Job(sample=)",)))
+            seconds = time.monotonic() - started
+        by_size = {graph.micro_batch: graph for graph in made}
+        return [by_size[micro_batch] for micro_batch in micro_batches if micro_batch in by_size]
+
+
+def _foresee(last: Graph, seconds: float, micro_batch: int, room_bytes: float) -> None:
+    """Refuses a real run that would take more than there is, or than anyone waits for, by what a smaller one took."""
+    times = micro_batch / last.micro_batch
+    needed = times * max(last.live_bytes("kept"))
+    if needed > room_bytes:
+        raise TooDear(f"about {show_bytes(needed)} of memory, and {show_bytes(room_bytes)} are free")
+    if times * seconds > PATIENCE_SECONDS:
+        raise TooDear(f"about {show_seconds(times * seconds)}; Job(micro_batch={micro_batch}) makes it all the same")
+
+
+@contextmanager
+def _leaving_no_mark(job: Job) -> Iterator[None]:
+    """Around any trace: random numbers and settings are put back, and an error is said in the user's terms."""
     refuse_elsewhere(job.sample if job.max_sample is None else job.max_sample)
     random_state = torch.get_rng_state()
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of its own before it raises
@@ -54,13 +115,7 @@ def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of:
     collects = gc.isenabled()
     gc.disable()  # a collection in the middle would let storages die by chance, and takes longer the larger the model is
     try:
-        with _saying("building the model on fake tensors"):
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
-            model = fake_model(job, mode)
-        refuse_without_parameters(model)
-        stand_in = _StandIn.of(job, model, mode, device)
-        repeats = repeats_of(stand_in.blocks)
-        return [_trace(stand_in, micro_batch, repeats) for micro_batch in micro_batches]
+        yield
     except Exception as error:
         in_the_users_terms = explained(error)
         if in_the_users_terms is None:
@@ -75,12 +130,14 @@ def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of:
 
 @dataclass(frozen=True)
 class _StandIn:
-    """A fake model, and all about it that does not depend on the batch."""
+    """A fake model, or a real one, and all about it that does not depend on the batch."""
 
     job: Job
     model: nn.Module
-    mode: FakeTensorMode
     device: Kind
+    mode: AbstractContextManager[Any]  # in which it runs
+    batch_of: Callable[[int], Batch]  # so many samples
+    room_bytes: float | None  # for what a pass holds; None: it holds nothing
     blocks: Blocks
     module_names: Mapping[int, str]  # by identity
     parameters: Mapping[str, nn.Parameter]
@@ -89,7 +146,16 @@ class _StandIn:
     fingerprint: str
 
     @classmethod
-    def of(cls, job: Job, model: nn.Module, mode: FakeTensorMode, device: Kind) -> _StandIn:
+    def of(
+        cls,
+        job: Job,
+        model: nn.Module,
+        device: Kind,
+        mode: AbstractContextManager[Any],
+        batch_of: Callable[[int], Batch],
+        room_bytes: float | None = None,
+    ) -> _StandIn:
+        refuse_without_parameters(model)
         blocks = find_blocks(model)
         optimizer, group_of = job.build_optimizer(model)
         names: dict[int, list[str]] = {}
@@ -119,8 +185,10 @@ class _StandIn:
         return cls(
             job=job,
             model=model,
-            mode=mode,
             device=device,
+            mode=mode,
+            batch_of=batch_of,
+            room_bytes=room_bytes,
             blocks=blocks,
             module_names={id(module): name for name, module in modules.items()},
             parameters=parameters,
@@ -131,11 +199,11 @@ class _StandIn:
 
 
 def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph:
-    job, model, mode, blocks = stand_in.job, stand_in.model, stand_in.mode, stand_in.blocks
+    job, model, blocks = stand_in.job, stand_in.model, stand_in.blocks
     buffers = list(model.buffers())
-    batch = fake_batch(job, micro_batch, mode)
+    batch = stand_in.batch_of(micro_batch)
     kernels = AsOnGpu if stand_in.device == "cuda" else nullcontext
-    recorder = Recorder(stand_in.module_names, blocks.of_module, blocks.outside, kernels)
+    recorder = Recorder(stand_in.module_names, blocks.of_module, blocks.outside, kernels, stand_in.room_bytes)
     recorder.leave_out(iter([*stand_in.parameters.values(), *buffers]))
     for _, tensor in named_tensors(batch):
         recorder.count_input(tensor)
@@ -143,12 +211,13 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         block: repeat.unit(2)[(block - repeat.first) % repeat.period] for repeat in repeats for block in repeat.skipped
     }  # skipped blocks, and the one that is run in their place
 
-    with skipping(blocks.modules, twin_of), mode, recorder, recorder.watching(), kernels():
-        with _saying(f"running the model on a fake batch of {micro_batch} samples like Job(sample=)"):
+    with skipping(blocks.modules, twin_of), stand_in.mode, recorder, recorder.watching(), kernels():
+        what = "fake" if stand_in.room_bytes is None else "real"
+        with _saying(f"running the model on a {what} batch of {micro_batch} samples like Job(sample=)"):
             total, weight = job.evaluate(model, batch)
             loss = total if weight is None else total / weight
         recorder.phase = "backward"
-        with _saying("running backward on fake tensors"):
+        with _saying(f"running backward on {what} tensors"):
             loss.backward()
     used = set()
     for parameter in stand_in.parameters.values():

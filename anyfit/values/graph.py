@@ -90,6 +90,7 @@ class Graph(Record):
     values: tuple[Value, ...]
     update: UpdateRule
     fingerprint: str  # of the model: names, shapes, dtypes
+    notes: tuple[str, ...] = ()  # on how it was traced, where that was by a real run
 
     @property
     def flops(self) -> int:

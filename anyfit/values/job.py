@@ -30,7 +30,7 @@ class Job:
     loss          (model, batch) -> a scalar tensor, the mean over the batch's samples; or (sum, weight), two scalars:
                   gradients are then normalised by the weight of the whole batch, so padding is exact
     optimizer     model -> a torch optimizer, parameter groups included
-    sample        a batch like those to come; only its shapes and dtypes matter
+    sample        a batch like those to come; only its shapes and dtypes matter, unless real_run
     batch_size    samples a step, over all micro-batches
     scheduler     optimizer -> a torch learning-rate scheduler, stepped once an update
     clip_norm     gradients are scaled down to this global norm when they exceed it
@@ -39,6 +39,7 @@ class Job:
     micro_batch   samples a forward pass; None lets the plan choose
     max_sample    the largest batch to expect, when sizes vary; memory is planned for it
     split         (batch, sizes) -> batches, for layouts where samples do not lie along dim 0 of every tensor
+    real_run      the model may be run for real to plan it, on the CPU: for a forward that needs the values of tensors
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -54,6 +55,7 @@ class Job:
     micro_batch: int | None = None
     max_sample: Batch | None = None
     split: Callable[[Batch, Sequence[int]], Sequence[Batch]] | None = None
+    real_run: bool = False
 
     def __post_init__(self) -> None:
         for name, optional in (
@@ -88,6 +90,8 @@ class Job:
                 raise ValueError(f"Job(clip_norm=) must be positive, got {self.clip_norm}; None does not clip")
         if self.precision not in PRECISIONS:
             raise ValueError(f"Job(precision={self.precision!r}) is not known" + nearest(str(self.precision), PRECISIONS))
+        if not isinstance(self.real_run, bool):
+            raise TypeError(f"Job(real_run=) must be True or False, got {_describe(self.real_run)}")
         if self.sample is None:
             raise TypeError("Job(sample=) is None; give a batch like those to come, for example next(iter(loader))")
 

@@ -104,3 +104,4 @@ class Profile(Record):
     reserved_error: float  # relative, of what is forecast to be reserved
     model_fingerprint: str
     machine_fingerprint: str
+    notes: tuple[str, ...] = ()  # on how the passes were traced, where that was by real runs

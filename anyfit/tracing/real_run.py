@@ -1,0 +1,123 @@
+"""The user's model and batch as they are, on the CPU: for a model whose forward needs values that fakes do not have.
+
+The recorder watches a pass over real tensors as it watches one over fakes, and writes down the same. What fakes give for nothing
+has its price here: the model is built in this host's memory, so its size is compared with what is free first; and a CPU has no
+kernel for a GPU's attention, so one is lent.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anyfit.values.batches import map_tensors
+from anyfit.values.job import Batch, Job
+from anyfit.values.units import show_bytes
+
+from .stand_in import CPU, largest_sample
+
+aten = torch.ops.aten
+LENT = {
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_cudnn_attention_backward,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_efficient_attention_backward,
+}
+
+
+def real_model(job: Job, free_bytes: float) -> nn.Module:
+    """The job's model on the CPU in the run's precision; a model that was given is copied, and stays as it is."""
+    _refuse_too_large(job, free_bytes)
+    if isinstance(job.model, nn.Module):
+        model = copy.deepcopy(job.model)
+    else:
+        torch.default_generator.manual_seed(job.seed)  # the CPU's alone: the caller puts it back
+        model = job.build()
+    unmade = next((name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta), None)
+    if unmade is not None:
+        raise ValueError(
+            f"Job(real_run=True) needs real weights, and {unmade} is on the meta device; give a function that makes them"
+        )
+    model.to(CPU)
+    dtypes = job.dtypes(model)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])  # one after the other: never all of them twice
+        parameter.grad = None
+    return model
+
+
+def real_batch(job: Job, rows: int) -> Batch:
+    """`rows` samples of the job's largest, its own again where it has fewer."""
+    sample = largest_sample(job, rows)
+
+    def take(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0 or job.split is not None:
+            return tensor.clone(memory_format=torch.contiguous_format)  # the model may write to it
+        return tensor.index_select(0, torch.arange(rows) % tensor.shape[0])
+
+    return job.prepare(map_tensors(sample, take), CPU)
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
+
+
+def _refuse_too_large(job: Job, free_bytes: float) -> None:
+    with torch.device("meta"):
+        model = job.build()
+    dtypes = job.dtypes(model)
+    parameters = dict(model.named_parameters())
+    held = sum(each.numel() * dtypes[name].itemsize * (2 if each.requires_grad else 1) for name, each in parameters.items())
+    needed = max(bytes_of(model), held + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()))
+    if needed > free_bytes:
+        raise ValueError(
+            f"a real run of {type(model).__name__} needs {show_bytes(needed)} of this host's memory for weights and gradients "
+            f"alone, and {show_bytes(free_bytes)} are free; run it where there is more, or keep values out of the forward: then "
+            "real_run is not needed, and no memory either"
+        )
+
+
+class LentKernels(TorchDispatchMode):
+    """A GPU's fused attention on a CPU: outputs of the sizes it has on a GPU, the result by torch's own attention.
+
+    Gradients are zeros: they decide nothing about what a pass does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._overloadpacket not in LENT:
+            return func(*args, **kwargs)
+        sizes = func(*pytree.tree_map_only(Tensor, _without_bytes, args), **kwargs)
+        made = pytree.tree_map_only(Tensor, _zeros, sizes)
+        if not func._overloadpacket.__name__.endswith("backward"):
+            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            query, key, value = given["query"], given["key"], given["value"]
+            made[0].copy_(
+                F.scaled_dot_product_attention(
+                    query,
+                    key,
+                    value,
+                    attn_mask=given["attn_bias"],
+                    is_causal=given.get("is_causal", False),
+                    scale=given.get("scale"),
+                    enable_gqa=key.shape[-3] != query.shape[-3],
+                )
+            )
+        return made
+
+
+def _without_bytes(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU).zero_()
