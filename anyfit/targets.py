@@ -155,6 +155,8 @@ def _optimizer(name: str) -> Callable[[nn.Module], Optimizer]:
     """An optimizer of torch's by its name, in any case, with torch's own settings."""
     from torch import optim
 
+    from .values.job import OPTIMIZERS
+
     classes = {
         key.lower(): made
         for key, made in vars(optim).items()
@@ -163,7 +165,18 @@ def _optimizer(name: str) -> Callable[[nn.Module], Optimizer]:
     made_by: Any = classes.get(name.lower())
     if made_by is None:
         raise ValueError(f"torch.optim has no {name!r}{nearest(name.lower(), classes)}")
-    return lambda model: made_by([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+    def make(model: nn.Module) -> Optimizer:
+        try:
+            made: Optimizer = made_by([parameter for parameter in model.parameters() if parameter.requires_grad])
+        except (TypeError, ValueError) as error:  # it wants more than parameters, or others
+            raise ValueError(
+                f"--optimizer {name}: torch.optim.{made_by.__name__} cannot be made as it is for this model: {error}. "
+                f"These can: {', '.join(OPTIMIZERS)}; for another, write a function that returns a Job"
+            ) from error
+        return made
+
+    return make
 
 
 # ---------------------------------------------------------------------- functions

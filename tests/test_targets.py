@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+import anyfit
 from anyfit import Machine, targets
 from anyfit.tracing import trace
-from anyfit.values.job import Job
+from anyfit.values.job import OPTIMIZERS, Job
+from tests.machines import small_machine
 
 
 def parameters_of(job: Job) -> int:
@@ -63,6 +67,39 @@ def test_options_apply_to_the_demo() -> None:
 @pytest.mark.parametrize(("name", "made"), [("adamw", "AdamW"), ("ADAM", "Adam"), ("rmsprop", "RMSprop"), ("Adagrad", "Adagrad")])
 def test_an_optimizer_is_known_by_its_name_in_any_case(name: str, made: str) -> None:
     assert type(targets.job_for("demo", optimizer=name).optimizer(torch.nn.Linear(2, 2))).__name__ == made
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_optimizers_that_errors_name_are_learnt_and_run(name: str) -> None:
+    job = targets.job_for("demo", batch=2, seq=16, dtype="fp32", optimizer=name)
+    assert trace(job, 2).update.name == name
+    with contextlib.closing(anyfit.start(job, machine=small_machine())) as run:
+        assert math.isfinite(run.step(job.sample))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lbfgs", "LBFGS steps with a closure that runs the model many times, and a step here runs it once; these"),
+        (
+            "sparseadam",
+            "SparseAdam does not step parameters of 4096 elements with dense gradients: .* These of torch.optim do: AdamW",
+        ),
+        ("eager", r"--optimizer eager: torch.optim.Eager cannot be made .* missing 1 required .*'pace'\. These can: AdamW, Adam"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used_is_one_error_that_names_those_that_can(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Eager(torch.optim.SGD):
+        def __init__(self, params: Any, pace: float) -> None:
+            super().__init__(params, lr=pace)
+
+    monkeypatch.setattr(torch.optim, "Eager", Eager, raising=False)
+    job = targets.job_for("demo", batch=2, seq=16, optimizer=name)
+    with pytest.raises(ValueError, match=message) as error:
+        trace(job, 2)
+    assert not getattr(error.value, "__notes__", None)
 
 
 def test_a_model_type_is_a_target_with_the_length_it_allows() -> None:

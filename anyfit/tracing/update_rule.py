@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyfit.values.graph import UpdateRule
+from anyfit.values.job import OPTIMIZERS
 
 ELEMENTS = 4096  # of a stand-in: large enough that step counters do not matter
 
@@ -41,7 +42,13 @@ def learn(optimizer: Optimizer, device: str) -> UpdateRule:
             group["params"] = made
             stand_ins.append(made)
         _initialise(optimizer)
-        optimizer.step()  # the first step makes the state; the second is like all that follow
+        try:
+            optimizer.step()  # the first step makes the state; the second is like all that follow
+        except Exception as error:
+            raise ValueError(
+                f"{type(optimizer).__name__} does not step parameters of {ELEMENTS} elements with dense gradients: {error}. "
+                f"These of torch.optim do: {', '.join(OPTIMIZERS)}"
+            ) from error
         with _Meter() as meter:
             optimizer.step()
         counts[copies] = meter

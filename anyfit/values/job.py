@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 Batch: TypeAlias = Any  # tensors in any nest of mappings, sequences and dataclasses
 LossValue: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 PRECISIONS = ("bf16", "fp32")
+# Of torch.optim. Any other optimizer works that steps without a closure and treats the elements of dense gradients alike.
+OPTIMIZERS = ("AdamW", "Adam", "SGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -136,6 +139,12 @@ class Job:
         optimizer = self.optimizer(model)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"Job(optimizer=) made {_describe(optimizer)}, not a torch.optim.Optimizer")
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{type(optimizer).__name__} steps with a closure that runs the model many times, and a step here runs it once; "
+                f"these of torch.optim work: {', '.join(OPTIMIZERS)}"
+            )
         of_the_model = {id(parameter) for parameter in model.parameters()}
         group_of = {}
         for index, group in enumerate(optimizer.param_groups):
