@@ -130,6 +130,8 @@ def _config_named(target: str) -> Any:
 
     try:
         return config_of(target)
+    except ConnectionError:
+        raise
     except (OSError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]
         raise ValueError(f"{target} holds no configuration that transformers can read: {first}") from error

@@ -5,7 +5,13 @@ Nothing here knows a model by name: the head comes from transformers' own tables
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
+import socket
+import threading
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 IMAGE_SIDE = 224  # where a configuration does not say
+PATIENCE_SECONDS = 3.0  # with a hub that may not be there
 
 
 def config_of(source: Any) -> Any:
@@ -32,12 +39,50 @@ def config_of(source: Any) -> Any:
         config = copy.deepcopy(source)
     elif isinstance(source, str) and source in transformers.CONFIG_MAPPING and not Path(source).exists():
         config = transformers.AutoConfig.for_model(source)  # a kind of model: its default configuration
-    elif isinstance(source, str | Path):
+    elif isinstance(source, str | Path) and (Path(source).exists() or _hub_answers()):
         config = transformers.AutoConfig.from_pretrained(source)
+    elif isinstance(source, str | Path):
+        config = _kept_config(str(source))
     else:
         raise TypeError(f"expected a Hugging Face configuration, folder, name or model, got {type(source).__name__}")
     config.use_cache = False
     return config
+
+
+def _kept_config(name: str) -> Any:
+    """What an earlier lookup left on this machine; transformers itself would ask a hub that is not there again and again."""
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+    except OSError as error:
+        raise ConnectionError(
+            f"{name} is not on this machine, and {_hub()} does not answer; give a folder or config.json, a model type such as "
+            f"llama, or fetch it where there is a network: hf download {name} config.json"
+        ) from error
+
+
+def _hub() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+def _hub_answers() -> bool:
+    """Whether the Hugging Face hub, or the proxy on the way to it, takes a connection."""
+    place = urllib.parse.urlsplit(_hub())
+    proxy = urllib.request.getproxies().get(place.scheme)
+    if proxy is not None and not urllib.request.proxy_bypass(place.hostname or ""):
+        place = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    port = place.port or (443 if place.scheme == "https" else 80)
+    answered = threading.Event()
+
+    def connect() -> None:
+        with contextlib.suppress(OSError), socket.create_connection((place.hostname, port), PATIENCE_SECONDS):
+            answered.set()
+
+    trying = threading.Thread(target=connect, daemon=True)  # since looking up a name has no time limit of its own
+    trying.start()
+    trying.join(PATIENCE_SECONDS)
+    return answered.is_set()
 
 
 def factory(config: Any) -> Callable[[], nn.Module]:
@@ -68,23 +113,26 @@ def _training(model: Any) -> nn.Module:
 
 
 def imagined_sample(config: Any, batch_size: int, length: int | None) -> dict[str, Tensor]:
-    """A batch of the right shapes; its values do not matter for planning."""
+    """A batch of the right shapes. Its values are drawn: only a real run sees them, and one whose tokens are all alike would
+    send them all to the same experts."""
     import torch
 
+    generator = torch.Generator().manual_seed(0)
     reads = _main_input(config)
     if reads == "pixel_values":
         side = getattr(config, "image_size", None) or IMAGE_SIDE
         height, width = side if isinstance(side, list | tuple) else (side, side)
-        pixels = torch.zeros(batch_size, getattr(config, "num_channels", 3), height, width)
+        pixels = torch.randn(batch_size, getattr(config, "num_channels", 3), height, width, generator=generator)
         return {"pixel_values": pixels, "labels": torch.zeros(batch_size, dtype=torch.long)}
     if length is None:
         raise ValueError(f"{type(config).__name__} handles text: give length=, the tokens of a sample")
     longest = longest_sample(config)
     if longest is not None and length > longest:
         raise ValueError(f"length {length} is more than the {longest} positions of {type(config).__name__}")
-    tokens = torch.zeros(batch_size, length, dtype=torch.long)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None) or 1
+    tokens = torch.randint(vocabulary, (batch_size, length), generator=generator)
     if reads == "input_features":
-        features = torch.zeros(batch_size, config.num_mel_bins, 2 * config.max_source_positions)
+        features = torch.randn(batch_size, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
         return {"input_features": features, "labels": tokens}
     if reads != "input_ids":
         raise ValueError(f"{type(config).__name__} reads {reads!r}: give sample=, a batch like those to come")
