@@ -64,22 +64,26 @@ def measure(case: Case, machine: Machine, ops: Path | None) -> dict[str, Any]:
 
 
 def quickly_built(job: anyfit.Job) -> anyfit.Job:
-    """Random initialisation of billions of weights on the CPU takes minutes and does not change a step: fill them on the GPU."""
+    """Drawing billions of weights takes minutes and does not change a step: all are views of the same numbers.
+
+    On the CPU, as a user's model is: weights made on the GPU would leave holes, and chunks placed there tie up whole segments.
+    """
 
     def build() -> torch.nn.Module:
         with torch.device("meta"):
             model = job.build()
+        drawn = torch.empty(max(parameter.numel() for parameter in model.parameters())).uniform_(-0.02, 0.02)
         made: dict[int, torch.nn.Parameter] = {}  # by identity: to_empty would untie what is tied
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     if id(parameter) not in made:
-                        filled = torch.empty(parameter.shape, device="cuda").uniform_(-0.02, 0.02)
+                        filled = drawn[: parameter.numel()].view(parameter.shape)
                         made[id(parameter)] = torch.nn.Parameter(filled, requires_grad=parameter.requires_grad)
                     module._parameters[name] = made[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cuda")
+                    module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
         return model
 
     return anyfit.Job(**{**vars(job), "model": build})
