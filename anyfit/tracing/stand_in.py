@@ -6,6 +6,7 @@ All fakes live on a fake CPU, whatever device will compute: fake CUDA tensors ab
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,21 @@ from anyfit.values.batches import map_tensors
 from anyfit.values.job import Batch, Job
 
 CPU = torch.device("cpu")
+
+
+class FakeMode(FakeTensorMode):
+    """torch's, which also knows grouped products outside bf16: its own rule refuses them, and devices multiply them."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with self:
+            halves = [torch.empty_strided(each.shape, each.stride(), dtype=torch.bfloat16, device=CPU) for each in args[:2]]
+            sized = func(*halves, *args[2:], **(kwargs or {}))
+            return torch.empty_strided(sized.shape, sized.stride(), dtype=args[0].dtype, device=CPU)
 
 
 def fake_model(job: Job, mode: FakeTensorMode) -> nn.Module:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anyfit.values.batches import named_tensors
 from anyfit.values.graph import Graph, Parameter, UpdateRule, Value
@@ -29,7 +28,7 @@ from .gpu_kernels import AsOnGpu
 from .real_run import LentKernels, bytes_of, real_batch, real_model
 from .recorder import Recorder
 from .repeats import NotPeriodic, Repeat, find_repeats, skipping, write_in
-from .stand_in import fake_batch, fake_model
+from .stand_in import FakeMode, fake_batch, fake_model
 from .update_rule import learn
 
 Kind = Literal["cpu", "cuda"]
@@ -59,7 +58,7 @@ def trace_with(job: Job, micro_batch: int, device: Kind, repeats_of: Callable[[B
 def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of: Callable[[Blocks], list[Repeat]]) -> list[Graph]:
     with _leaving_no_mark(job):
         with _saying("building the model on fake tensors"):
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            mode = FakeMode()
             model = fake_model(job, mode)
         stand_in = _StandIn.of(job, model, device, mode, lambda rows: fake_batch(job, rows, mode))
         repeats = repeats_of(stand_in.blocks)

@@ -96,8 +96,6 @@ def job_for(name: str, precision: Literal["fp32", "bf16"] = "fp32") -> anyfit.Jo
             batch_size=ROWS,
             precision=precision,
         )
-    if name == "mixtral":  # torch's rule for fake grouped products knows bf16 alone
-        precision = "bf16"
     config = AutoConfig.for_model(name, **CONFIGURATIONS[name])
     length = 16 if name == "mamba" else LENGTH  # its layers loop over the tokens in Python
     return anyfit.Job.from_huggingface(config, batch_size=ROWS, length=length, precision=precision)

@@ -97,10 +97,11 @@ def test_a_real_run_finds_what_a_trace_on_fakes_does(model: Any, precision: Any,
     assert replace(real, notes=()) == trace(job, ROWS, device)
 
 
-@pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), ("cuda", "bf16")])
-def test_a_real_run_of_grouped_queries_under_a_mask_finds_what_a_trace_on_fakes_does(device: Device, precision: Any) -> None:
+@pytest.mark.parametrize("kind", ["gemma3_text", "mixtral"])  # grouped queries under a mask, and grouped products
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), ("cuda", "fp32"), ("cuda", "bf16")])
+def test_a_real_run_of_a_library_model_finds_what_a_trace_on_fakes_does(kind: str, device: Device, precision: Any) -> None:
     options = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 128}
-    config = AutoConfig.for_model("gemma3_text", **options, num_key_value_heads=2, head_dim=16, sliding_window=8)
+    config = AutoConfig.for_model(kind, **options, num_key_value_heads=2, head_dim=16, sliding_window=8)
     job = anyfit.Job.from_huggingface(config, batch_size=2, length=16, precision=precision)
     real = trace(replace(job, real_run=True), 2, device)
     assert replace(real, notes=()) == trace(job, 2, device)
