@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from anyfit.values.call import Call, Other, TensorForm, TheDevice, TorchName
 from anyfit.values.graph import Op, OpKind, Phase, ValueKind
 from anyfit.values.units import show_bytes
 
@@ -63,12 +64,14 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
+        self.calls: list[str] = []  # the distinct ones
         self.storages: list[Storage] = []
         self.phase: Phase = "forward"
         self._names, self._block_of, self._outside, self._kernels = names, block_of, outside, kernels
         self._room_bytes = room_bytes
         self._live_bytes = 0
         self._calls = 0  # since the last op that was written down, views included
+        self._places: dict[Any, int] = {}  # in `calls`, by a key that is quicker to make than the text
         self._recomputing: AbstractContextManager[Any] | None = None
         self._stack: list[tuple[str, int]] = [("", outside)]
         self._backward_at: tuple[str, int] = ("", outside)
@@ -147,9 +150,10 @@ class Recorder(TorchDispatchMode):
         recomputes = in_backward and len(self._stack) > 1
         module, block = self._backward_at if in_backward and not recomputes else self._stack[-1]
         packet = func._overloadpacket
+        call = self._place_of(func, args, kwargs)
         self.ops.append(
             Op(
-                name=str(func).removeprefix("aten."),
+                name=_name_of(func),
                 kind=_kind_of(packet),
                 phase=self.phase,
                 recomputes=recomputes,
@@ -160,12 +164,24 @@ class Recorder(TorchDispatchMode):
                 bytes=_touched_bytes(packet, inputs, outputs),
                 aligned=_is_aligned(inputs + outputs),
                 calls=self._calls,
+                call=call,
             )
         )
         self._calls = 0
         for tensor in fresh:
             self._meet(tensor, "activation", block=block)
         return result
+
+    def _place_of(self, func: Any, args: Any, kwargs: Any) -> int:
+        key = (func, _key_of(args), *((name, _key_of(value)) for name, value in kwargs.items()))
+        place = self._places.get(key)
+        if place is None:
+            described = {name: _described(value) for name, value in kwargs.items()}
+            text = Call(_name_of(func), tuple(map(_described, args)), described).text()
+            place = self._places[key] = self._places.setdefault(text, len(self.calls))
+            if place == len(self.calls):
+                self.calls.append(text)
+        return place
 
     def _meet(self, tensor: torch.Tensor, kind: ValueKind, block: int | None = None) -> None:
         storage = tensor.untyped_storage()
@@ -188,6 +204,31 @@ class Recorder(TorchDispatchMode):
             self._live_bytes -= seen.bytes
 
         return note
+
+
+def _name_of(func: Any) -> str:
+    return str(func).removeprefix("aten.")
+
+
+def _key_of(item: Any) -> Any:
+    """Something that can be hashed, and is equal for arguments that are described alike."""
+    if isinstance(item, torch.Tensor):
+        return item.dtype, item.shape, item.stride()
+    if isinstance(item, list | tuple):
+        return tuple(map(_key_of, item))
+    return type(item), item  # 1, 1.0 and True are equal, and not alike
+
+
+def _described(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return TensorForm(str(item.dtype).removeprefix("torch."), tuple(item.shape), item.stride())
+    if isinstance(item, list | tuple):
+        return list(map(_described, item))
+    if isinstance(item, torch.dtype | torch.layout | torch.memory_format):
+        return TorchName(str(item).removeprefix("torch."))
+    if isinstance(item, torch.device):
+        return TheDevice()
+    return item if item is None or isinstance(item, bool | int | float | str) else Other(type(item).__name__)
 
 
 def _tensors(nest: Any) -> list[torch.Tensor]:

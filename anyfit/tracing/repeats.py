@@ -248,7 +248,7 @@ class _Timeline:
 
     def _nameless(self, index: int) -> tuple[Any, ...]:
         op = self.ops[index]
-        return (op.name, op.phase, op.recomputes, op.dtype, op.flops, op.bytes)
+        return (op.call, op.phase, op.recomputes, op.flops, op.bytes)
 
     def ops_in_full(self) -> list[Op]:
         """The long recording."""
@@ -269,9 +269,8 @@ class _Timeline:
             block = self.block(op.block, 2, unit)
             module = self.names[block] + op.module.removeprefix(self.names[op.block])
             # By place, since dataclasses.replace is slow and there are tens of thousands.
-            copies.append(
-                Op(op.name, op.kind, op.phase, op.recomputes, block, module, op.dtype, op.flops, op.bytes, op.aligned, op.calls)
-            )
+            same = (op.dtype, op.flops, op.bytes, op.aligned, op.calls, op.call)
+            copies.append(Op(op.name, op.kind, op.phase, op.recomputes, block, module, *same))
         return copies
 
     def stretch(self, moment: int) -> _Moment:

@@ -25,8 +25,9 @@ from anyfit.values.units import show_bytes, show_seconds
 from .blocks import Blocks, find_blocks
 from .errors import TooDear, explained, refuse_elsewhere, refuse_without_parameters
 from .gpu_kernels import AsOnGpu
+from .gpu_recorder import GpuRecorder
 from .real_run import LentKernels, bytes_of, real_batch, real_model
-from .recorder import Recorder
+from .recorder import Recorder, Storage
 from .repeats import NotPeriodic, Repeat, find_repeats, skipping, write_in
 from .stand_in import FakeMode, fake_batch, fake_model
 from .update_rule import learn
@@ -202,7 +203,8 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
     buffers = list(model.buffers())
     batch = stand_in.batch_of(micro_batch)
     kernels = AsOnGpu if stand_in.device == "cuda" else nullcontext
-    recorder = Recorder(stand_in.module_names, blocks.of_module, blocks.outside, kernels, stand_in.room_bytes)
+    recorder_of = GpuRecorder if stand_in.device == "cuda" else Recorder
+    recorder = recorder_of(stand_in.module_names, blocks.of_module, blocks.outside, kernels, stand_in.room_bytes)
     recorder.leave_out(iter([*stand_in.parameters.values(), *buffers]))
     for _, tensor in named_tensors(batch):
         recorder.count_input(tensor)
@@ -230,6 +232,8 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         pairs = zip(blocks.modules[block].parameters(), blocks.modules[twin].parameters(), strict=True)
         used |= {id(mine) for mine, theirs in pairs if id(theirs) in used}
 
+    if isinstance(recorder, GpuRecorder):
+        recorder.settle()
     ops, storages = recorder.ops, recorder.storages
     for repeat in repeats:
         ops, storages = write_in(repeat, [block.name for block in blocks.blocks], ops, storages)
@@ -237,6 +241,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         model=type(model).__name__,
         micro_batch=micro_batch,
         tokens=tokens_in(batch, micro_batch),
+        batch_bytes=_host_bytes(job, batch),
         precision=job.precision,
         parameters=tuple(
             fact[id(parameter) in used] for fact, parameter in zip(stand_in.facts, stand_in.parameters.values(), strict=True)
@@ -244,15 +249,25 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers),
         blocks=blocks.blocks,
         ops=tuple(ops),
+        calls=tuple(recorder.calls),
         backward_starts=next(index for index, op in enumerate(ops) if op.phase == "backward"),
         values=tuple(
-            Value(each.bytes, each.kind, each.born, len(ops) if each.dies is None else each.dies, each.block)
-            for each in storages
-            if each.bytes
+            Value(each.bytes, each.kind, each.born, _end(each, len(ops)), each.block) for each in storages if each.bytes
         ),
         update=stand_in.rule,
         fingerprint=stand_in.fingerprint,
     )
+
+
+def _end(storage: Storage, end: int) -> int:
+    """Gradients outlive the pass, though the trace has let go of them."""
+    return end if storage.dies is None or storage.kind == "gradient" else storage.dies
+
+
+def _host_bytes(job: Job, batch: Batch) -> int:
+    """Bytes of a batch before it is cast: it goes to the device as the user made it."""
+    given = dict(named_tensors(job.sample if job.max_sample is None else job.max_sample))
+    return sum(tensor.numel() * given.get(name, tensor).element_size() for name, tensor in named_tensors(batch))
 
 
 def tokens_in(batch: Batch, rows: int) -> int:

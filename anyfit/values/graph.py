@@ -29,6 +29,7 @@ class Op:
     bytes: int  # read and written
     aligned: bool  # rows of all operands start on 16-byte boundaries
     calls: int  # of the dispatcher that led up to it: the op itself and the views before it
+    call: int  # index into Graph.calls
 
 
 @dataclass(frozen=True)
@@ -76,16 +77,18 @@ class UpdateRule:
 @dataclass(frozen=True)
 class Graph(Record):
     kind: ClassVar[str] = "graph"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     model: str  # class of the model
     micro_batch: int
     tokens: int  # of one micro-batch; samples, where the batch has no token sequence
+    batch_bytes: int  # of one micro-batch as the host hands it over
     precision: Literal["bf16", "fp32"]
     parameters: tuple[Parameter, ...]
     buffer_bytes: int
     blocks: tuple[Block, ...]
     ops: tuple[Op, ...]
+    calls: tuple[str, ...]  # the distinct ones (values/call.py), in the order in which they first occur
     backward_starts: int  # index of backward's first op
     values: tuple[Value, ...]
     update: UpdateRule
