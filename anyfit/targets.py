@@ -237,7 +237,7 @@ def module_costs(job: Job, graph: Graph, machine: Machine, depth: int) -> list[B
         for shown in around(path):
             sums[shown][column] += amount
 
-    for op, seconds in zip(graph.ops, pass_seconds(graph, machine.device), strict=True):
+    for op, seconds in zip(graph.ops, pass_seconds(graph, machine), strict=True):
         add(op.module, f"flops_{op.phase}", op.flops)
         add(op.module, f"seconds_{op.phase}", seconds)
         if op.recomputes:

@@ -36,6 +36,7 @@ def small_machine(*, device_bytes: int = 8 * GIB, cores: int = 2, flops_per_seco
             launch_seconds=figure(1e-6),
             host_seconds=figure(1e-6),
             workspace_bytes=figure(0),
+            measured={},
         ),
         host=Host(
             cores=cores,

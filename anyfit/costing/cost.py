@@ -7,17 +7,20 @@ from collections.abc import Sequence
 
 from anyfit.values.graph import Graph
 from anyfit.values.layout import CHUNK_BYTES, Chunk
-from anyfit.values.machine import Device, Machine
+from anyfit.values.machine import Machine
 from anyfit.values.profile import BlockCost, Pass, Profile, UpdateCost
 
-from .memory import chunks_of, reserved_bytes, state_bytes, update_scratch_bytes
-from .times import device_seconds, pass_seconds, update_seconds
+from .memory import chunks_of, live_bytes, reserved_bytes, state_bytes, update_scratch_bytes
+from .times import copy_seconds, device_seconds, measured_share, pass_seconds, update_seconds
 
 # How far measured steps lay from their forecasts over the recorded cases, rounded up: on a GPU those of tests/golden, on a CPU
 # those of benchmarks/forecast.py (benchmarks/results/forecast-cpu.json). tests/costing/test_golden.py holds them to it.
 TIME_ERROR = {"cpu": 0.45, "cuda": 0.17}
 # Convolutions and routed experts are priced by rougher curves, and a GPU that waits for its host by a rougher figure.
-ROUGH_TIME_ERROR = {"cpu": 0.7, "cuda": 0.5}
+ROUGH_TIME_ERROR = {"cpu": 0.7, "cuda": 0.52}
+# Where the calls themselves were measured on the device, all but a few.
+MEASURED_TIME_ERROR = {"cpu": 0.45, "cuda": 0.12}
+LEAST_MEASURED = 0.95  # of the device's seconds
 HOST_BOUND = 1.2  # a pass that takes this many times the device's own seconds waits for the host
 MEMORY_ERROR = {"cpu": 0.02, "cuda": 0.065}
 RESERVED_ERROR = {"cpu": 0.02, "cuda": 0.155}
@@ -59,7 +62,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
         context_bytes=int(device.context_bytes.value),
         workspace_bytes=int(device.workspace_bytes.value),
         peak_flops_per_second=rates.peak,
-        time_error=max(_time_error(largest, device, passes[0].seconds), rates.spread),
+        time_error=_time_error(largest, machine, passes[0].seconds, rates.spread),
         memory_error=MEMORY_ERROR[device.kind],
         reserved_error=RESERVED_ERROR[device.kind],
         model_fingerprint=graph.fingerprint,
@@ -68,11 +71,16 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
     )
 
 
-def _time_error(graph: Graph, device: Device, seconds: float) -> float:
+def _time_error(graph: Graph, machine: Machine, seconds: float, spread: float) -> float:
+    """How far a step may lie from its forecast; `spread` is that of the curve which bounds most passes."""
+    device = machine.device
+    busy = sum(device_seconds(op, graph.calls[op.call], device) for op in graph.ops)
+    if device.kind == "cuda" and seconds - copy_seconds(graph, machine) > HOST_BOUND * busy:
+        return max(ROUGH_TIME_ERROR[device.kind], spread)
+    if measured_share(graph, device) >= LEAST_MEASURED:
+        return MEASURED_TIME_ERROR[device.kind]
     rough = any(op.kind == "convolution" or op.name.startswith("_grouped_mm") for op in graph.ops)
-    if device.kind == "cuda":
-        rough = rough or seconds > HOST_BOUND * sum(device_seconds(op, device) for op in graph.ops)
-    return (ROUGH_TIME_ERROR if rough else TIME_ERROR)[device.kind]
+    return max((ROUGH_TIME_ERROR if rough else TIME_ERROR)[device.kind], spread)
 
 
 def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: int) -> Pass:
@@ -80,7 +88,7 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: i
     flops = {"forward": [0] * count, "backward": [0] * count}
     seconds = {"forward": [0.0] * count, "backward": [0.0] * count}
     recompute = [0.0] * count
-    for op, took in zip(graph.ops, pass_seconds(graph, machine.device), strict=True):
+    for op, took in zip(graph.ops, pass_seconds(graph, machine), strict=True):
         flops[op.phase][op.block] += op.flops
         seconds[op.phase][op.block] += took
         if op.recomputes:
@@ -92,7 +100,7 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: i
     parameters = [0] * count
     for parameter in graph.parameters:
         parameters[parameter.block] += parameter.elements
-    live = graph.live_bytes("kept")
+    live = live_bytes(graph, machine.device, "kept")
     peak = max(range(len(live)), key=live.__getitem__)
     reserved = 0
     if machine.device.kind == "cuda":
@@ -115,7 +123,7 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: i
             for index, block in enumerate(graph.blocks)
         ),
         peak_bytes=live[peak],
-        peak_bytes_accumulating=max(graph.live_bytes("consumed")),
+        peak_bytes_accumulating=max(live_bytes(graph, machine.device, "consumed")),
         peak_at=graph.ops[peak].module or graph.model,
         reserved_bytes=reserved,
     )

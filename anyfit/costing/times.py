@@ -1,19 +1,21 @@
 """Seconds: what each op costs on a machine, and what a pass of them costs when the host has to launch every one.
 
-    device(op) = max(bytes / bandwidth_of_op(bytes), flops / rate_of_op(flops))      on the machine's measured curves
+    device(op) = seconds of its call                                                 where the machine has measured that
+                 max(bytes / bandwidth_of_op(bytes), flops / rate_of_op(flops))      elsewhere, on the machine's curves
     host(op)   = calls * host_seconds                                                views before it included
 
 On a GPU the host runs ahead: op i starts when it has been launched and op i-1 is done, so a small model takes the host's time and
-a large one the device's. On a CPU device both are the same cores, and the times add up.
+a large one the device's; both wait for the batch to be copied. On a CPU device both are the same cores, and the times add up.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from anyfit.values.graph import Graph, Op, UpdateRule
 from anyfit.values.layout import Chunk
-from anyfit.values.machine import Curve, Device
+from anyfit.values.machine import Curve, Device, Machine
 
 # Bytes the engine itself moves in an update, by element of a bf16 chunk: merging the masters (6 + 8 + 10), widening (6) and
 # scaling (8) the gradient, its norm (2), splitting the masters again (6 + 10 + 8 + 6).
@@ -26,11 +28,18 @@ CALLS_PER_PARAMETER = 2.5
 # find a GPU's clocks higher than minutes of load leave them, and a CPU's caches warmer; and a real model's calls cost the host
 # more than those of the probe's tiny blocks, since more Python lies between them.
 SUSTAINED = {"cpu": 1.2, "cuda": 1.05}
+MEASURED_SUSTAINED = {"cpu": 1.0, "cuda": 1.0}  # the same for calls that were measured one by one
 HOST_SHARE = {"cpu": 3.0, "cuda": 1.8}
 
 
-def device_seconds(op: Op, device: Device) -> float:
-    """How long the device is busy with one op."""
+def device_seconds(op: Op, call: str, device: Device) -> float:
+    """How long the device is busy with one op: as it was measured for this very call, or else by the curves."""
+    measured = device.measured.get(call)
+    return curve_seconds(op, device) if measured is None else measured * MEASURED_SUSTAINED[device.kind]
+
+
+def curve_seconds(op: Op, device: Device) -> float:
+    """How long the device is busy with an op of this kind and size."""
     name = op.name.partition(".")[0]
     bandwidth = device.operations.get(name, device.memory)
     seconds = op.bytes / bandwidth.at(max(op.bytes, 1))
@@ -48,23 +57,48 @@ def _rates(op: Op, name: str, device: Device) -> Curve:
     return curves.get(op.dtype) or curves.get("float32") or device.matmul["float32"]
 
 
-def pass_seconds(graph: Graph, device: Device) -> list[float]:
-    """For every op of a pass, by how much it lengthens the pass."""
-    known: dict[tuple[object, ...], float] = {}  # like blocks have like ops: each is priced once
+def call_weights(graphs: Sequence[Graph], device: Device) -> dict[str, float]:
+    """By call, its share of the device's seconds in each pass by the curves, added up over the passes."""
+    weights: dict[str, float] = {}
+    for graph in graphs:
+        counts = Counter(op.call for op in graph.ops)
+        examples = {op.call: op for op in graph.ops}
+        seconds = {call: count * curve_seconds(examples[call], device) for call, count in counts.items()}
+        total = sum(seconds.values()) or 1.0
+        for call, took in seconds.items():
+            weights[graph.calls[call]] = weights.get(graph.calls[call], 0.0) + took / total
+    return weights
+
+
+def measured_share(graph: Graph, device: Device) -> float:
+    """How much of the device's seconds comes from calls that were measured."""
+    shares = call_weights([graph], device)
+    return sum(share for call, share in shares.items() if call in device.measured)
+
+
+def copy_seconds(graph: Graph, machine: Machine) -> float:
+    """What the batch takes to the device. Nothing runs meanwhile: the host waits for it, and has launched nothing yet."""
+    return graph.batch_bytes / machine.copies.pageable.value if machine.copies is not None else 0.0
+
+
+def pass_seconds(graph: Graph, machine: Machine) -> list[float]:
+    """For every op of a pass, by how much it lengthens the pass; the first has waited for the batch."""
+    device = machine.device
+    known: dict[int, float] = {}  # like blocks have like calls: each is priced once
     took = []
-    host = busy_until = 0.0
+    done = 0.0
+    host = busy_until = copy_seconds(graph, machine)
     call_seconds = device.host_seconds.value * HOST_SHARE[device.kind]
     for op in graph.ops:
-        key = (op.name, op.dtype, op.flops, op.bytes, op.aligned)
-        if key not in known:
-            known[key] = device_seconds(op, device)
-        before = busy_until
+        if op.call not in known:
+            known[op.call] = device_seconds(op, graph.calls[op.call], device)
         if device.kind == "cpu":
-            busy_until += known[key] + max(op.calls * call_seconds - device.launch_seconds.value, 0.0)
+            busy_until += known[op.call] + max(op.calls * call_seconds - device.launch_seconds.value, 0.0)
         else:
             host += op.calls * call_seconds
-            busy_until = max(busy_until, host) + known[key]
-        took.append(busy_until - before)
+            busy_until = max(busy_until, host) + known[op.call]
+        took.append(busy_until - done)
+        done = busy_until
     return took
 
 

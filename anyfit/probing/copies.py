@@ -1,7 +1,7 @@
-"""Pinned copies between host and device by size: each direction alone, and each with the other busy.
+"""Copies between host and device by size: each direction alone, and each with the other busy.
 
 To read one direction while the other is busy, the other is given twice as many copies first: its queue then outlasts
-ours.
+ours. A batch comes from memory that is not pinned: its copy goes through a buffer of the driver's, and the host waits for it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from .meters import Effort, Ladder, Meter
 
 READING_BYTES = 128 * 2**20  # copied in one burst
 BURSTS = 3
+PAGEABLE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,12 @@ class CopyLadders:
     down: Ladder
     up_both: Ladder
     down_both: Ladder
+    pageable: Meter
 
     @property
     def meters(self) -> list[Meter]:
-        return [meter for ladder in (self.up, self.down, self.up_both, self.down_both) for meter in ladder.meters]
+        pinned_ones = (self.up, self.down, self.up_both, self.down_both)
+        return [meter for ladder in pinned_ones for meter in ladder.meters] + [self.pageable]
 
 
 @contextlib.contextmanager
@@ -64,6 +68,7 @@ def copy_ladders(device: torch.device, effort: Effort) -> Iterator[CopyLadders]:
             down=ladder("copies from the device", down, None),
             up_both=ladder("copies both ways", up, down),
             down_both=ladder("copies both ways", down, up),
+            pageable=_pageable_meter(device),
         )
 
 
@@ -77,6 +82,20 @@ def directions(device: torch.device, size: int) -> Iterator[tuple[Direction, Dir
             Direction(new_stream(device), sent, on_device[0]),
             Direction(new_stream(device), on_device[1], received),
         )
+
+
+def _pageable_meter(device: torch.device) -> Meter:
+    source = torch.ones(PAGEABLE_BYTES, dtype=torch.uint8)
+    target = torch.empty(PAGEABLE_BYTES, dtype=torch.uint8, device=device)
+
+    def seconds() -> float:
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    return Meter("copies of a batch", lambda: PAGEABLE_BYTES / statistics.median(seconds() for _ in range(BURSTS)))
 
 
 def _rate(ours: Direction, other: Direction | None, size: int) -> float:

@@ -196,6 +196,7 @@ def _device(device: torch.device, subjects: Subjects) -> Device:
         launch_seconds=subjects.launch.figure(),
         host_seconds=subjects.training.figure(),
         workspace_bytes=memory.workspace_figure(device),
+        measured={},
     )
 
 
@@ -221,6 +222,7 @@ def _copies(ladders: CopyLadders) -> Copies:
         down=ladders.down.curve(),
         up_both=ladders.up_both.curve(),
         down_both=ladders.down_both.curve(),
+        pageable=ladders.pageable.figure(),
     )
 
 

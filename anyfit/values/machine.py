@@ -107,6 +107,7 @@ class Device:
     launch_seconds: Figure  # the least time between two ops
     host_seconds: Figure  # that the host takes for one dispatcher call in training, autograd's and Python's share included
     workspace_bytes: Figure  # what matmul libraries hold of torch's allocator, once forward and backward have run
+    measured: Mapping[str, float]  # seconds of calls (values/call.py) that were made on this very device; elsewhere none
 
     def __post_init__(self) -> None:
         for name in ("matmul", "matmul_unaligned", "attention", "attention_backward", "convolution"):
@@ -136,12 +137,13 @@ class Host:
 
 @dataclass(frozen=True)
 class Copies:
-    """Pinned copies between host and device: bytes/s by bytes of one copy, alone and with the other direction busy."""
+    """Copies between host and device: from and to pinned memory by bytes of one copy, alone and with the other direction busy."""
 
     up: Curve
     down: Curve
     up_both: Curve
     down_both: Curve
+    pageable: Figure  # bytes/s to the device from memory that is not pinned, such as a batch; the host waits for it
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ class Machine(Record):
     """
 
     kind: ClassVar[str] = "machine"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     name: str
     nodes: int

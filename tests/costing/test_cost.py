@@ -14,17 +14,21 @@ from torch import nn
 
 from anyfit import Job
 from anyfit.costing import cost
+from anyfit.costing.cost import MEASURED_TIME_ERROR, ROUGH_TIME_ERROR, TIME_ERROR
 from anyfit.costing.times import (
     HOST_SHARE,
+    MEASURED_SUSTAINED,
     SPLIT_BYTES_PER_ELEMENT,
     SUSTAINED,
     WHOLE_BYTES_PER_ELEMENT,
+    call_weights,
+    curve_seconds,
     device_seconds,
     pass_seconds,
 )
 from anyfit.tracing import trace
 from anyfit.values.graph import Graph, Op
-from anyfit.values.machine import Curve, Device
+from anyfit.values.machine import Copies, Curve, Device, Machine
 from anyfit.values.profile import Profile, StateBytes
 from tests.machines import constant, figure, small_machine
 from tests.models import Convolutional, Tangled, byte_batches, image_batches, image_loss, next_byte_loss
@@ -148,7 +152,7 @@ def test_a_pass_is_the_sum_of_its_ops(graph: Graph) -> None:
     machine = small_machine()
     (each,) = cost([graph], machine, 4).passes
     assert each.flops == graph.flops
-    assert each.seconds == pytest.approx(sum(pass_seconds(graph, machine.device)))
+    assert each.seconds == pytest.approx(sum(pass_seconds(graph, machine)))
     assert each.kept_bytes == sum(value.bytes for value in graph.values if graph.kept(value))
     assert sum(block.parameters for block in each.blocks) == sum(parameter.elements for parameter in graph.parameters)
     assert each.peak_bytes == max(graph.live_bytes("kept"))
@@ -193,7 +197,7 @@ RISING = Curve(((1e6, 1e9), (1e9, 1e12)), 0.0, "measured")
 
 
 def an_op(kind: str, flops: int, touched: int, dtype: str = "float32", *, aligned: bool = True, calls: int = 1) -> Op:
-    return Op("op", kind, "forward", False, 0, "", dtype, flops, touched, aligned, calls)  # type: ignore[arg-type]
+    return Op("op", kind, "forward", False, 0, "", dtype, flops, touched, aligned, calls, call=0)  # type: ignore[arg-type]
 
 
 def device_with(**changes: Any) -> Device:
@@ -206,30 +210,28 @@ def test_an_op_takes_as_long_as_the_slower_of_compute_and_memory(kind: str, flop
     device = device_with(**{name: {"float32": constant(rate)} for name, rate in rates.items()}, memory=constant(1e10))
     name = {"memory": "matmul"}.get(kind, kind) if aligned or kind in ("attention", "convolution") else "matmul_unaligned"
     wanted = SUSTAINED["cpu"] * max(touched / 1e10, flops / rates[name])
-    assert device_seconds(an_op(kind, flops, touched, aligned=aligned), device) == pytest.approx(wanted)
+    assert curve_seconds(an_op(kind, flops, touched, aligned=aligned), device) == pytest.approx(wanted)
 
 
 @given(kinds, amounts, amounts, amounts, amounts)
 def test_more_work_never_takes_less_time(kind: str, flops: int, touched: int, more_flops: int, more_touched: int) -> None:
     device = device_with(matmul={"float32": RISING}, attention={"float32": RISING}, convolution={"float32": RISING})
-    less = device_seconds(an_op(kind, flops, touched), device)
-    assert device_seconds(an_op(kind, flops + more_flops, touched + more_touched), device) >= less * (1 - 1e-9)
+    less = curve_seconds(an_op(kind, flops, touched), device)
+    assert curve_seconds(an_op(kind, flops + more_flops, touched + more_touched), device) >= less * (1 - 1e-9)
 
 
 def test_an_op_is_costed_at_the_rate_of_its_own_size_and_dtype() -> None:
     device = device_with(matmul={"float32": RISING}, memory=constant(1e15))
-    assert device_seconds(an_op("matmul", 10**6, 0), device) == pytest.approx(SUSTAINED["cpu"] * 1e-3)
-    assert device_seconds(an_op("matmul", 10**9, 0), device) == pytest.approx(SUSTAINED["cpu"] * 1e-3)
+    assert curve_seconds(an_op("matmul", 10**6, 0), device) == pytest.approx(SUSTAINED["cpu"] * 1e-3)
+    assert curve_seconds(an_op("matmul", 10**9, 0), device) == pytest.approx(SUSTAINED["cpu"] * 1e-3)
     device = device_with(matmul={"float32": constant(1e9), "bfloat16": constant(4e9)}, memory=constant(1e15))
-    assert device_seconds(an_op("matmul", 10**9, 0, "bfloat16"), device) == pytest.approx(SUSTAINED["cpu"] * 0.25)
+    assert curve_seconds(an_op("matmul", 10**9, 0, "bfloat16"), device) == pytest.approx(SUSTAINED["cpu"] * 0.25)
 
 
 def test_an_op_with_a_curve_of_its_own_is_costed_by_it() -> None:
     device = device_with(operations={"gelu": constant(1e9)}, memory=constant(1e10))
-    assert device_seconds(replace(an_op("memory", 0, 10**9), name="gelu.default"), device) == pytest.approx(SUSTAINED["cpu"])
-    assert device_seconds(replace(an_op("memory", 0, 10**9), name="relu.default"), device) == pytest.approx(
-        SUSTAINED["cpu"] * 0.1
-    )
+    assert curve_seconds(replace(an_op("memory", 0, 10**9), name="gelu.default"), device) == pytest.approx(SUSTAINED["cpu"])
+    assert curve_seconds(replace(an_op("memory", 0, 10**9), name="relu.default"), device) == pytest.approx(SUSTAINED["cpu"] * 0.1)
 
 
 def chain(graph: Graph, count: int, seconds: float, calls: int) -> Graph:
@@ -238,13 +240,68 @@ def chain(graph: Graph, count: int, seconds: float, calls: int) -> Graph:
 
 
 def test_a_gpu_is_bound_by_the_host_or_by_itself_and_a_cpu_by_both(graph: Graph) -> None:
-    gpu = device_with(kind="cuda", memory=constant(1e10), host_seconds=figure(1e-5), launch_seconds=figure(0))
+    device = device_with(kind="cuda", memory=constant(1e10), host_seconds=figure(1e-5), launch_seconds=figure(0))
+    gpu = replace(small_machine(), device=device)
     large, small = chain(graph, 100, 1e-3, calls=2), chain(graph, 100, 1e-6, calls=2)
     launching = 100 * 2 * 1e-5
     assert sum(pass_seconds(large, gpu)) == pytest.approx(SUSTAINED["cuda"] * 0.1, rel=1e-3)
     assert sum(pass_seconds(small, gpu)) == pytest.approx(HOST_SHARE["cuda"] * launching, rel=1e-2)
-    cpu = replace(gpu, kind="cpu")
+    cpu = replace(gpu, device=replace(device, kind="cpu"))
     assert sum(pass_seconds(large, cpu)) == pytest.approx(SUSTAINED["cpu"] * 0.1 + HOST_SHARE["cpu"] * launching)
+
+
+# ---------------------------------------------------------------------- calls that were measured
+
+
+def with_calls(graph: Graph, seconds: float, share: float = 1.0, **changes: Any) -> Machine:
+    """A machine that has measured the heaviest calls of a graph, as much as makes up the share of its seconds."""
+    machine = small_machine()
+    weights = call_weights([graph], machine.device)
+    calls, covered = [], 0.0
+    for call in sorted(weights, key=lambda each: -weights[each]):
+        if covered < share:
+            calls.append(call)
+            covered += weights[call]
+    return replace(machine, device=replace(machine.device, measured=dict.fromkeys(calls, seconds), **changes))
+
+
+def test_an_op_takes_what_its_call_was_measured_to_take(graph: Graph) -> None:
+    machine = with_calls(graph, 0.5)
+    for op in graph.ops:
+        assert device_seconds(op, graph.calls[op.call], machine.device) == MEASURED_SUSTAINED["cpu"] * 0.5
+        assert device_seconds(op, "another call", machine.device) == curve_seconds(op, machine.device)
+    device_only = replace(machine, device=replace(machine.device, host_seconds=figure(0)))
+    (each,) = cost([graph], device_only, 4).passes
+    assert each.seconds == pytest.approx(MEASURED_SUSTAINED["cpu"] * 0.5 * len(graph.ops))
+
+
+def test_the_weights_of_calls_are_shares_of_each_pass(graph: Graph) -> None:
+    device = small_machine().device
+    weights = call_weights([graph, trace(tangled_job(), 2)], device)
+    assert sum(weights.values()) == pytest.approx(2.0)
+    assert set(graph.calls) <= set(weights)
+
+
+def test_the_error_band_is_the_narrow_one_only_where_nearly_all_was_measured(graph: Graph) -> None:
+    gpu = {"kind": "cuda", "host_seconds": figure(0)}
+
+    def band(share: float) -> float:
+        return cost([graph], with_calls(graph, 1e-3, share, **gpu), 4).time_error
+
+    assert band(1.0) == MEASURED_TIME_ERROR["cuda"]
+    assert band(0.5) == TIME_ERROR["cuda"]
+    waiting = with_calls(graph, 1e-9, 1.0, kind="cuda", host_seconds=figure(1e-3))
+    assert cost([graph], waiting, 4).time_error == ROUGH_TIME_ERROR["cuda"], "of a GPU that waits for its host"
+
+
+def test_a_gpu_waits_for_its_batch_as_the_host_holds_it() -> None:
+    copies = Copies(*(constant(1e10),) * 4, pageable=figure(1e6))
+    job = Job(Convolutional, image_loss, lambda model: torch.optim.AdamW(model.parameters()), image_batches(1, 2)[0], 2)
+    traced, machine = trace(job, 2), small_machine()
+    assert job.precision == "bf16"
+    assert traced.batch_bytes == 2 * (3 * 8 * 8 * 4 + 8)
+    (alone,), (waiting,) = (cost([traced], each, 2).passes for each in (machine, replace(machine, copies=copies)))
+    assert waiting.seconds - alone.seconds == pytest.approx(traced.batch_bytes / 1e6)
 
 
 def test_an_update_touches_every_trained_parameter(graph: Graph) -> None:
