@@ -82,3 +82,95 @@ def image_batches(count: int, rows: int, seed: int = 1) -> list[dict[str, Tensor
         }
         for _ in range(count)
     ]
+
+
+class Experts(nn.Module):
+    """A mixture: each token goes to the expert its router likes best, so that some experts see none of a batch."""
+
+    def __init__(self, width: int = 16, experts: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width)) for _ in range(experts))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).flatten(0, 1)
+        shares = self.router(x).float().softmax(-1)
+        share, chosen = shares.max(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * share[rows, None].to(x.dtype))
+        return self.head(x + out).view(*ids.shape, -1)
+
+
+class Branching(nn.Module):
+    """Goes one of two ways, by the batch, and one of them twice; reads a weight through a view that it keeps for a while."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.left, self.right, self.after = (nn.Linear(width, width) for _ in range(3))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        kept = self.head.weight[:, :1].expand(-1, 2)
+        x = self.embed(ids)
+        odd = bool(int(ids[0, 0]) % 2)
+        x = x + F.gelu(self.left(F.gelu(self.left(x))) if odd else self.right(x))
+        return self.head(self.after(x)) + kept.sum(1)
+
+
+class EncoderDecoder(nn.Module):
+    """torch's own transformer, whose attention reads weights of modules it does not call."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.both = nn.Transformer(width, 2, 1, 1, 32, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(self.both(x, x))
+
+
+class Normalised(nn.Module):
+    """Parametrized weights, dropout, and running statistics inside blocks that may be recomputed."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.utils.parametrizations.weight_norm(nn.Linear(width, width)), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.1)
+            )
+            for _ in range(2)
+        )
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).flatten(0, 1)
+        for block in self.blocks:
+            x = x + block(x).to(x.dtype)
+        return self.head(x).view(*ids.shape, -1)
+
+
+def tiny_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes)
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.llama = LlamaForCausalLM(config)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits: Tensor = self.llama(input_ids=ids, use_cache=False).logits
+            return logits
+
+    return Logits()

@@ -1,67 +1,132 @@
-"""Model state in flat buffers: the bytes behind a layout.
+"""Model state in flat buffers: the bytes behind a layout, each where its placement says.
 
-Parameters of the model become views of their chunk's buffer, so user code reads and trains them as always. A bf16 chunk
-that is updated has a buffer of low halves beside it; together they are the exact fp32 masters.
+A bf16 chunk that is updated has a buffer of low halves beside its weights; together they are the exact fp32 masters. Weights
+lie on the device, on the host, or, where the host updates weights that stay on the device, on both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from anyfit.kernels.split import merge, split
 from anyfit.values.layout import Chunk, Slot
+from anyfit.values.plan import Placement
+
+from .lanes import Ticket
+from .tiers import HostSlabs
+
+quietly = torch._C.DisableTorchFunctionSubclass  # parameters that watch their use do not watch the engine's
 
 
 class ChunkState:
-    """One chunk's buffers on its device."""
+    """One chunk's buffers, and the update that is under way on it."""
 
-    def __init__(self, chunk: Chunk, device: torch.device) -> None:
-        self.chunk = chunk
-        dtype = getattr(torch, chunk.dtype)
-        self.weights = torch.zeros(chunk.elements, dtype=dtype, device=device)
-        self.is_split = chunk.is_updated and dtype == torch.bfloat16
-        self.low = torch.zeros(chunk.elements if self.is_split else 0, dtype=torch.int16, device=device)
+    def __init__(self, index: int, chunk: Chunk, placement: Placement, device: torch.device, slabs: HostSlabs) -> None:
+        self.index, self.chunk, self.placement = index, chunk, placement
+        self.dtype: torch.dtype = getattr(torch, chunk.dtype)
+        self.is_split = chunk.is_updated and self.dtype == torch.bfloat16
+        self._device, self._slabs = device, slabs
+        self.on_device: Tensor | None = None
+        self.on_host: Tensor | None = None
+        on_host = placement.weights == "host" or (chunk.is_updated and placement.update == "host")
+        if placement.weights == "device":
+            self.on_device = torch.zeros(chunk.elements, dtype=self.dtype, device=device)
+        if on_host:
+            self.on_host = slabs.zeros(chunk.elements, self.dtype, crosses=True)
+        self.low = self.optimizer_zeros(torch.int16, elements=chunk.elements if self.is_split else 0)
+        self.fresh: Ticket | None = None  # of the update under way
+        self.again: Callable[[], Ticket] | None = None  # starts that update once more, should it have failed
+
+    @property
+    def weights(self) -> Tensor:
+        """Where they live. Between a step and the update's end they are the old ones."""
+        return self._there(self.on_device if self.placement.weights == "device" else self.on_host)
+
+    @staticmethod
+    def _there(buffer: Tensor | None) -> Tensor:
+        assert buffer is not None
+        return buffer
+
+    def optimizer_zeros(self, dtype: torch.dtype, elements: int | None = None) -> Tensor:
+        """A flat buffer in the tier of the optimizer's state."""
+        elements = self.chunk.elements if elements is None else elements
+        if self.placement.optimizer == "device":
+            return torch.zeros(elements, dtype=dtype, device=self._device)
+        return self._slabs.zeros(elements, dtype, crosses=self.placement.update == "device")
 
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
         return flat[slot.offset : slot.offset + slot.elements].view(slot.shape)
 
     def write(self, slot: Slot, value: Tensor) -> None:
         """Sets one parameter from `value`, exactly where the chunk has masters."""
-        weights = self.view(self.weights, slot)
-        if self.is_split:
-            split(value.to(weights.device, torch.float32, copy=True).contiguous(), weights, self.view(self.low, slot))
-        else:
-            weights.copy_(value)
+        homes = [self.view(buffer, slot) for buffer in (self.on_device, self.on_host) if buffer is not None]
+        if not self.is_split:
+            for home in homes:
+                home.copy_(value)
+            return
+        low = self.view(self.low, slot)
+        exact = value.to(low.device, torch.float32, copy=True).contiguous()
+        high = torch.empty_like(exact, dtype=torch.bfloat16)
+        split(exact, high, low)
+        for home in homes:
+            home.copy_(high)
 
     def read(self, slot: Slot) -> Tensor:
         """One parameter on the host: the fp32 master where the chunk has masters, a copy in any case."""
         weights = self.view(self.weights, slot)
         if not self.is_split:
             return weights.detach().to("cpu", copy=True)
-        exact = torch.empty(slot.shape, dtype=torch.float32, device=weights.device)
-        merge(weights, self.view(self.low, slot), exact)
+        low = self.view(self.low, slot)
+        exact = torch.empty(slot.shape, dtype=torch.float32, device=low.device)
+        merge(weights.to(low.device), low, exact)
         return exact.cpu()
 
+    def adopt(self, edited: Tensor, before: Tensor) -> None:
+        """Takes over weights that the user edited: a changed bf16 weight is its own new master."""
+        if self.is_split:
+            self.low.masked_fill_((edited != before.to(edited.device)).to(self.low.device), 0)
+        for home in (self.on_device, self.on_host):
+            if home is not None and home is not edited:
+                home.copy_(edited)
+
     @property
-    def bytes(self) -> int:
-        return self.weights.nbytes + self.low.nbytes
+    def device_bytes(self) -> int:
+        there = [self.on_device, self.low if self.placement.optimizer == "device" else None]
+        return sum(buffer.nbytes for buffer in there if buffer is not None)
 
 
 class ModelState:
-    """All chunks of a model, and the model's parameters as views of them."""
+    """All chunks of a model, and the model's parameters by name."""
 
-    def __init__(self, model: nn.Module, layout: Sequence[Chunk], device: torch.device) -> None:
-        self.chunks = [ChunkState(chunk, device) for chunk in layout]
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Sequence[Chunk],
+        placements: Sequence[Placement],
+        device: torch.device,
+        slabs: HostSlabs,
+    ) -> None:
+        self.device = device
+        self.chunks = [
+            ChunkState(index, chunk, placement, device, slabs)
+            for index, (chunk, placement) in enumerate(zip(layout, placements, strict=True))
+        ]
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+        placeholders: dict[torch.dtype, Tensor] = {}
         with torch.no_grad():
             for state in self.chunks:
+                # Shape without memory, for weights that are away. Whoever reads it by mistake gets no number.
+                absent = placeholders.setdefault(state.dtype, torch.full((1,), float("nan"), dtype=state.dtype, device=device))
                 for slot in state.chunk.slots:
                     parameter = self.parameters[slot.name]
                     state.write(slot, parameter)
-                    parameter.data = state.view(state.weights, slot)  # frees the original as it goes
+                    home = absent.expand(slot.shape)
+                    if state.on_device is not None:
+                        home = state.view(state.on_device, slot)
+                    parameter.data = home  # frees the original as it goes
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter by name, on the host: fp32 masters where there are any."""
@@ -73,16 +138,18 @@ class ModelState:
                 for slot in state.chunk.slots:
                     state.write(slot, weights[slot.name])
 
-    def snapshot(self) -> list[Tensor]:
-        """The weights as they are, to tell later what the user edited."""
-        return [state.weights.clone() for state in self.chunks]
+    def snapshot(self) -> dict[int, Tensor]:
+        """The weights of chunks that are nowhere but on the device, to tell later what the user edited."""
+        return {state.index: state.weights.clone() for state in self.chunks if state.on_host is None}
 
-    def adopt_edits(self, before: Sequence[Tensor]) -> None:
-        """Makes the user's edits of weights part of the state: a changed bf16 weight is its own new master."""
-        with torch.no_grad():
-            for state, old in zip(self.chunks, before, strict=True):
+    def adopt_edits(self, before: Mapping[int, Tensor]) -> None:
+        """Makes the user's edits of weights on the device part of the state."""
+        with torch.no_grad(), quietly():
+            for state in self.chunks:
+                if state.on_device is None:
+                    continue
                 for slot in state.chunk.slots:
-                    parameter, mine = self.parameters[slot.name], state.view(state.weights, slot)
+                    parameter, mine = self.parameters[slot.name], state.view(state.on_device, slot)
                     if parameter.data_ptr() != mine.data_ptr():  # the user put another tensor there
                         if parameter.shape != mine.shape:
                             raise ValueError(
@@ -90,9 +157,8 @@ class ModelState:
                             )
                         mine.copy_(parameter)
                         parameter.data = mine
-                if state.is_split:
-                    state.low.masked_fill_(state.weights != old, 0)
+                state.adopt(state.on_device, before[state.index] if state.on_host is None else state.on_host)
 
     @property
-    def bytes(self) -> int:
-        return sum(state.bytes for state in self.chunks)
+    def device_bytes(self) -> int:
+        return sum(state.device_bytes for state in self.chunks)

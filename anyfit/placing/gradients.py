@@ -1,69 +1,281 @@
 """Gradients of one step: where they add up over micro-batches, how large they are, and whether they are finite.
 
-One micro-batch: autograd's own gradient is used as it is. Several: fp32 gradients add up where autograd put them; bf16 ones
-are added in fp32 to a buffer beside the chunk as soon as each is complete, and freed.
+On the device: with one micro-batch autograd's own gradient is used as it is. With several, fp32 gradients add up where autograd
+put them; bf16 ones are added in fp32 to a buffer beside the chunk as soon as each is complete, and freed.
+
+On the host: gradients of a chunk are gathered in a staging buffer on the device, which goes down in one copy when all are
+there, or when another chunk needs the buffer. With several micro-batches the host adds them up in fp32. A parameter counts
+when its gradient came; which ones a step uses may change from step to step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .chunks import ChunkState, ModelState
+from anyfit.values.layout import Slot
+
+from .chunks import ChunkState, ModelState, quietly
+from .lanes import Lanes, Ticket
+from .tiers import HostSlabs
+
+STAGES = 2  # staging buffers: one fills while the other goes down
+
+
+@dataclass(eq=False)
+class Stage:
+    flat: Tensor  # bytes, on the device
+    state: ChunkState | None = None
+    slots: list[Slot] = field(default_factory=list)  # of parameters whose gradient is in it
+    ticket: Ticket | None = None  # of the copy that empties it
+
+
+@dataclass(eq=False)
+class HostGradients:
+    """What one chunk's gradients come to on the host."""
+
+    flat: Tensor  # as they came, or in fp32 where micro-batches add up
+    names: set[str] = field(default_factory=set)  # of parameters that have one
+    ticket: Ticket | None = None  # of the last that came
 
 
 class Gradients:
-    def __init__(self, state: ModelState, accumulation: int) -> None:
-        self._parameters = state.parameters
-        self._sums: dict[str, Tensor] = {}  # fp32, views of flat buffers
+    """`on_complete` is told of a chunk whose gradients are all on the host, and final, while backward still runs."""
+
+    def __init__(self, state: ModelState, lanes: Lanes, slabs: HostSlabs, accumulation: int, moved: set[str]) -> None:
+        self._state, self._lanes, self._parameters = state, lanes, state.parameters
+        self._adds_up = accumulation > 1
+        self._moved = moved
+        self.on_complete: Callable[[ChunkState], None] = lambda _state: None
+        self._sums: dict[str, Tensor] = {}  # fp32, views of flat buffers on the device
         self._filled: set[str] = set()
-        self.bytes = 0
-        if accumulation > 1:
-            for chunk in state.chunks:
-                if chunk.is_split:
-                    self._accumulate(chunk)
+        self._norms: dict[str, Tensor] = {}  # of final gradients that have left the device
+        self._on_host: dict[int, HostGradients] = {}
+        self.device_bytes = 0
+        for each in state.chunks:
+            if not each.chunk.trainable:
+                continue
+            if each.placement.gradients == "host":
+                dtype = torch.float32 if self._adds_up else each.dtype
+                self._on_host[each.index] = HostGradients(slabs.zeros(each.chunk.elements, dtype, crosses=not self._adds_up))
+                for slot in each.chunk.slots:
+                    self._parameters[slot.name].register_post_accumulate_grad_hook(self._sender(each, slot))
+            elif self._adds_up and each.is_split:
+                self._accumulate(each)
+        largest = max((state.chunks[index].chunk.bytes for index in self._on_host), default=0)
+        count = min(STAGES, len(self._on_host))
+        self._stages = [Stage(torch.empty(largest, dtype=torch.uint8, device=state.device)) for _ in range(count)]
+        self._landings: list[tuple[Tensor, Ticket | None]] = []  # where summands come down to
+        if self._adds_up:
+            self._landings = [(slabs.zeros(largest, torch.uint8, crosses=True), None) for _ in range(count)]
+        self.device_bytes += sum(stage.flat.nbytes for stage in self._stages)
+
+    # ------------------------------------------------------------------ on the device
 
     def _accumulate(self, state: ChunkState) -> None:
-        flat = torch.zeros(state.chunk.elements, dtype=torch.float32, device=state.weights.device)
-        self.bytes += flat.nbytes
+        flat = torch.zeros(state.chunk.elements, dtype=torch.float32, device=self._state.device)
+        self.device_bytes += flat.nbytes
         for slot in state.chunk.slots:
             self._sums[slot.name] = state.view(flat, slot)
             self._parameters[slot.name].register_post_accumulate_grad_hook(self._collector(slot.name))
 
     def _collector(self, name: str) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            if name in self._filled:
-                self._sums[name].add_(parameter.grad)
-            else:
-                self._sums[name].copy_(parameter.grad)
-                self._filled.add(name)
-            parameter.grad = None
+            with quietly():
+                assert parameter.grad is not None
+                if name in self._filled:
+                    self._sums[name].add_(parameter.grad)
+                else:
+                    self._sums[name].copy_(parameter.grad)
+                    self._filled.add(name)
+                parameter.grad = None
+                self._moved.add(name)
 
         return collect
 
-    def collected(self) -> dict[str, Tensor]:
-        """By parameter name, in the model's order, the gradients of this step; parameters without one are not there."""
-        found = {}
-        for name, parameter in self._parameters.items():
-            if name in self._filled:
-                found[name] = self._sums[name]
-            elif parameter.grad is not None:
-                found[name] = parameter.grad
+    # ------------------------------------------------------------------ on the way to the host
+
+    def _sender(self, state: ChunkState, slot: Slot) -> Callable[[Tensor], None]:
+        def send(parameter: Tensor) -> None:
+            with quietly(), torch.no_grad():
+                assert parameter.grad is not None
+                stage = self._stage_for(state)
+                if slot in stage.slots:  # of the micro-batch before, which another parameter of the chunk did not need
+                    self._go_down(stage)
+                    stage = self._stage_for(state)
+                state.view(stage.flat[: state.chunk.bytes].view(state.dtype), slot).copy_(parameter.grad)
+                parameter.grad = None
+                self._moved.add(slot.name)
+                stage.slots.append(slot)
+                if len(stage.slots) == len(state.chunk.slots):
+                    self._go_down(stage)
+
+        return send
+
+    def _stage_for(self, state: ChunkState) -> Stage:
+        for stage in self._stages:
+            if stage.state is state:
+                return stage
+        stage = next((each for each in self._stages if each.state is None), self._stages[0])
+        if stage.state is not None:  # the one that has waited longest for its chunk's other gradients
+            self._go_down(stage)
+        self._stages.remove(stage)
+        self._stages.append(stage)
+        self._lanes.hold_computation(stage.ticket)
+        stage.state, stage.ticket = state, None
+        return stage
+
+    def _go_down(self, stage: Stage) -> None:
+        state, slots = stage.state, stage.slots
+        assert state is not None
+        stage.state, stage.slots = None, []
+        home = self._on_host[state.index]
+        filled = stage.flat[: state.chunk.bytes].view(state.dtype)
+        if self._adds_up:
+            stage.ticket = self._land(home, state, slots, filled)
+            return
+        flat = home.flat
+        self._norms |= _norms({slot.name: state.view(filled, slot) for slot in slots})
+
+        def copy() -> None:
+            for start, end in _stretches(slots):
+                flat[start:end].copy_(filled[start:end], non_blocking=True)
+
+        home.ticket = stage.ticket = self._lanes.down.run(copy, after=(self._lanes.so_far(), state.fresh))
+        home.names.update(slot.name for slot in slots)
+        if len(home.names) == len(state.chunk.slots):
+            self.on_complete(state)
+
+    def _land(self, home: HostGradients, state: ChunkState, slots: Sequence[Slot], filled: Tensor) -> Ticket:
+        landing, taken = self._landings.pop(0)
+        summand = landing[: state.chunk.bytes].view(state.dtype)
+
+        def copy() -> None:
+            for start, end in _stretches(slots):
+                summand[start:end].copy_(filled[start:end], non_blocking=True)
+
+        down = self._lanes.down.run(copy, after=(self._lanes.so_far(), taken, state.fresh))
+        known, flat = set(home.names), home.flat
+
+        def add() -> None:
+            for slot in slots:
+                total, part = state.view(flat, slot), state.view(summand, slot)
+                if slot.name in known:
+                    total.add_(part)
+                else:
+                    total.copy_(part)
+
+        home.ticket = self._lanes.host.run(add, after=(down, home.ticket))
+        self._landings.append((landing, home.ticket))
+        home.names.update(slot.name for slot in slots)
+        return down
+
+    # ------------------------------------------------------------------ at the end of a step
+
+    def finish(self, weight: Tensor | None) -> dict[str, Tensor]:
+        """Every gradient of the step is where it belongs and divided by the weight; by name, in the model's order, the norm of
+        each. Parameters without a gradient are not there."""
+        for stage in self._stages:
+            if stage.state is not None:
+                self._go_down(stage)
+        on_device = self._of_device()
+        if weight is not None:
+            for gradient in on_device.values():
+                gradient.div_(weight)
+        norms = self._norms | _norms(on_device)
+        if self._adds_up:
+            norms |= self._finish_sums(weight)
+        return {name: norms[name] for name in self._parameters if name in norms}
+
+    def _finish_sums(self, weight: Tensor | None) -> dict[str, Tensor]:
+        divisor = None if weight is None else weight.cpu()
+        found: dict[str, Tensor] = {}
+        for index, home in self._on_host.items():
+            own = self._views(self._state.chunks[index], home)
+
+            def work(own: Mapping[str, Tensor] = own) -> None:
+                if divisor is not None:
+                    for gradient in own.values():
+                        gradient.div_(divisor)
+                found.update(_norms(own))
+
+            home.ticket = self._lanes.host.run(work, after=(home.ticket,))
+        for home in self._on_host.values():
+            if home.ticket is not None:
+                home.ticket.wait()
         return found
 
+    def _of_device(self) -> dict[str, Tensor]:
+        found = {}
+        with quietly():
+            for name, parameter in self._parameters.items():
+                if name in self._filled:
+                    found[name] = self._sums[name]
+                elif parameter.grad is not None:
+                    found[name] = parameter.grad
+        return found
+
+    def _views(self, state: ChunkState, home: HostGradients) -> dict[str, Tensor]:
+        return {slot.name: state.view(home.flat, slot) for slot in state.chunk.slots if slot.name in home.names}
+
+    def of(self, state: ChunkState) -> tuple[dict[str, Tensor], Ticket | None]:
+        """A chunk's gradients by name, in the tier its placement says, and the ticket of what is still on its way."""
+        home = self._on_host.get(state.index)
+        if home is not None:
+            return self._views(state, home), home.ticket
+        own = {}
+        with quietly():
+            for slot in state.chunk.slots:
+                gradient = self._sums[slot.name] if slot.name in self._filled else self._parameters[slot.name].grad
+                if gradient is not None:
+                    own[slot.name] = gradient
+        return own, None
+
     def clear(self) -> None:
+        """Forgets the step's gradients. Those that an update still works with are kept by it."""
         self._filled.clear()
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self._norms.clear()
+        self._moved.clear()
+        for stage in self._stages:
+            stage.state, stage.slots = None, []
+        for home in self._on_host.values():
+            home.names.clear()
+        with quietly():
+            for parameter in self._parameters.values():
+                parameter.grad = None
 
 
-def total_norm(gradients: Mapping[str, Tensor]) -> Tensor:
-    """The norm of all gradients together: of the norms of each, in order, as torch's clip_grad_norm_ combines them."""
+def _norms(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not gradients:
+        return {}
     norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return dict(zip(gradients, norms, strict=True))
+
+
+def _stretches(slots: Sequence[Slot]) -> Iterator[tuple[int, int]]:
+    """(start, end) of runs of neighbouring parameters: one copy each. The padding between them goes along."""
+    ordered = sorted(slots, key=lambda slot: slot.offset)
+    start = end = None
+    for slot in ordered:
+        if end is not None and start is not None and slot.offset - end >= ALIGN_GAP:
+            yield start, end
+            start = None
+        if start is None:
+            start = slot.offset
+        end = slot.offset + slot.elements
+    if start is not None and end is not None:
+        yield start, end
+
+
+ALIGN_GAP = 128  # elements: as much as a parameter's padding, or more, and another parameter lies between
+
+
+def total_norm(norms: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The norm of all gradients together: of the norms of each, in order, as torch's clip_grad_norm_ combines them."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([each.to(device, non_blocking=True) for each in norms.values()]))
     return norm
 
 

@@ -1,7 +1,10 @@
-"""The one visible order in which a plan becomes a placed model: build, optimizer, layout, chunks, gradients, updates."""
+"""The one visible order in which a plan becomes a placed model: build, optimizer, layout, chunks, residency, gradients, updates,
+activations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +12,14 @@ from torch import nn
 
 from anyfit.values.job import Job
 from anyfit.values.layout import Placeable, lay_out
-from anyfit.values.plan import Plan
+from anyfit.values.plan import Placement, Plan
 
+from .activations import Activations
 from .chunks import ModelState
 from .gradients import Gradients
+from .lanes import Lanes
+from .residency import Residency
+from .tiers import HostSlabs
 from .updates import Updates
 
 
@@ -22,19 +29,46 @@ class Placed:
 
     model: nn.Module
     state: ModelState
+    residency: Residency
     gradients: Gradients
     updates: Updates
+    activations: Activations
+    lanes: Lanes
+    slabs: HostSlabs
     device: torch.device
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around every forward whose backward will come."""
+        with self.residency.watching(), self.activations.watching():
+            yield
+
     @property
-    def bytes(self) -> int:
+    def device_bytes(self) -> int:
         """Held between steps on the device."""
         buffers = sum(buffer.nbytes for buffer in self.model.buffers())
-        return self.state.bytes + self.gradients.bytes + self.updates.bytes + buffers
+        parts = (self.state, self.residency, self.gradients, self.updates)
+        return buffers + sum(part.device_bytes for part in parts)
+
+    @property
+    def host_bytes(self) -> int:
+        return self.slabs.bytes
+
+    def close(self) -> None:
+        """The model is plain again, with its weights; no thread is left."""
+        try:
+            self.residency.close()
+        finally:
+            self.activations.close()
+            self.lanes.close()
+            self.slabs.close()
 
 
-def place(job: Job, plan: Plan, model: nn.Module, device: torch.device) -> Placed:
-    """Moves the state of a real model where the plan wants it. The model object stays the user's own."""
+def place(job: Job, plan: Plan, model: nn.Module, device: torch.device, delay: Callable[[], None] | None = None) -> Placed:
+    """Moves the state of a real model where the plan wants it. The model object stays the user's own.
+
+    `delay` is called before every copy and update on a lane: tests give one that waits for a random time.
+    """
     dtypes = job.dtypes(model)
     optimizer, group_of = job.build_optimizer(model)
     layout = lay_out(
@@ -51,10 +85,27 @@ def place(job: Job, plan: Plan, model: nn.Module, device: torch.device) -> Place
         ),
         plan.chunk_bytes,
     )
+    placements = plan.chunks or (Placement(),)
+    if len(placements) == 1:
+        placements *= len(layout)
+    if len(placements) != len(layout):
+        raise ValueError(
+            f"the plan places {len(placements)} chunks, and this model makes {len(layout)} of about {plan.chunk_bytes} bytes"
+        )
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-    state = ModelState(model, layout, device)
-    gradients = Gradients(state, plan.accumulation)
-    return Placed(model, state, gradients, Updates(optimizer, state), device)
+    lanes = Lanes(device, delay)
+    slabs = HostSlabs(device, plan.limit_bytes["host"])
+    try:
+        state = ModelState(model, layout, placements, device, slabs)
+        residency = Residency(state, lanes, plan.slots, plan.prefetch)
+        gradients = Gradients(state, lanes, slabs, plan.accumulation, residency.moved_gradients)
+        updates = Updates(optimizer, state, gradients, residency, lanes, slabs)
+        activations = Activations(model, plan.stages[0].activations, lanes, slabs, residency)
+    except BaseException:
+        lanes.close()
+        slabs.close()
+        raise
+    return Placed(model, state, residency, gradients, updates, activations, lanes, slabs, device)

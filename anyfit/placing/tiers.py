@@ -1,17 +1,75 @@
-"""What a run holds of each tier, by count and not by guess.
+"""Host memory with an address, and what a run holds of each tier, by count and not by guess.
 
-On a GPU torch's allocator knows. On the CPU device nobody does, so a `LiveBytes` mode watches the storages of a step: it
-slows that step a little and is used on few.
+`HostSlabs` takes host memory in large slabs and hands out stretches of them. Those that cross to a GPU are pinned, a slab at
+a time: torch's own pinned allocator would round every request up to a power of two. Pages that nobody writes cost nothing.
+
+On a GPU torch's allocator knows what is held. On the CPU device nobody does, so a `LiveBytes` mode watches the storages of a
+step: it slows that step a little and is used on few.
 """
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from anyfit.values.units import show_bytes
+
+_cuda: Any = torch.cuda
+
+
+SLAB_BYTES = 2**30
+ALIGN_BYTES = 4096
+
+
+class HostSlabs:
+    """Zeros in host memory, as much as `limit_bytes` in all."""
+
+    def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
+        self._pins = device.type == "cuda"
+        self._limit = limit_bytes
+        self._slabs: dict[bool, tuple[torch.Tensor, int]] = {}  # pinned or not: the open slab, and how much of it is taken
+        self._pinned: list[torch.Tensor] = []
+        self.bytes = 0  # handed out
+
+    def zeros(self, elements: int, dtype: torch.dtype, *, crosses: bool) -> torch.Tensor:
+        """A flat tensor; one that `crosses` is copied to or from the device."""
+        size = -(-elements * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        if self._limit is not None and self.bytes + size > self._limit:
+            raise MemoryError(
+                f"the plan's host memory is {show_bytes(self._limit)}, of which {show_bytes(self.bytes)} are taken, and "
+                f"{show_bytes(size)} more are needed; allow more (host_memory=), or place less on the host"
+            )
+        pinned = crosses and self._pins
+        slab, taken = self._slabs.get(pinned, (None, 0))
+        if slab is None or taken + size > slab.numel():
+            slab, taken = self._new_slab(max(size, SLAB_BYTES if self._pins else ALIGN_BYTES), pinned), 0
+        self._slabs[pinned] = slab, taken + size
+        self.bytes += size
+        return slab[taken : taken + elements * dtype.itemsize].view(dtype)
+
+    def _new_slab(self, size: int, pinned: bool) -> torch.Tensor:
+        slab = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)
+        if pinned:
+            error = int(_cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
+            if error:
+                raise MemoryError(
+                    f"{show_bytes(slab.numel())} of host memory could not be pinned (CUDA error {error}) after "
+                    f"{show_bytes(sum(each.numel() for each in self._pinned))}; try: ulimit -l unlimited"
+                )
+            self._pinned.append(slab)
+        return slab
+
+    def close(self) -> None:
+        """Unpins. What was handed out stays readable."""
+        if self._pinned:
+            _cuda.synchronize()
+        while self._pinned:
+            _cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
 
 
 class LiveBytes(TorchDispatchMode):

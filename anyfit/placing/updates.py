@@ -1,13 +1,18 @@
-"""The update: the user's own torch optimizer, run chunk by chunk on exact fp32 masters.
+"""The update: the user's own torch optimizer, run chunk by chunk on exact fp32 masters, on the device or on the host.
 
-Any optimizer that treats each parameter by itself works: for each chunk in turn its groups are narrowed to that chunk's
-parameters and stepped. An fp32 chunk's parameters are updated where they lie. A bf16 chunk's masters are merged into one
-scratch buffer, updated there in fp32, and split again: no fp32 copy of the model ever exists.
+Any optimizer that treats each parameter by itself works. For each chunk its masters are put together in a scratch buffer, a
+copy of the optimizer that sees these parameters alone steps them there, and they are taken apart again: no fp32 copy of the
+model ever exists. Moments of a parameter's own shape lie in flat buffers that share the chunk's offsets.
+
+Chunks whose optimizer state is on the device are updated at once. The others are updated on a lane, in the order the next
+step will use them, while the computation goes on; whoever uses one first waits for it. Until its last line such a job changes
+nothing that counts, so one that fails can be started again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,89 +22,489 @@ from torch.optim import Optimizer
 from anyfit.kernels.split import merge, split
 
 from .chunks import ChunkState, ModelState
+from .gradients import Gradients
+from .lanes import Lanes, Ticket
+from .residency import Residency
+from .tiers import HostSlabs
+
+ADAM_KEYS = ("exp_avg", "exp_avg_sq")
+Groups = list[dict[str, Any]]
+
+
+class Bench:
+    """Scratch in one place, for the chunks that are updated there one after another. Buffers grow to the largest that is asked
+    for, and stay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: dict[str, Tensor] = {}
+
+    def flat(self, name: str, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        size = elements * dtype.itemsize
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._buffers[name][:size].view(dtype)
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+class OptimizerState:
+    """One chunk's: flat moments in the optimizer's tier, and by parameter what is not an array of its shape."""
+
+    def __init__(self, state: ChunkState) -> None:
+        self.state = state
+        self.moments: dict[str, Tensor] = {}
+        self.rest: dict[str, dict[str, Any]] = {}  # also says which parameters have been stepped before
+        self.second: Second | None = None
+        self.live: dict[str, dict[str, Any]] = {}  # entries of a resident chunk, whose arrays never move
+
+    def entries(self, moments: Mapping[str, Tensor], names: Iterable[str], *, cloned: bool = True) -> dict[str, dict[str, Any]]:
+        """What the optimizer knows of each parameter, with moments from these flat buffers; empty before its first step."""
+        slots = {slot.name: slot for slot in self.state.chunk.slots}
+        found: dict[str, dict[str, Any]] = {}
+        for name in names:
+            found[name] = {}
+            if name in self.rest:
+                for key, value in self.rest[name].items():
+                    if isinstance(value, _Flat):
+                        found[name][key] = self.state.view(moments[key], slots[name])
+                    else:
+                        found[name][key] = value.clone() if cloned and isinstance(value, Tensor) else value
+        return found
+
+    def keep(self, moments: dict[str, Tensor], made: Mapping[str, Mapping[str, Any]], zeros: Any) -> None:
+        """Takes over what a step left: arrays of a parameter's shape into the flat buffers, the rest as it is."""
+        slots = {slot.name: slot for slot in self.state.chunk.slots}
+        for name, entry in made.items():
+            rest: dict[str, Any] = {}
+            for key, value in entry.items():
+                slot = slots[name]
+                if isinstance(value, Tensor) and value.dim() and value.shape == slot.shape and value.dtype == torch.float32:
+                    if key not in moments:
+                        moments[key] = zeros(key)
+                    home = self.state.view(moments[key], slot)
+                    if home.data_ptr() != value.data_ptr():
+                        home.copy_(value)
+                    rest[key] = _Flat()
+                else:
+                    rest[key] = value
+            self.rest[name] = rest
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        others = [item for rest in self.rest.values() for item in rest.values() if isinstance(item, Tensor) and item.dim()]
+        return [*self.moments.values(), *others]
+
+
+class _Flat:
+    """Stands for an array that lies in a flat buffer."""
+
+
+class Second:
+    """The second generation of a chunk on the host: what its state will be if the step counts as it is."""
+
+    def __init__(self, state: ChunkState, slabs: HostSlabs) -> None:
+        elements = state.chunk.elements
+        self.weights = slabs.zeros(elements, state.dtype, crosses=True)
+        self.low = slabs.zeros(elements if state.is_split else 0, torch.int16, crosses=False)
+        self.moments: dict[str, Tensor] = {}
+        self.made: dict[str, dict[str, Any]] = {}
+        self.ticket: Ticket | None = None  # of the update that fills it; None: not begun in this step
 
 
 class Updates:
-    """Owns the optimizer. In its groups a bf16 parameter is represented by an fp32 master: a view of one scratch buffer that
-    all chunks share, and that holds its numbers only while its own chunk is updated."""
-
-    def __init__(self, optimizer: Optimizer, state: ModelState) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        state: ModelState,
+        gradients: Gradients,
+        residency: Residency,
+        lanes: Lanes,
+        slabs: HostSlabs,
+    ) -> None:
         self.optimizer = optimizer
-        self._chunks = [chunk for chunk in state.chunks if chunk.chunk.is_updated]
-        largest = max((chunk.chunk.elements for chunk in self._chunks if chunk.is_split), default=0)
-        device = state.chunks[0].weights.device
-        self._exact = torch.zeros(largest, dtype=torch.float32, device=device)
-        self._gradient = torch.zeros(largest, dtype=torch.float32, device=device)
-        self._widened: dict[str, Tensor] = {}  # by name, where a bf16 gradient goes to become fp32
-        self.masters: dict[str, nn.Parameter] = {}  # by name, what the optimizer knows the parameter as
-        for chunk in self._chunks:
-            for slot in chunk.chunk.slots:
+        self._gradients, self._residency, self._lanes, self._slabs = gradients, residency, lanes, slabs
+        self._chunks = [OptimizerState(chunk) for chunk in state.chunks if chunk.chunk.is_updated]
+        self._by_index = {each.state.index: each for each in self._chunks}
+        self._benches = {"resident": Bench(state.device), "streamed": Bench(state.device), "host": Bench(torch.device("cpu"))}
+        self._device = state.device
+        self.names = {slot.name: each for each in self._chunks for slot in each.state.chunk.slots}
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._working: dict[tuple[str, int], list[nn.Parameter]] = {}
+        self._broken: str | None = None
+        self._adopt_made_by_constructor(state)
+        if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+            for each in self._chunks:
+                self._make_adam(each)
+        for each in self._chunks:
+            if each.state.placement.speculates:
+                each.second = Second(each.state, slabs)
+                each.second.moments = {key: self._zeros(each, key) for key in each.moments}
+        if any(each.second is not None for each in self._chunks):
+            gradients.on_complete = self._speculate
+        for each in self._chunks:
+            self._furnish(each)
+
+    def _furnish(self, each: OptimizerState) -> None:
+        """Takes the scratch that the chunk's update will want, so that a step takes nothing."""
+        state, elements = each.state, each.state.chunk.elements
+        route = state.placement.route
+        bench = self._benches[route]
+        if state.is_split or route != "resident":
+            bench.flat("exact", elements)
+            bench.flat("gradient", elements)
+        if route == "streamed":
+            bench.flat("low", elements, torch.int16)
+            if state.on_device is None:
+                bench.flat("weights", elements, state.dtype)
+            for key in each.moments:
+                bench.flat(key, elements)
+
+    def _zeros(self, each: OptimizerState, _key: str) -> Tensor:
+        return each.state.optimizer_zeros(torch.float32)
+
+    def _make_adam(self, each: OptimizerState) -> None:
+        """Moments as torch's Adam makes them in its first step, taken at the start instead."""
+        group = self.optimizer.param_groups[each.state.chunk.group]
+        keys = (*ADAM_KEYS, "max_exp_avg_sq") if group["amsgrad"] else ADAM_KEYS
+        for key in keys:
+            each.moments[key] = self._zeros(each, key)
+        on_device = group["fused"] or group["capturable"]
+        where = self._device if on_device and each.state.placement.update == "device" else torch.device("cpu")
+        for slot in each.state.chunk.slots:
+            each.rest[slot.name] = {"step": torch.zeros((), device=where), **{key: _Flat() for key in keys}}
+
+    def _adopt_made_by_constructor(self, state: ModelState) -> None:
+        """What an optimizer made before its first step, as Adagrad does."""
+        for each in self._chunks:
+            made = {}
+            for slot in each.state.chunk.slots:
                 parameter = state.parameters[slot.name]
-                self.masters[slot.name] = parameter
-                if chunk.is_split:
-                    self.masters[slot.name] = self._master(parameter, chunk.view(self._exact, slot))
-                    self._widened[slot.name] = chunk.view(self._gradient, slot)
-        known_as = {id(state.parameters[name]): master for name, master in self.masters.items()}
-        for group in optimizer.param_groups:
-            group["params"] = [known_as.get(id(parameter), parameter) for parameter in group["params"]]
-        self._params = [list(group["params"]) for group in optimizer.param_groups]
+                if parameter in self.optimizer.state:
+                    made[slot.name] = self.optimizer.state.pop(parameter)
+            if made:
+                each.keep(each.moments, made, lambda key, each=each: self._zeros(each, key))
 
-    def _master(self, parameter: nn.Parameter, place: Tensor) -> nn.Parameter:
-        master = nn.Parameter(place)
-        if parameter in self.optimizer.state:  # made by the constructor, as Adagrad does
-            self.optimizer.state[master] = self.optimizer.state.pop(parameter)
-        return master
+    # ------------------------------------------------------------------ a step
 
-    def apply(self, gradients: Mapping[str, Tensor], factor: Tensor | None) -> None:
-        """One optimizer step with `gradients` (times `factor`) on every parameter that has one."""
-        groups = self.optimizer.param_groups
+    def apply(self, factor: Tensor | None) -> None:
+        """One optimizer step with the gradients at hand (times `factor`) on every parameter that has one."""
+        self._check()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers, which would warn
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        as_it_is = factor is None or all(each.second is None for each in self._chunks) or bool(factor == 1)
+        for each in self._chunks:
+            own, arrived = self._gradients.of(each.state)
+            if not own:
+                continue
+            route = each.state.placement.route
+            if route == "resident":
+                self._resident(each, own, factor, groups)
+                continue
+            self._residency.drop(each.state)  # the weights that are there will be old
+            if route == "streamed":
+                self._streamed(each, own, arrived, factor, groups)
+            else:
+                self._on_host(each, own, arrived, factor, groups, as_it_is=as_it_is)
+        for each in self._chunks:
+            if each.second is not None:
+                each.second.ticket = None
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(f"{self._broken}; go on from the last checkpoint: anyfit.start(job, resume=...)")
+
+    def _resident(self, each: OptimizerState, own: Mapping[str, Tensor], factor: Tensor | None, groups: Groups) -> None:
+        state, bench = each.state, self._benches["resident"]
+        assert state.on_device is not None
+        weights = exact = state.on_device
+        if state.is_split:
+            exact = bench.flat("exact", state.chunk.elements)
+            merge(weights, state.low, exact)
+            own = self._widened(state, own, bench)
+        missing = [name for name in own if name not in each.live]
+        entries = each.live | each.entries(each.moments, missing)
         try:
-            for chunk in self._chunks:
-                names = [slot.name for slot in chunk.chunk.slots if slot.name in gradients]
-                if not names:
-                    continue
-                for group in groups:
-                    group["params"] = []
-                groups[chunk.chunk.group]["params"] = [self.masters[name] for name in names]
-                own = {name: gradients[name] for name in names}
-                if chunk.is_split:
-                    self._step_split(chunk, own, factor)
-                else:
-                    self._step(own, factor)
-        finally:
-            for group, params in zip(groups, self._params, strict=True):
-                group["params"] = params
+            made = self._step(each, exact, own, entries, factor, groups, "resident")
+        except BaseException as error:
+            self._broken = f"the update failed half-way ({type(error).__name__}: {error})"
+            raise
+        if missing:
+            each.keep(each.moments, {name: made[name] for name in missing}, lambda key: self._zeros(each, key))
+            each.live |= each.entries(each.moments, missing, cloned=False)
+        if state.is_split:
+            split(exact, weights, state.low)
 
-    def _step(self, gradients: Mapping[str, Tensor], factor: Tensor | None) -> None:
-        """Steps the optimizer, which sees these parameters alone; scales their gradients where they lie."""
+    def _streamed(
+        self, each: OptimizerState, own: dict[str, Tensor], arrived: Ticket | None, factor: Tensor | None, groups: Groups
+    ) -> None:
+        state, bench, lane = each.state, self._benches["streamed"], self._lanes.update
+        ready = self._lanes.so_far()
+
+        def job() -> None:
+            lane.uses([*own.values(), *([factor] if factor is not None else [])])
+            elements = state.chunk.elements
+            weights = state.on_device
+            if weights is None:
+                weights = bench.flat("weights", elements, state.dtype)
+                weights.copy_(state.weights, non_blocking=True)
+            moments = {key: bench.flat(key, elements) for key in each.moments}
+            for key, flat in moments.items():
+                flat.copy_(each.moments[key], non_blocking=True)
+            exact, low = bench.flat("exact", elements), bench.flat("low", elements, torch.int16)
+            if state.is_split:
+                low.copy_(state.low, non_blocking=True)
+                merge(weights, low, exact)
+            else:
+                exact.copy_(weights)
+            entries = _moved(each.entries(moments, own), self._device)
+            widened = self._widened(state, _landed(state, own, bench), bench)
+            made = self._step(each, exact, widened, entries, factor, groups, "streamed")
+            after = OptimizerState(state)
+            after.keep(moments, made, lambda key: bench.flat(key, elements).zero_())
+            for key in moments:
+                if key not in each.moments:
+                    each.moments[key] = self._zeros(each, key)
+            # From here on nothing can fail that the next line would not fail at too: the state changes.
+            for key, flat in moments.items():
+                each.moments[key].copy_(flat, non_blocking=True)
+            if state.is_split:
+                split(exact, weights, low)
+                state.low.copy_(low, non_blocking=True)
+            else:
+                weights.copy_(exact)
+            if state.on_device is None:
+                state.weights.copy_(weights, non_blocking=True)
+            each.rest |= _moved(after.rest, torch.device("cpu"))
+            own.clear()
+
+        self._start(state, lambda: lane.run(job, after=(ready, arrived)))
+
+    def _on_host(
+        self,
+        each: OptimizerState,
+        own: dict[str, Tensor],
+        arrived: Ticket | None,
+        factor: Tensor | None,
+        groups: Groups,
+        *,
+        as_it_is: bool,
+    ) -> None:
+        state, second = each.state, each.second
+        scale = None if factor is None else factor.cpu()
+        ready = self._lanes.so_far()  # the device has read the old weights
+
+        def update() -> Ticket:
+            return self._lanes.host.run(lambda: self._host_job(each, own, scale, groups), after=(arrived,))
+
+        def uploaded(updated: Ticket) -> Ticket:
+            if state.on_device is None:
+                return updated
+            return self._lanes.up.run(lambda: self._upload(state), after=(updated, ready))
+
+        state.again = lambda: uploaded(update())
+        if second is not None and second.ticket is not None and as_it_is:
+            state.fresh = uploaded(self._lanes.host.run(lambda: self._commit(each), after=(second.ticket,)))
+        else:
+            state.fresh = state.again()
+
+    @staticmethod
+    def _upload(state: ChunkState) -> None:
+        assert state.on_device is not None
+        assert state.on_host is not None
+        state.on_device.copy_(state.on_host, non_blocking=True)
+
+    def _start(self, state: ChunkState, run: Any) -> None:
+        state.again = run
+        state.fresh = run()
+
+    def _host_job(self, each: OptimizerState, own: Mapping[str, Tensor], scale: Tensor | None, groups: Groups) -> None:
+        state, bench = each.state, self._benches["host"]
+        assert state.on_host is not None
+        before = {}
+        for key, flat in each.moments.items():
+            before[key] = bench.flat(f"{key} before", flat.numel())
+            before[key].copy_(flat)
+        try:
+            exact, made = self._host_step(each, each.moments, own, scale, groups)
+        except BaseException:
+            for key, flat in before.items():
+                each.moments[key].copy_(flat)
+            raise
+        each.keep(each.moments, made, lambda key: self._zeros(each, key))
+        if state.is_split:
+            split(exact, state.on_host, state.low)
+        else:
+            state.on_host.copy_(exact)
+
+    def _host_step(
+        self,
+        each: OptimizerState,
+        moments: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        scale: Tensor | None,
+        groups: Groups,
+    ) -> tuple[Tensor, dict[str, dict[str, Any]]]:
+        """The masters after the step, in scratch; moments are updated where they lie."""
+        state, bench = each.state, self._benches["host"]
+        assert state.on_host is not None
+        exact = bench.flat("exact", state.chunk.elements)
+        if state.is_split:
+            merge(state.on_host, state.low, exact)
+        else:
+            exact.copy_(state.on_host)
+        widened = self._widened(state, own, bench)
+        return exact, self._step(each, exact, widened, each.entries(moments, own), scale, groups, "host")
+
+    # ------------------------------------------------------------------ speculation
+
+    def _speculate(self, state: ChunkState) -> None:
+        """All gradients of the chunk are on their way to the host: steps it there, out of place, as if nothing were clipped."""
+        each = self._by_index.get(state.index)
+        if each is None or each.second is None or len(each.rest) != len(state.chunk.slots):
+            return  # a first step makes state, which is taken over in place
+        second = each.second
+        own, arrived = self._gradients.of(state)
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+
+        def job() -> None:
+            for key, flat in each.moments.items():
+                if key not in second.moments:
+                    second.moments[key] = self._zeros(each, key)
+                second.moments[key].copy_(flat)
+            exact, second.made = self._host_step(each, second.moments, own, None, groups)
+            if state.is_split:
+                split(exact, second.weights, second.low)
+            else:
+                second.weights.copy_(exact)
+
+        second.ticket = self._lanes.host.run(job, after=(arrived,))
+
+    def _commit(self, each: OptimizerState) -> None:
+        second, state = each.second, each.state
+        assert second is not None
+        assert state.on_host is not None
+        state.on_host, second.weights = second.weights, state.on_host
+        state.low, second.low = second.low, state.low
+        each.moments, second.moments = second.moments, each.moments
+        each.keep(each.moments, second.made, lambda key: self._zeros(each, key))
+
+    # ------------------------------------------------------------------ one chunk, wherever its numbers are
+
+    def _widened(self, state: ChunkState, own: Mapping[str, Tensor], bench: Bench) -> dict[str, Tensor]:
+        """The gradients in fp32 on the bench's device, free to be scaled."""
+        flat = bench.flat("gradient", state.chunk.elements)
+        slots = {slot.name: slot for slot in state.chunk.slots}
+        widened = {name: state.view(flat, slots[name]) for name in own}
+        torch._foreach_copy_(list(widened.values()), list(own.values()), non_blocking=True)
+        return widened
+
+    def _step(
+        self,
+        each: OptimizerState,
+        exact: Tensor,
+        own: Mapping[str, Tensor],
+        entries: Mapping[str, dict[str, Any]],
+        factor: Tensor | None,
+        groups: Groups,
+        route: str,
+    ) -> dict[str, dict[str, Any]]:
+        """Steps the optimizer, which sees these parameters alone, on their masters in `exact`; what it then knows of each."""
         if factor is not None:
-            torch._foreach_mul_(list(gradients.values()), factor)
-        for name, gradient in gradients.items():
-            self.masters[name].grad = gradient
-        self.optimizer.step()
+            torch._foreach_mul_(list(own.values()), factor)
+        state = each.state
+        parameters = {
+            slot.name: parameter
+            for slot, parameter in zip(state.chunk.slots, self._parameters(route, state, exact), strict=True)
+            if slot.name in own
+        }
+        for name, parameter in parameters.items():
+            parameter.grad = own[name]
+        narrowed: Any = object.__new__(type(self.optimizer))
+        narrowed.__dict__.update({key: value for key, value in vars(self.optimizer).items() if key != "step"})
+        narrowed.param_groups = [{**group, "params": []} for group in groups]
+        narrowed.param_groups[state.chunk.group]["params"] = list(parameters.values())
+        narrowed.state = defaultdict(dict, {parameters[name]: entries[name] for name in parameters if entries[name]})
+        try:
+            narrowed.step()
+        finally:
+            for parameter in parameters.values():
+                parameter.grad = None
+        _refuse_coupled(groups, narrowed.param_groups, type(self.optimizer).__name__)
+        return {name: dict(narrowed.state[parameter]) for name, parameter in parameters.items()}
 
-    def _step_split(self, chunk: ChunkState, gradients: Mapping[str, Tensor], factor: Tensor | None) -> None:
-        exact = self._exact[: chunk.chunk.elements]
-        merge(chunk.weights, chunk.low, exact)
-        if next(iter(gradients.values())).dtype != torch.float32:
-            widened = {name: self._widened[name] for name in gradients}
-            torch._foreach_copy_(list(widened.values()), list(gradients.values()))
-            gradients = widened
-        self._step(gradients, factor)
-        split(exact, chunk.weights, chunk.low)
+    def _parameters(self, route: str, state: ChunkState, exact: Tensor) -> list[nn.Parameter]:
+        key = (route, state.index)
+        known = self._working.get(key)
+        if known is None or known[0].data_ptr() != state.view(exact, state.chunk.slots[0]).data_ptr():
+            known = [nn.Parameter(state.view(exact, slot)) for slot in state.chunk.slots]
+            self._working[key] = known
+        return known
 
     # ------------------------------------------------------------------ state, by parameter name
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state of every parameter that has any."""
-        return {name: dict(self.optimizer.state[m]) for name, m in self.masters.items() if m in self.optimizer.state}
+        self._check()
+        found: dict[str, dict[str, Any]] = {}
+        for each in self._chunks:
+            names = [slot.name for slot in each.state.chunk.slots if slot.name in each.rest]
+            found |= each.entries(each.moments, names)
+        return found
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        for name, entries in state.items():
-            self.optimizer.state[self.masters[name]] = dict(entries)
+        with torch.no_grad():
+            for name, entries in state.items():
+                each = self.names[name]
+                on_device = each.state.placement.optimizer == "device"
+                made = _moved({name: dict(entries)}, self._device if on_device else torch.device("cpu"))
+                group = self.optimizer.param_groups[each.state.chunk.group]
+                if each.state.placement.update == "device" and (group.get("fused") or group.get("capturable")):
+                    made[name] = {key: _on(value, self._device) for key, value in made[name].items()}  # step counts too
+                each.keep(each.moments, made, lambda key, each=each: self._zeros(each, key))
+                each.live.pop(name, None)
 
     @property
-    def bytes(self) -> int:
+    def device_bytes(self) -> int:
         """Held between steps: the optimizer's state and the scratch buffers."""
-        tensors = [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
-        return self._exact.nbytes + self._gradient.nbytes + sum(tensor.nbytes for tensor in tensors)
+        states = [tensor for each in self._chunks if each.state.placement.optimizer == "device" for tensor in each.tensors]
+        benches = [self._benches[route].bytes for route in ("resident", "streamed")]
+        return sum(tensor.nbytes for tensor in states) + sum(benches)
+
+
+def _landed(state: ChunkState, own: Mapping[str, Tensor], bench: Bench) -> Mapping[str, Tensor]:
+    """The gradients on the bench's device, in the dtype they came in."""
+    there = next(iter(own.values()))
+    if there.device == bench.device:
+        return own
+    flat = bench.flat("landed", state.chunk.elements, there.dtype)
+    slots = {slot.name: slot for slot in state.chunk.slots}
+    landed = {name: state.view(flat, slots[name]) for name in own}
+    for name, gradient in own.items():
+        landed[name].copy_(gradient, non_blocking=True)
+    return landed
+
+
+def _moved(entries: Mapping[str, dict[str, Any]], device: torch.device) -> dict[str, dict[str, Any]]:
+    """The same with arrays on the device; single numbers (step counts) stay where torch keeps them."""
+
+    def place(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) and value.dim() else value
+
+    return {name: {key: place(value) for key, value in entry.items()} for name, entry in entries.items()}
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) and not value.dim() else value
+
+
+def _refuse_coupled(before: Groups, after: Sequence[Mapping[str, Any]], name: str) -> None:
+    for old, new in zip(before, after, strict=True):
+        for key, value in old.items():
+            if new[key] is not value and new[key] != value:
+                raise RuntimeError(
+                    f"{name} changes its group's {key!r} in a step, so its parameters do not stand by themselves and cannot be "
+                    "updated chunk by chunk; use an optimizer that keeps its state by parameter, such as AdamW"
+                )

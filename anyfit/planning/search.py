@@ -50,8 +50,11 @@ def search(profile: Profile) -> Plan:
         micro_batch=best,
         accumulation=_accumulation(profile.batch_size, best),
         mesh=dict.fromkeys(AXES, 1),
-        stages=(Stage(0, profile.blocks - 1, tuple("keep" for _ in range(profile.blocks))),),
+        stages=(Stage(0, profile.blocks - 1, {}),),
         chunk_bytes=profile.chunk_bytes,
+        chunks=(),
+        slots=0,
+        prefetch=0,
         limit_bytes={"device": limit, "host": profile.host_limit_bytes, "disk": profile.disk_limit_bytes},
         forecast=chosen,
         decisions=(

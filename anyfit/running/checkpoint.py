@@ -62,6 +62,7 @@ def save(folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan) 
 
 
 def _write(aside: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan) -> None:
+    placed.residency.settle_all()
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for name, entries in placed.updates.state_dict().items():
@@ -153,6 +154,7 @@ def load(folder: Path, placed: Placed) -> dict[str, Any]:
     _compare(folder, placed, weights, progress)
     optimizer_state = _gather(folder, placed, moments, progress["optimizer_scalars"])
 
+    placed.residency.drop_all()
     placed.state.load(weights)  # nothing changed up to here
     with torch.no_grad():
         for name, buffer in placed.model.named_buffers():
@@ -264,13 +266,11 @@ def _gather(
     folder: Path, placed: Placed, tensors: Mapping[str, Tensor], scalars: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     state: dict[str, dict[str, Any]] = {name: {k: _unplain(v) for k, v in entries.items()} for name, entries in scalars.items()}
-    on_device = any(group.get("fused") or group.get("capturable") for group in placed.updates.optimizer.param_groups)
     for path, tensor in tensors.items():
         name, _, key = path.rpartition("/")
-        # A step counter stays on the host, as torch keeps it, unless its kernel reads it on the device.
-        state.setdefault(name, {})[key] = tensor.to(placed.device) if tensor.dim() or on_device else tensor
+        state.setdefault(name, {})[key] = tensor
     for name in state:
-        if name not in placed.updates.masters:
+        if name not in placed.updates.names:
             raise ValueError(f"{folder} holds optimizer state of {name!r}, which is not trained here")
     return state
 

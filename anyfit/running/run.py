@@ -75,6 +75,7 @@ class Run:
             raise RuntimeError(f"{self._rows} samples wait for run.update(); call it before run.step")
         with self._counting():
             try:
+                self._begin()
                 loss = self._forward_backward(self.job.cut(batch, self.micro_batches))
                 self.update()
             except BaseException:
@@ -88,7 +89,8 @@ class Run:
     def _forward_backward(self, parts: Sequence[Batch]) -> Tensor:
         losses: list[Tensor] = []
         for part, rows in zip(parts, self.micro_batches, strict=True):
-            total, weight = self.job.evaluate(self.model, self.job.prepare(part, self._placed.device))
+            with self._placed.watching():
+                total, weight = self.job.evaluate(self.model, self.job.prepare(part, self._placed.device))
             losses.append(self._backward(total, weight, rows, alone=len(parts) == 1))
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         return loss if self._weight is None else loss / self._weight
@@ -110,7 +112,10 @@ class Run:
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of one micro-batch, for a loop of your own: follow with `run.backward(loss)`."""
         self._check_open()
-        total, weight = self.job.evaluate(self.model, self.job.prepare(batch, self._placed.device))
+        if torch.is_grad_enabled() and not self._open and not self._rows:
+            self._begin()
+        with self._placed.watching():
+            total, weight = self.job.evaluate(self.model, self.job.prepare(batch, self._placed.device))
         shown = total if weight is None else total / weight
         rows = self.job.rows(batch) or self.plan.micro_batch
         if torch.is_grad_enabled():
@@ -139,16 +144,14 @@ class Run:
             raise ValueError(
                 f"run.update() after {self._rows} of {self.job.batch_size} samples: run.backward every micro-batch first"
             )
-        gradients = self._placed.gradients.collected()
-        if not gradients:
+        placed = self._placed
+        norms = placed.gradients.finish(self._weight)
+        if not norms:
             raise RuntimeError("no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?")
-        if self._weight is not None:
-            for gradient in gradients.values():
-                gradient.div_(self._weight)
-        norm = total_norm(gradients)
+        norm = total_norm(norms, placed.device)
         if bool(torch.isfinite(norm)):
             factor = None if self.job.clip_norm is None else clip_factor(norm, self.job.clip_norm)
-            self._placed.updates.apply(gradients, factor)
+            placed.updates.apply(factor)
             if self.scheduler is not None:
                 self.scheduler.step()
         else:
@@ -156,13 +159,18 @@ class Run:
         loss = self._last.pop("loss_so_far", None)
         if loss is not None:
             self._last["loss"] = loss if self._weight is None else loss / self._weight
+        placed.residency.end()
         self._abandon()
         self.steps += 1
         now = time.perf_counter()
         self._last["norm"], self._last["seconds"], self._clock = norm, now - self._clock, now
 
+    def _begin(self) -> None:
+        self._placed.residency.begin()
+
     def _abandon(self) -> None:
         """Forgets the gradients of the step under way."""
+        self._placed.residency.forget()
         self._placed.gradients.clear()
         self._open.clear()
         self._rows, self._weight = 0, None
@@ -203,15 +211,17 @@ class Run:
     def state_dict(self) -> dict[str, Tensor]:
         """Full weights by original name, tied ones under each name, on the host: the fp32 masters; and the buffers."""
         self._check_open()
+        self._placed.residency.settle_all()
         return checkpoint.full_state_dict(self._placed)
 
     @contextmanager
     def weights(self) -> Iterator[nn.Module]:
         """The model whole and readable; edits of its parameters become part of the run."""
         self._check_open()
-        before = self._placed.state.snapshot()
-        yield self.model
-        self._placed.state.adopt_edits(before)
+        with self._placed.residency.editing():
+            before = self._placed.state.snapshot()
+            yield self.model
+            self._placed.state.adopt_edits(before)
 
     def save(self, folder: str | Path) -> None:
         """Writes a checkpoint: all of it or nothing; one that stood there is replaced only once the new one is whole."""
@@ -267,15 +277,15 @@ class Run:
 
     def _peaks(self) -> Mapping[str, int]:
         if self._placed.device.type == "cuda":
-            return {"device": peak_bytes_of_gpu(self._placed.device), "host": 0, "disk": 0}
-        return {"device": self._peak_bytes, "host": 0, "disk": 0}
+            return {"device": peak_bytes_of_gpu(self._placed.device), "host": self._placed.host_bytes, "disk": 0}
+        return {"device": self._peak_bytes, "host": self._placed.host_bytes, "disk": 0}
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
         if self._placed.device.type != "cpu" or self._watched >= WATCHED_STEPS:
             yield
             return
-        held = self._placed.bytes
+        held = self._placed.device_bytes
         with LiveBytes() as live:
             yield
         self._watched += 1
@@ -294,7 +304,10 @@ class Run:
 
     def close(self) -> None:
         """Lets go of everything; the model keeps its weights."""
+        if self._closed:
+            return
         self._closed = True
+        self._placed.close()
         if self.launch is not None:
             self.launch.unfollow()
             self.launch = None

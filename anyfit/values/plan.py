@@ -13,6 +13,9 @@ Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 Axis = Literal["data", "tensor", "sequence", "pipeline"]
 AXES: tuple[Axis, ...] = get_args(Axis)
+# What becomes of what a block's forward leaves for its backward: kept on the device; made again; made again but for the
+# results of products, convolutions and attention; moved to the host and back.
+Activations = Literal["keep", "recompute", "selective", "offload"]
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,47 @@ class Stage:
 
     first_block: int
     last_block: int  # inclusive
-    activations: tuple[Literal["keep"], ...]
+    activations: Mapping[str, Activations]  # by the block's path in the model; one that is not named keeps them
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the state of one chunk lies and where it is updated. The three ways of an update are
+
+    resident    optimizer on the device, update on the device
+    streamed    optimizer on the host, update on the device: low halves and moments cross to it and back
+    host        optimizer on the host, update on the host: gradients go down, fresh weights come up
+    """
+
+    weights: Tier = "device"
+    gradients: Tier = "device"  # from backward to the update
+    optimizer: Tier = "device"  # low halves of the masters, and moments
+    update: Literal["device", "host"] = "device"
+    speculates: bool = False  # starts during backward, out of place: a second generation of the state waits for the norm
+
+    def __post_init__(self) -> None:
+        tiers = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+        for name, tier in tiers.items():
+            if tier == "disk":
+                raise ValueError(f"{name} on disk: this version places chunks on the device or the host")
+        if self.update == "host" and (self.optimizer != "host" or self.gradients != "host"):
+            raise ValueError("an update on the host needs gradients and optimizer on the host")
+        if self.update == "device" and self.optimizer == "device" and self.weights == "host":
+            raise ValueError("an optimizer on the device needs its weights there too")
+        if self.speculates and self.update != "host":
+            raise ValueError("only an update on the host speculates: on the device it waits for the norm")
+
+    @property
+    def route(self) -> Literal["resident", "streamed", "host"]:
+        if self.update == "host":
+            return "host"
+        return "resident" if self.optimizer == "device" else "streamed"
 
 
 @dataclass(frozen=True)
 class Plan(Record):
     kind: ClassVar[str] = "plan"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     model: str
     machine: str
@@ -88,6 +125,9 @@ class Plan(Record):
     mesh: Mapping[Axis, int]
     stages: tuple[Stage, ...]
     chunk_bytes: int  # model state lies in flat buffers of about this size
+    chunks: tuple[Placement, ...]  # one a chunk, in the layout's order; or one for all; none: all on the device
+    slots: int  # device buffers through which the weights of chunks on the host pass
+    prefetch: int  # chunks that are fetched before they are needed
     limit_bytes: Mapping[Tier, int]
     forecast: Forecast
     decisions: tuple[Decision, ...]
@@ -108,8 +148,11 @@ class Plan(Record):
                 raise ValueError(f"mesh: unknown axis {name!r}" + nearest(name, AXES))
             if size != 1:
                 raise ValueError(f"mesh: {name} is {size}; this version runs on one device, so every axis is 1")
-        if self.chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes is {self.chunk_bytes}; it must be positive")
+        for count, least in (("chunk_bytes", 1), ("slots", 0), ("prefetch", 0)):
+            if getattr(self, count) < least:
+                raise ValueError(f"{count} is {getattr(self, count)}; it must be at least {least}")
+        if self.slots == 0 and any(each.weights == "host" for each in self.chunks):
+            raise ValueError("slots is 0; weights on the host pass through at least one device slot")
 
     @property
     def fits(self) -> bool:

@@ -1,0 +1,254 @@
+"""What a block's forward leaves for its backward: kept, made again, partly made again, or moved to the host and back.
+
+A recomputed block runs its forward a second time inside backward, with the random numbers it had, and leaves running statistics
+as one pass would. An offloaded block's saved tensors go down as they are saved, by storage, so that views stay views; when
+backward comes to a block, the one before it starts to come back up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from anyfit.values.plan import Activations as Choice
+from anyfit.values.record import nearest
+
+from .chunks import quietly
+from .lanes import Lanes, Ticket
+from .residency import Residency
+from .tiers import HostSlabs
+
+aten = torch.ops.aten
+LEAST_BYTES = 2**16  # what is smaller stays: a copy of its own would cost more than it frees
+
+# Selective recomputation keeps the results of these, and makes the cheap rest again.
+DEAR = {
+    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.convolution.default,
+    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Away:
+    """A storage that went to the host."""
+
+    block: Block
+    nbytes: int
+    host: Tensor
+    down: Ticket
+    back: Tensor | None = None  # bytes, on the device again
+    up: Ticket | None = None
+    views: int = 0  # saved tensors that still refer to it
+    alive: Any = None  # calls back when the storage on the device dies
+
+
+@dataclass(frozen=True)
+class View:
+    away: Away
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Block:
+    """One pass of one micro-batch through one offloaded block."""
+
+    before: Block | None
+    storages: list[Away] = field(default_factory=list)
+
+
+class Activations:
+    def __init__(
+        self,
+        model: nn.Module,
+        choices: Mapping[str, Choice],
+        lanes: Lanes,
+        slabs: HostSlabs,
+        residency: Residency,
+    ) -> None:
+        self._lanes, self._slabs, self._residency = lanes, slabs, residency
+        self._undo: list[Callable[[], None]] = []
+        self._inside: Block | None = None  # the offloaded block that forward is in
+        self._last: Block | None = None
+        self._known: dict[int, Away] = {}  # by storage, of the block that forward is in
+        self._spare: dict[int, list[Tensor]] = {}  # host buffers by size, free again
+        self._kept_out = {parameter.untyped_storage()._cdata for parameter in _quiet(model.parameters())}
+        modules = dict(model.named_modules())
+        for name, choice in choices.items():
+            if name not in modules:
+                raise ValueError(f"the plan names block {name!r}, and the model has none" + nearest(name, list(modules)))
+            if choice != "keep":
+                self._wrap(modules[name], choice)
+
+    def _wrap(self, module: nn.Module, choice: Choice) -> None:
+        forward = module.forward
+        with_choice: Callable[..., Any]
+        if choice == "offload":
+            with_choice = functools.partial(self._offloaded, forward)
+        else:
+            contexts = functools.partial(_contexts, module, selective=choice == "selective")
+
+            def with_choice(*args: Any, **kwargs: Any) -> Any:
+                if not torch.is_grad_enabled():
+                    return forward(*args, **kwargs)
+                return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+        own = "forward" in vars(module)
+        module.forward = with_choice
+
+        def undo() -> None:
+            if own:
+                module.forward = forward
+            else:
+                del module.forward
+
+        self._undo.append(undo)
+
+    # ------------------------------------------------------------------ offloading
+
+    def _offloaded(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        around, self._inside = self._inside, Block(self._last)
+        self._known = {}
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                return forward(*args, **kwargs)
+        finally:
+            self._last, self._inside = self._inside, around
+            self._known = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a forward: the chain of offloaded blocks begins anew."""
+        self._last = None
+        yield
+        self._last = None
+
+    def _pack(self, tensor: Tensor) -> Any:
+        packed = self._residency.pack(tensor)
+        if not isinstance(packed, Tensor) or self._inside is None:
+            return packed
+        with quietly(), torch.no_grad():
+            storage = tensor.untyped_storage()
+            small = storage.nbytes() < LEAST_BYTES
+            if (
+                small
+                or storage._cdata in self._kept_out
+                or tensor.device != self._lanes.device
+                or isinstance(tensor, nn.Parameter)
+            ):
+                return packed
+            away = self._known.get(storage._cdata)
+            if away is None:
+                away = self._send(tensor, self._inside)
+                self._remember(storage, away)
+            away.views += 1
+            return View(away, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def _remember(self, storage: Any, away: Away) -> None:
+        """For as long as the storage lives: its identity may be another's afterwards."""
+        known, identity = self._known, storage._cdata
+        known[identity] = away
+        away.alive = weakref.ref(storage, lambda _reference: known.pop(identity, None))
+
+    def _send(self, tensor: Tensor, block: Block) -> Away:
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        spare = self._spare.get(whole.numel())
+        host = spare.pop() if spare else self._slabs.zeros(whole.numel(), torch.uint8, crosses=True)
+        lane = self._lanes.down
+
+        def copy() -> None:
+            lane.uses([whole])
+            host.copy_(whole, non_blocking=True)
+
+        away = Away(block, whole.numel(), host, lane.run(copy, after=(self._lanes.so_far(),)))
+        block.storages.append(away)
+        return away
+
+    def _fetch(self, away: Away) -> None:
+        if away.back is None:
+            away.back = back = torch.empty(away.nbytes, dtype=torch.uint8, device=self._lanes.device)
+            host = away.host
+            away.up = self._lanes.up.run(lambda: _copy(back, host), after=(self._lanes.so_far(), away.down))
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, View):
+            return self._residency.unpack(packed)
+        away = packed.away
+        with torch.no_grad():
+            for each in away.block.storages:
+                self._fetch(each)
+            if away.block.before is not None:
+                for each in away.block.before.storages:
+                    self._fetch(each)
+            self._lanes.hold_computation(away.up)
+            away.up = None
+            assert away.back is not None
+            usable = away.back[: away.nbytes // packed.dtype.itemsize * packed.dtype.itemsize]
+            view = usable.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+            away.views -= 1
+            if not away.views:  # the last that asks: the view alone keeps it
+                away.block.storages.remove(away)
+                self._spare.setdefault(away.nbytes, []).append(away.host)
+                away.back = None
+            return view
+
+    def close(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _quiet(tensors: Any) -> Iterator[Tensor]:
+    with quietly():
+        yield from tensors
+
+
+# ---------------------------------------------------------------------- recomputation
+
+
+def _contexts(module: nn.Module, *, selective: bool) -> tuple[Any, Any]:
+    """Around the first forward, and around the one that is made again."""
+    if not selective:
+        return contextlib.nullcontext(), _statistics_kept(module)
+    first, again = create_selective_checkpoint_contexts(_policy)
+    return first, _both(again, _statistics_kept(module))
+
+
+def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _both(first: Any, second: Any) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+@contextmanager
+def _statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Running statistics were updated by the first forward, and are not to be updated again."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

@@ -1,0 +1,395 @@
+"""Residency: weights that live on the host are on the device when an op needs them, and at no other time.
+
+Parameters of such chunks are made `Watched`: torch calls their `__torch_function__` before any op that takes them, whoever
+wrote that op, so a chunk is fetched at op precision and nothing has to be known about modules. What autograd saves for
+backward is not kept but written down as (chunk, offset, shape, stride); backward fetches the chunk again.
+
+The order in which one step touches chunks is the forecast for the next: chunks are fetched ahead of it, and the one whose next
+use is furthest away makes room. A step that differs fetches on demand. A slot is overwritten only when nobody holds a view of
+it (its storage's use count says) and after all that the computation was given so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .chunks import ChunkState, ModelState, quietly
+from .lanes import Lanes, Ticket
+
+_Tensor: Any = torch.Tensor  # whose properties are typed as what they give
+LOOK_AHEAD = 64  # touches in which a step that left the forecast order is looked for again
+
+
+class Watched(nn.Parameter):
+    """A parameter that tells its residency when it is used."""
+
+    anyfit: tuple[Residency, str, int]  # whose it is, its name, its chunk
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with quietly():
+            if func in FACTS:
+                return func(*args, **kwargs)
+            watched = [item for item in _leaves((args, kwargs)) if type(item) is Watched and hasattr(item, "anyfit")]
+            if not watched:  # a copy the user made
+                return func(*args, **kwargs)
+            return watched[0].anyfit[0].call(func, args, kwargs, watched)
+
+
+def _properties(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+
+
+# What may be asked of a parameter that is not there.
+FACTS = _properties(
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "is_cuda", "is_meta", "is_sparse",
+    "is_quantized", "is_nested", "itemsize", "nbytes", "names", "output_nr", "retains_grad", "is_cpu", "is_xpu", "is_mps",
+    "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_base",
+) | {
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.element_size,
+    torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.register_hook, torch.Tensor.__len__,
+    torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.requires_grad_, torch.Tensor.__hash__,
+    _Tensor.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel, torch.Tensor.is_pinned,
+    torch.Tensor.get_device, torch.Tensor.ndimension, torch.Tensor.stride, torch.Tensor.storage_offset,
+    torch.Tensor.is_contiguous, torch.Tensor.__dir__,
+}  # fmt: skip
+READ_GRADIENT, SET_GRADIENT, SET_DATA = _Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.data.__set__
+
+
+def _leaves(nest: Any) -> Iterator[Any]:
+    for item in nest:
+        if isinstance(item, tuple | list):
+            yield from _leaves(item)
+        elif isinstance(item, dict):
+            yield from _leaves(item.values())
+        else:
+            yield item
+
+
+def _mutates(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the call writes into its first argument."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE
+    return func is SET_DATA or "out" in kwargs or (in_place and any(type(item) is Watched for item in _leaves(args[:1])))
+
+
+IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+IN_PLACE |= {"__ilshift__", "__irshift__", "__imatmul__", "__setitem__"}
+
+
+class DeviceSlot:
+    """A device buffer that weights of any chunk on the host can pass through. Its storage is its own."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.flat = torch.empty(size, dtype=torch.uint8, device=device)
+        self.storage = self.flat.untyped_storage()
+        self.state: ChunkState | None = None
+        self.ticket: Ticket | None = None  # of the upload
+        self._alone = self._uses()
+
+    def _uses(self) -> int:
+        return int(torch._C._storage_Use_Count(self.storage._cdata))
+
+    @property
+    def is_held(self) -> bool:
+        """Somebody has a view of it besides the parameters bound to it."""
+        bound = 0 if self.state is None else len(self.state.chunk.slots)
+        return self._uses() != self._alone + bound
+
+    def weights(self) -> Tensor:
+        assert self.state is not None
+        return self.flat[: self.state.chunk.bytes].view(self.state.dtype)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a saved tensor that is a view of a slot is replaced by, until backward asks for it."""
+
+    chunk: int
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class Residency:
+    def __init__(self, state: ModelState, lanes: Lanes, slots: int, prefetch: int) -> None:
+        self._state, self._lanes, self._prefetch_depth = state, lanes, prefetch
+        self.moved_gradients: set[str] = set()  # names whose gradient of this step has left autograd
+        self.is_editing = False  # inside `run.weights()`
+        self._fetched = {each.index for each in state.chunks if each.placement.weights == "host"}
+        # Chunks that somebody may still be at work on when they are next used are watched too.
+        self._watched = self._fetched | {
+            each.index for each in state.chunks if each.chunk.is_updated and each.placement.optimizer == "host"
+        }
+        largest = max((state.chunks[index].chunk.bytes for index in self._fetched), default=0)
+        self._slots = [DeviceSlot(largest, state.device) for _ in range(min(slots, len(self._fetched)))]
+        self._slot_of: dict[int, DeviceSlot] = {}  # by chunk
+        self._of_storage = {slot.storage._cdata: slot for slot in self._slots}
+        self._absent = {
+            slot.name: state.parameters[slot.name].data for index in self._fetched for slot in state.chunks[index].chunk.slots
+        }
+        for index in self._watched:
+            for slot in state.chunks[index].chunk.slots:
+                parameter: Any = state.parameters[slot.name]
+                parameter.__class__ = Watched
+                parameter.anyfit = (self, slot.name, index)
+        self._learnt: list[int] = []  # chunks in the order the last step touched them
+        self._positions: dict[int, list[int]] = {}  # in it
+        self._seen: list[int] | None = None  # of the step under way; None between steps
+        self._cursor = 0
+        self._needed: set[int] = set()  # by the call under way
+        self.fetches = 0  # uploads so far
+        self.misses = 0  # of them, those that somebody had to wait for
+
+    # ------------------------------------------------------------------ an op with watched parameters
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], watched: Sequence[Any]) -> Any:
+        name = watched[0].anyfit[1]
+        if func is READ_GRADIENT:
+            if name in self.moved_gradients:
+                raise RuntimeError(
+                    f"the gradient of {name} has left for the host, as the plan says; run.metrics.gradient_norm is there "
+                    "after the step, and a plan with gradients on the device keeps p.grad"
+                )
+            return func(*args, **kwargs)
+        if func is SET_GRADIENT:
+            if args[1] is not None:
+                raise RuntimeError(f"p.grad of {name} cannot be set: its chunk is updated by the plan's own schedule")
+            return func(*args, **kwargs)
+        if _mutates(func, args, kwargs) and not self.is_editing:
+            raise RuntimeError(
+                f"{name} is edited ({getattr(func, '__name__', func)}), and its chunk lies on the host or is updated there, "
+                "where the edit would be lost; edit weights inside `with run.weights():`"
+            )
+        self.touch({each.anyfit[2] for each in watched})
+        if func is SET_DATA:
+            watched[0].detach().copy_(args[1])
+            return None
+        return func(*args, **kwargs)
+
+    def touch(self, chunks: Iterable[int]) -> None:
+        """Makes the weights of these chunks ready for what the computation is given next."""
+        self._needed = set(chunks)
+        for index in self._needed:
+            self._note(index)
+            self.settle(self._state.chunks[index])
+        for index in self._needed & self._fetched:
+            slot = self._slot_of.get(index)
+            if slot is None:
+                self.misses += 1
+                slot = self._load(self._state.chunks[index], self._make_room(index, at_all_costs=True))
+            self._lanes.hold_computation(slot.ticket)
+            slot.ticket = None
+        self._fetch_ahead()
+
+    def settle(self, state: ChunkState) -> None:
+        """The computation waits for the chunk's update. A failed one is raised once, and started again by the next to ask."""
+        if state.fresh is None and state.again is not None:
+            state.fresh = state.again()
+        if state.fresh is None:
+            return
+        fresh, state.fresh = state.fresh, None
+        try:
+            self._lanes.hold_computation(fresh)
+        except BaseException:
+            self.drop(state)  # what was fetched ahead rested on it
+            raise
+        state.again = None
+
+    def settle_all(self) -> None:
+        """The host waits until every update is done."""
+        for state in self._state.chunks:
+            self.settle(state)
+        self._lanes.so_far().wait()
+
+    def drop_all(self) -> None:
+        """No update is under way and no slot holds weights: their homes may be written."""
+        self.settle_all()
+        for index in list(self._slot_of):
+            self.drop(self._state.chunks[index])
+
+    # ------------------------------------------------------------------ the order of use
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, saved tensors that are views of slots are replaced."""
+        if self._slots:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        else:
+            yield
+
+    def begin(self) -> None:
+        """A step begins: the last one's order is what to expect."""
+        if self._seen:
+            self._learnt = self._seen
+            self._positions = {}
+            for position, index in enumerate(self._learnt):
+                self._positions.setdefault(index, []).append(position)
+        self._seen, self._cursor = [], 0
+        self._needed = set()
+        self._fetch_ahead()
+
+    def end(self) -> None:
+        """No step is under way: what is touched now is not learnt from."""
+        if self._seen:
+            self.begin()
+        self._seen = None
+
+    def forget(self) -> None:
+        """The step under way was broken off: nothing is learnt from it."""
+        self._seen = None
+
+    def _note(self, index: int) -> None:
+        if self._seen is None:
+            return
+        if not self._seen or self._seen[-1] != index:
+            self._seen.append(index)
+        if self._cursor and self._learnt[self._cursor - 1] == index:
+            return
+        window = self._learnt[self._cursor : self._cursor + LOOK_AHEAD]
+        if index in window:
+            self._cursor += window.index(index) + 1
+
+    def _next_use(self, index: int) -> float:
+        positions = self._positions.get(index)
+        if not positions:
+            return float("inf")
+        place = bisect_left(positions, self._cursor)
+        return positions[place] if place < len(positions) else positions[0] + len(self._learnt)
+
+    # ------------------------------------------------------------------ slots
+
+    def _fetch_ahead(self) -> None:
+        if self._seen is None or not self._prefetch_depth:
+            return
+        coming: dict[int, None] = {}
+        for index in itertools.islice(self._learnt, self._cursor, None):
+            if index in self._fetched:
+                coming[index] = None
+                if len(coming) >= self._prefetch_depth:
+                    break
+        for index in coming:
+            if index not in self._slot_of:
+                slot = self._make_room(index, at_all_costs=False)
+                if slot is None:
+                    return
+                self._load(self._state.chunks[index], slot)
+
+    def _make_room(self, index: int, *, at_all_costs: bool) -> Any:
+        """An empty slot for the chunk. When nobody waits for it yet, only what is needed later makes room."""
+        empty = [slot for slot in self._slots if slot.state is None and not slot.is_held]
+        if empty:
+            return empty[0]
+        free = [other for other, slot in self._slot_of.items() if other not in self._needed and not slot.is_held]
+        last = max(free, key=self._next_use, default=None)
+        if last is not None and (at_all_costs or self._next_use(last) > self._next_use(index)):
+            slot = self._slot_of[last]
+            self.drop(self._state.chunks[last])
+            return slot
+        if not at_all_costs:
+            return None
+        held = sum(slot.is_held for slot in self._slots)
+        raise RuntimeError(
+            f"chunk {index} is needed and none of the {len(self._slots)} device slots can be freed: this op needs "
+            f"{len(self._needed & self._fetched)}, and views of {held} are still held (by recomputed blocks, or by code that "
+            "keeps weights); use a plan with more slots, or with smaller chunks"
+        )
+
+    def _load(self, state: ChunkState, slot: DeviceSlot) -> DeviceSlot:
+        self.fetches += 1
+        slot.state, self._slot_of[state.index] = state, slot
+        weights = slot.weights()
+        # Which buffer is the home is asked when the job runs: an update before it may put another in its place. The job is
+        # forgotten when done, and its view of the slot with it.
+        slot.ticket = self._lanes.up.run(lambda: _copy(weights, state.weights), after=(self._lanes.so_far(), state.fresh))
+        for each in state.chunk.slots:
+            self._state.parameters[each.name].data = state.view(weights, each)
+        return slot
+
+    def drop(self, state: ChunkState) -> None:
+        """The chunk's weights leave the device."""
+        slot = self._slot_of.pop(state.index, None)
+        if slot is None:
+            return
+        if slot.ticket is not None:
+            with contextlib.suppress(BaseException):  # whoever waits for the update that failed gets it
+                slot.ticket.reach()  # its job holds a view of the slot
+        if self.is_editing:
+            self._write_back(state, slot)
+        with quietly():
+            for each in state.chunk.slots:
+                self._state.parameters[each.name].data = self._absent[each.name]
+        slot.state, slot.ticket = None, None
+
+    def _write_back(self, state: ChunkState, slot: DeviceSlot) -> None:
+        assert state.on_host is not None
+        edited = slot.weights().to(state.on_host.device, copy=True)
+        state.adopt(edited, state.on_host)
+
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """Inside, weights may be edited; what lies in a slot is written back when it leaves, and at the end."""
+        self.settle_all()
+        self.is_editing = True
+        try:
+            yield
+        finally:
+            with quietly(), torch.no_grad():
+                for slot in self._slots:
+                    if slot.state is not None:
+                        self.drop(slot.state)
+                self.is_editing = False
+
+    # ------------------------------------------------------------------ what autograd saves
+
+    def pack(self, tensor: Tensor) -> Tensor | Saved:
+        with quietly():
+            slot = self._of_storage.get(tensor.untyped_storage()._cdata)
+            if slot is None or slot.state is None:
+                return tensor
+            return Saved(slot.state.index, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def unpack(self, saved: Tensor | Saved) -> Tensor:
+        if not isinstance(saved, Saved):
+            return saved
+        with quietly(), torch.no_grad():
+            self.touch({saved.chunk})
+            flat = self._slot_of[saved.chunk].flat
+            usable = flat[: flat.numel() // saved.dtype.itemsize * saved.dtype.itemsize]
+            return usable.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+
+    # ------------------------------------------------------------------ the end
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(slot.flat.nbytes for slot in self._slots)
+
+    def close(self) -> None:
+        """Parameters are plain again, and hold their weights: on the device where they live there, else on the host."""
+        self.settle_all()
+        with quietly():
+            for index in self._watched:
+                state = self._state.chunks[index]
+                self.drop(state)
+                for slot in state.chunk.slots:
+                    parameter: Any = self._state.parameters[slot.name]
+                    del parameter.anyfit
+                    parameter.__class__ = nn.Parameter
+                    if index in self._fetched:
+                        parameter.data = state.view(state.weights, slot)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
