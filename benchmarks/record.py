@@ -7,6 +7,8 @@ import platform
 import subprocess
 import sys
 import time
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ def provenance() -> dict[str, Any]:
         "gpu": gpu,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
+        "transformers": version("transformers") if find_spec("transformers") else None,
     }
 
 

@@ -41,15 +41,16 @@ def attention(
 ) -> Tensor:
     """A fused kernel wherever CUDA has one (a half-precision type, or fp32 without grouped queries), else the plain formula.
 
-    All fused kernels keep the same for backward: the output, and a number for each row.
+    All fused kernels keep the same for backward: the output, and a number for each row. Rows must lie together, a mask's too:
+    a bias over positions that was permuted is not taken. One of them makes gradients of the mask.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
     head = query.shape[-1]
     fits = query.dim() == 4 and key.shape[-1] == value.shape[-1] == head and head % (8 if half else 4) == 0
-    if attn_mask is not None and attn_mask.requires_grad:
-        fits = False
+    fits = fits and all(tensor.stride(-1) == 1 for tensor in (query, key, value, attn_mask) if tensor is not None)
+    learns_mask = attn_mask is not None and attn_mask.requires_grad
     needs_backward = any(tensor.requires_grad for tensor in (query, key, value))
-    if fits and half and head <= 256:
+    if fits and half and head <= 256 and not learns_mask:
         result = aten._scaled_dot_product_cudnn_attention(
             query, key, value, attn_mask, needs_backward, dropout_p, is_causal, False, scale=scale
         )
@@ -78,7 +79,7 @@ def by_the_formula(
 ) -> Tensor:
     """torch's unfused attention, step by step, with the GPU's dropout. Halves are computed in fp32 throughout."""
     dtype = query.dtype
-    query, key, value = (tensor.float() for tensor in (query, key, value))
+    exact_query, key, value = (tensor.float() for tensor in (query, key, value))
     if key.shape[-3] != query.shape[-3]:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (tensor.repeat_interleave(repeats, dim=-3) for tensor in (key, value))
@@ -87,12 +88,16 @@ def by_the_formula(
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
-    mask = None if mask is None else mask.float()
-    scores = torch.matmul(query * half_scale, key.transpose(-2, -1) * half_scale)
+    query = exact_query * half_scale  # both stay to the end of torch's function
+    shares = torch.matmul(query, key.transpose(-2, -1) * half_scale)
     if mask is not None:
-        scores = scores.add_(mask)
-    shares = _tensor(aten._safe_softmax(scores, -1))
-    return torch.matmul(dropout(shares, dropout_p), value).to(dtype)
+        shares = shares.add_(mask)
+    shares = _tensor(aten._safe_softmax(shares, -1))
+    shares = dropout(shares, dropout_p)
+    returned = shares.to(dtype)  # torch's function gives the shares back as well, and makes them first
+    result = torch.matmul(shares, value).to(dtype)
+    del returned
+    return result
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **renamed: Any) -> Tensor:

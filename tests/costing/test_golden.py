@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,18 @@ from benchmarks.cases import Case, job_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 RECORDS = sorted(GOLDEN.glob("*/cases.json"))
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """The cases whose model is the same here as where it was measured. T5's is not under every version of transformers: newer
+    ones lay its bias over positions out so that a fused kernel takes it."""
+    document = json.loads(file.read_text())
+    alike = document["from"].get("transformers") == version("transformers")
+    return [row for row in document["cases"] if alike or row["case"]["kind"] != "t5"]
+
+
 CASES = [
-    pytest.param(file.parent, row, id=f"{file.parent.name}-{row['case']['name']}")
-    for file in RECORDS
-    for row in json.loads(file.read_text())["cases"]
+    pytest.param(file.parent, row, id=f"{file.parent.name}-{row['case']['name']}") for file in RECORDS for row in rows_of(file)
 ]
 
 
@@ -68,8 +77,7 @@ def test_a_recorded_step_lies_within_the_forecasts_error_band(folder: Path, row:
 
 @pytest.mark.parametrize("file", RECORDS, ids=lambda file: file.parent.name)
 def test_the_median_errors_of_the_cases_that_no_constant_was_fitted_to_are_small(file: Path) -> None:
-    rows = [row for row in json.loads(file.read_text())["cases"] if not row["case"]["calibrates"]]
-    held_out = [errors(file.parent, row) for row in rows]
+    held_out = [errors(file.parent, row) for row in rows_of(file) if not row["case"]["calibrates"]]
     medians = {name: statistics.median(abs(off[name]) for off in held_out) for name in ("allocated", "reserved", "step")}
     assert medians["allocated"] <= 0.01
     assert medians["reserved"] <= 0.01
