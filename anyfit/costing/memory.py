@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 from anyfit.values.graph import Graph, UpdateRule
 from anyfit.values.layout import CHUNK_BYTES, Chunk, Placeable, lay_out
 from anyfit.values.machine import Device
 from anyfit.values.profile import StateBytes
 
-from .allocator import CachingAllocator, Piece
+from .allocator import MIB, CachingAllocator, Piece
+from .workspaces import workspaces
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -33,7 +35,11 @@ def element_bytes(dtype: str) -> int:
 
 def split_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
     """Those whose fp32 masters are two halves."""
-    return [chunk for chunk in chunks if chunk.is_updated and chunk.dtype == "bfloat16"]
+    return [chunk for chunk in chunks if _is_split(chunk)]
+
+
+def _is_split(chunk: Chunk) -> bool:
+    return chunk.is_updated and chunk.dtype == "bfloat16"
 
 
 def state_bytes(graph: Graph, chunks: Sequence[Chunk]) -> StateBytes:
@@ -73,57 +79,102 @@ def update_scratch_bytes(rule: UpdateRule, chunks: Sequence[Chunk]) -> int:
     return int(max(working, default=0) * rule.scratch_bytes_per_element)
 
 
+def live_bytes(graph: Graph, device: Device, gradients: Literal["kept", "consumed"]) -> list[int]:
+    """Bytes alive during each op, with what its kernels take for themselves."""
+    live = graph.live_bytes(gradients)
+    if device.kind != "cuda":
+        return live
+    most = [max((each.bytes for each in workspaces(text)), default=0) for text in graph.calls]
+    return [bytes + most[op.call] for bytes, op in zip(live, graph.ops, strict=True)]
+
+
 def reserved_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device, *, accumulating: bool) -> int:
-    """What torch's allocator holds after two steps: the first makes the optimizer's state, the second is like all others."""
+    """What torch's allocator holds after two steps: the first makes the optimizer's state, the second is like all others.
+
+    All depends on the order in which things are taken: the state that the first step makes comes to lie in the holes which its
+    pass has left, and where it cuts the room of a large tensor in two, the second step takes that room anew.
+    """
     allocator = CachingAllocator()
-    for chunk in chunks:
-        allocator.take(chunk.bytes)
-    for chunk in split_chunks(chunks):
-        allocator.take(2 * chunk.elements)
-        if accumulating:
-            allocator.take(4 * chunk.elements)
-    allocator.take(graph.buffer_bytes)
-    for _ in ("masters", "gradients"):
-        allocator.take(max((4 * chunk.elements for chunk in split_chunks(chunks)), default=0))
-    for half in range(2):  # one workspace a thread
-        allocator.take(int(device.workspace_bytes.value) // 2 + half)
+    _place(allocator, graph, chunks, accumulating=accumulating)
     used = {parameter.name for parameter in graph.parameters if parameter.used}
+    library_bytes = int(device.workspace_bytes.value)
     for step in range(2):
-        gradients = _play_pass(allocator, graph, consumed=accumulating)
+        gradients = _play_pass(allocator, graph, library_bytes if step == 0 else 0, consumed=accumulating)
         _play_update(allocator, graph.update, chunks, used, first=step == 0)
         _give(allocator, gradients)
     return allocator.reserved_bytes
 
 
-def _play_pass(allocator: CachingAllocator, graph: Graph, *, consumed: bool) -> list[Piece]:
-    """Takes and gives what one pass does; the gradients that are left."""
-    taken: dict[int, Piece] = {}
-    left = []
-    for identity, takes in _events(graph, consumed=consumed):
-        if takes:
+def _place(allocator: CachingAllocator, graph: Graph, chunks: Sequence[Chunk], *, accumulating: bool) -> None:
+    """Takes what lives from step to step, in the order of placing/place.py."""
+    allocator.take(graph.buffer_bytes)
+    split = split_chunks(chunks)
+    for chunk in chunks:
+        allocator.take(chunk.bytes)
+        if _is_split(chunk):
+            allocator.take(2 * chunk.elements)
+    if accumulating:
+        for chunk in split:
+            allocator.take(4 * chunk.elements)
+    for _ in ("masters", "gradients"):
+        allocator.take(max((4 * chunk.elements for chunk in split), default=0))
+
+
+def _play_pass(allocator: CachingAllocator, graph: Graph, library_bytes: int, *, consumed: bool) -> list[Piece]:
+    """Takes and gives what one pass does; the gradients that are left. `library_bytes` are what matmul libraries keep."""
+    taken = _play_inputs(allocator, graph)
+    needed = [workspaces(text) for text in graph.calls]
+    kept = _kept_by_libraries(library_bytes)
+    births, deaths = _births_and_deaths(graph, consumed=consumed)
+    for op, born, died in zip(graph.ops, births, deaths, strict=True):
+        for count, identity in enumerate(born, 1):
             taken[identity] = allocator.take(graph.values[identity].bytes)
-        else:
+            for workspace in needed[op.call]:
+                if workspace.after == count or workspace.after > count == len(born):
+                    allocator.give(allocator.take(workspace.bytes))
+        for bytes in kept.pop(op.phase, []) if op.kind == "matmul" else []:
+            allocator.take(bytes)
+        for identity in died:
             allocator.give(taken.pop(identity))
-    for identity, piece in taken.items():
-        if graph.values[identity].kind == "gradient" and not consumed:
-            left.append(piece)
-        else:
-            allocator.give(piece)
-    return left
+    gradients = [piece for identity, piece in taken.items() if graph.values[identity].kind == "gradient"]
+    _give(allocator, [piece for identity, piece in taken.items() if graph.values[identity].kind != "gradient"])
+    return gradients
 
 
-def _events(graph: Graph, *, consumed: bool) -> Iterator[tuple[int, bool]]:
-    """Births and deaths in order: what an op makes is there before what it used last goes."""
-    births: list[list[int]] = [[] for _ in range(len(graph.ops) + 1)]
-    deaths: list[list[int]] = [[] for _ in range(len(graph.ops) + 1)]
+def _play_inputs(allocator: CachingAllocator, graph: Graph) -> dict[int, Piece]:
+    """Takes the batch. What is cast to bf16 is on the device for a moment in the fp32 that the host handed over."""
+    taken = {identity: allocator.take(value.bytes) for identity, value in enumerate(graph.values) if value.kind == "input"}
+    shrunk = graph.batch_bytes - sum(graph.values[identity].bytes for identity in taken)
+    if shrunk > 0:
+        allocator.give(allocator.take(2 * shrunk))
+    return taken
+
+
+def _kept_by_libraries(bytes: int) -> dict[str, list[int]]:
+    """The first product of each thread takes a workspace of whole MiB, the same for both; what is left over is forward's."""
+    if not bytes:
+        return {}
+    each = bytes // (2 * MIB) * MIB
+    return {"forward": [each, bytes - 2 * each], "backward": [each]}
+
+
+def _births_and_deaths(graph: Graph, *, consumed: bool) -> tuple[list[list[int]], list[list[int]]]:
+    """Of each op, in order: what it makes is there before what it used last goes. Inputs are there before the first, and
+    gradients stay for the update, unless they are `consumed` as they come."""
+    births: list[list[int]] = [[] for _ in graph.ops]
+    deaths: list[list[int]] = [[] for _ in graph.ops]
     for identity, value in enumerate(graph.values):
-        births[value.born].append(identity)
-        dies = value.born if consumed and value.kind == "gradient" else value.dies
-        if dies < len(graph.ops):
-            deaths[dies].append(identity)
-    for born, died in zip(births, deaths, strict=True):
-        yield from ((identity, True) for identity in born)
-        yield from ((identity, False) for identity in died)
+        if value.kind != "input":
+            births[value.born].append(identity)
+        if value.kind == "gradient":
+            if consumed:
+                deaths[value.born].append(identity)
+        elif value.dies < len(graph.ops):
+            deaths[value.dies].append(identity)
+    for op, born in zip(graph.ops, births, strict=True):
+        if op.name == "native_dropout.default":
+            born.reverse()  # the mask is taken first
+    return births, deaths
 
 
 def _play_update(allocator: CachingAllocator, rule: UpdateRule, chunks: Sequence[Chunk], used: set[str], *, first: bool) -> None:
