@@ -10,6 +10,8 @@ Each verb is one way through the house; torch is imported when one is called, no
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,10 +21,13 @@ from .values.plan import NoPlan, Plan
 
 if TYPE_CHECKING:
     from .running.run import Run
+    from .values.graph import Graph
     from .values.profile import Profile
 
 __version__ = "0.1.0"
 __all__ = ["Job", "Machine", "NoPlan", "Plan", "Run", "plan", "probe", "profile", "start"]
+
+CALLS_SECONDS = 8.0  # for timing the ops of a model that is planned for this machine's GPU
 
 
 def probe(effort: Literal["quick", "full"] = "quick") -> Machine:
@@ -33,14 +38,30 @@ def probe(effort: Literal["quick", "full"] = "quick") -> Machine:
 
 
 def profile(job: Job, machine: Machine | None = None) -> Profile:
-    """Seconds and bytes of every block of the job on a machine, this one when none is given. Nothing is run or allocated, but
-    with Job(real_run=True)."""
+    """Seconds and bytes of every block of the job on a machine, this one when none is given. The model is not run, but with
+    Job(real_run=True); on this machine's own GPU its ops are, one by one, the first time."""
     from .costing import cost
     from .probing.host import free_memory_bytes
     from .tracing import trace_all
 
     machine = machine or probe()
-    return cost(trace_all(job, _micro_batches(job), machine.device.kind, free_memory_bytes()), machine, job.batch_size)
+    graphs = trace_all(job, _micro_batches(job), machine.device.kind, free_memory_bytes())
+    return cost(graphs, with_calls(machine, graphs), job.batch_size)
+
+
+def with_calls(machine: Machine, graphs: Sequence[Graph]) -> Machine:
+    """The machine with the seconds of the calls that the graphs make, where it is this one and has a GPU: measured once."""
+    from .costing.times import call_weights
+    from .probing import cache
+
+    said: list[str] = []
+
+    def say_once(_op: str, _done: float) -> None:
+        if not said:
+            said.append(f"timing the ops of {graphs[0].model} on {machine.device.name}, once: at most {CALLS_SECONDS:.0f} s")
+            print(said[0], file=sys.stderr, flush=True)
+
+    return cache.with_calls(machine, call_weights(graphs, machine.device), CALLS_SECONDS, say_once)
 
 
 def plan(job: Job, machine: Machine | None = None) -> Plan:

@@ -69,6 +69,7 @@ def profile(
 ) -> None:
     """Parameters, FLOPs, seconds and bytes of every block, without running the model."""
     from . import profile as make_profile
+    from . import with_calls
     from .targets import job_for, module_costs
 
     job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run)
@@ -83,6 +84,7 @@ def profile(
 
     largest = job.micro_batch or job.batch_size  # the tables are of this micro-batch alone
     graph = trace(job, largest, on.device.kind, free_memory_bytes())
+    on = with_calls(on, [graph])
     made = cost([graph], on, job.batch_size)
     modules = [] if depth is None else module_costs(job, graph, on, depth)
     if as_json:

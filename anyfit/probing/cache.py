@@ -1,7 +1,7 @@
 """The machine file: measured once, then read, until the hardware, its limits or torch change.
 
 A file that cannot be read, or not be written, costs a measurement and never an error: a cache is not worth a failed
-start.
+start. The seconds of the calls that traced models make are kept in the same file, and go with it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from anyfit.values.machine import Machine
+from anyfit.values.machine import Device, Machine
 
 from . import host, memory
+from .calls import measure_calls
 from .folder import cache_folder
 from .meters import Report
 from .probe import measure
@@ -39,6 +42,38 @@ def remeasured(effort: Literal["quick", "full"] = "quick", report: Report | None
     with contextlib.suppress(OSError):
         machine.save(file)
     return machine
+
+
+def with_calls(machine: Machine, weights: Mapping[str, float], budget_seconds: float, report: Report | None = None) -> Machine:
+    """The machine with the seconds of the calls in `weights`: read from its file, and those that are missing measured and kept.
+
+    A machine that was not measured here, a preset or another's file, is given back as it is. So is one whose device is a CPU: it
+    takes a thousand times as long for a call, so that timing a model's would keep its user waiting longer than it is worth.
+    """
+    file = _file_of(machine) if machine.device.kind == "cuda" else None
+    if file is None:
+        return machine
+    kept = Machine.load(file)
+    known = {**kept.device.measured, **machine.device.measured}
+    found = measure_calls(torch.device("cuda", 0), weights, known, budget_seconds, report)
+    measured = {**known, **found}
+    if found:
+        with contextlib.suppress(OSError):
+            replace(kept, device=replace(kept.device, measured=measured)).save(file)
+    return replace(machine, device=replace(machine.device, measured=measured))
+
+
+def _file_of(machine: Machine) -> Path | None:
+    """The file of this computer that holds the very rates of a machine."""
+
+    def rates(device: Device) -> Device:
+        return replace(device, count=1, measured={})
+
+    for file in map(machine_file, ("full", "quick")):
+        with contextlib.suppress(OSError, ValueError):
+            if rates(Machine.load(file).device) == rates(machine.device):
+                return file
+    return None
 
 
 def machine_file(effort: str) -> Path:
