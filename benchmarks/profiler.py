@@ -1,10 +1,15 @@
 """How far are forecasts of peak memory and step time from real training steps on a GPU?
 
-    python -m benchmarks.profiler --machine machine.json --out tests/golden/h200 [--only NAME ...] [--ops FOLDER]
+    python -m benchmarks.profiler --machine machine.json --out tests/golden/h200 [--only NAME ...] [--ops FOLDER] [--calls FILE]
+    python -m benchmarks.profiler --write-calls FILE
 
-Every case of benchmarks/cases.py is trained for a few steps with `run.step` on random weights: allocated peak, reserved peak and
-median step time go to <out>/cases.json with the machine file beside it; a table compares them with the forecast. `--ops` also
-writes where the time of one step went, kernel by kernel, for whoever improves the cost model.
+Every case of benchmarks/cases.py is trained for a few steps with `run.step` on random weights and batches: allocated peak,
+reserved peak and median step time go to <out>/cases.json with the machine file beside it; a table compares them with the
+forecast. Before that the case's own calls are measured, and go to the machine file. `--ops` also writes where the time of one
+step went, kernel by kernel, for whoever improves the cost model.
+
+Another version of torch or transformers makes slightly other calls of the same case. So that a forecast made there finds its
+calls measured, `--write-calls` lists those of all cases, on any computer, and `--calls` measures them as well.
 """
 
 from __future__ import annotations
@@ -14,35 +19,99 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import anyfit
-from anyfit.values.machine import Machine
+from anyfit.costing.times import call_weights, curve_seconds
+from anyfit.probing.calls import measure_calls
+from anyfit.tracing import trace
+from anyfit.values.batches import map_tensors
+from anyfit.values.graph import Graph
+from anyfit.values.job import Batch
+from anyfit.values.machine import Device, Machine
 
 from . import record
 from .cases import CASES, Case, job_of
 
 WARM_UP, TIMED = 3, 10
+CALLS_SECONDS = 20.0  # for the calls of one case
+LEAST_CALL_SECONDS = 1e-5  # by estimate; what is shorter is the host's time, and would make the machine file large
+
+CallsElsewhere = Mapping[str, Mapping[str, float]]  # by case: what its calls weigh
+
+
+def weighty_calls(graph: Graph, device: Device) -> dict[str, float]:
+    """The calls worth a measurement, heaviest first, with their shares of the pass."""
+    each = {graph.calls[op.call]: curve_seconds(op, device) for op in graph.ops}
+    weights = call_weights([graph], device)
+    return {call: weights[call] for call in sorted(each, key=lambda call: -weights[call]) if each[call] >= LEAST_CALL_SECONDS}
+
+
+def with_calls(machine: Machine, case: Case, elsewhere: CallsElsewhere) -> Machine:
+    """The machine with the seconds of the case's calls, and of those that it makes elsewhere."""
+    own = weighty_calls(trace(job_of(case), case.batch, "cuda"), machine.device)
+    weights = {**elsewhere.get(case.name, {}), **own}
+    began = time.perf_counter()
+    found = measure_calls(torch.device("cuda", 0), weights, machine.device.measured, CALLS_SECONDS)
+    known = {**machine.device.measured, **found}
+    missing = sum(weight for call, weight in own.items() if call not in known)
+    print(
+        f"{case.name}: measured {len(found)} calls in {time.perf_counter() - began:.1f} s; "
+        f"those not measured make up {missing + 1 - sum(own.values()):.1%} of the pass",
+        flush=True,
+    )
+    return replace(machine, device=replace(machine.device, measured=known))
+
+
+def write_calls(file: Path) -> None:
+    device = Machine.load("h200").device
+    rows = []
+    for case in CASES:
+        weights = weighty_calls(trace(job_of(case), case.batch, "cuda"), device)
+        rows.append({"case": case.name, "calls": {call: float(f"{weight:.3g}") for call, weight in weights.items()}})
+        print(f"{case.name}: {len(weights)} calls, {sum(weights.values()):.1%} of the pass", flush=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def varied(case: Case, batch: Batch) -> Batch:
+    """A batch like the sample, of random tokens, pixels and classes: zeros alone would all go to one expert and one embedding."""
+    words = 256
+    if case.kind != "demo":
+        from transformers import AutoConfig
+
+        words = getattr(AutoConfig.for_model(case.kind, **case.options), "vocab_size", 0)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype.is_floating_point:
+            return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
+        return torch.randint(words if tensor.dim() > 1 else 2, tensor.shape, dtype=tensor.dtype, generator=generator)
+
+    return map_tensors(batch, draw)
 
 
 def measure(case: Case, machine: Machine, ops: Path | None) -> dict[str, Any]:
     """Trains the case for a few steps, and forgets it."""
     job = job_of(case)
+    batch = varied(case, job.sample)
     plan = anyfit.plan(job, machine)
     torch.cuda.empty_cache()
     run = anyfit.start(quickly_built(job), plan, machine)
     torch.cuda.empty_cache()  # what the weights took before they were placed
     torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP):
-        run.step(job.sample)
+        run.step(batch)
     torch.cuda.synchronize()
     seconds = []
     for _ in range(TIMED):
         began = time.perf_counter()
-        run.step(job.sample)
+        run.step(batch)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     measured = {
@@ -58,7 +127,7 @@ def measure(case: Case, machine: Machine, ops: Path | None) -> dict[str, Any]:
         "step_seconds": forecast.step_seconds,
     }
     if ops is not None:
-        write_ops(run, job, ops / f"{case.name}.json")
+        write_ops(run, batch, ops / f"{case.name}.json")
     run.close()
     return {"case": case.to_json(), "measured": measured, "predicted_then": predicted}
 
@@ -89,11 +158,11 @@ def quickly_built(job: anyfit.Job) -> anyfit.Job:
     return anyfit.Job(**{**vars(job), "model": build})
 
 
-def write_ops(run: anyfit.Run, job: anyfit.Job, file: Path) -> None:
+def write_ops(run: anyfit.Run, batch: Batch, file: Path) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], record_shapes=True) as profiler:
-        run.step(job.sample)
+        run.step(batch)
         torch.cuda.synchronize()
     rows = [
         {"op": event.key, "shapes": str(event.input_shapes), "count": event.count, "us": event.self_device_time_total}
@@ -107,13 +176,21 @@ def write_ops(run: anyfit.Run, job: anyfit.Job, file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--machine")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--ops", type=Path)
+    parser.add_argument("--calls", type=Path, help="calls traced elsewhere, from --write-calls, to be measured as well")
+    parser.add_argument("--write-calls", type=Path, help="write the calls of all cases to this file, and do nothing else")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this long")
     options = parser.parse_args()
+    if options.write_calls is not None:
+        write_calls(options.write_calls)
+        return
+    if options.machine is None or options.out is None:
+        parser.error("give --machine and --out, or --write-calls")
     machine = Machine.load(options.machine)
+    elsewhere = {row["case"]: row["calls"] for row in json.loads(options.calls.read_text())} if options.calls else {}
     began, rows = time.time(), []
     for case in CASES:
         if options.only and case.name not in options.only:
@@ -125,6 +202,7 @@ def main() -> None:
             print(f"{case.name}: no time left", flush=True)
             continue
         try:
+            machine = with_calls(machine, case, elsewhere)
             row = measure(case, machine, options.ops)
         except (RuntimeError, ValueError, anyfit.NoPlan) as error:
             print(f"{case.name}: {type(error).__name__} {str(error)[:200]}", flush=True)
@@ -141,7 +219,7 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         document = {"from": record.provenance(), "cases": rows}
         (options.out / "cases.json").write_text(json.dumps(document, indent=1) + "\n")
-    machine.save(options.out / "machine.json")
+        machine.save(options.out / "machine.json")
 
 
 if __name__ == "__main__":
