@@ -14,6 +14,7 @@ from .allocator import MIB, CachingAllocator, Piece
 from .workspaces import workspaces
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+MADE_AT_START = {"Adam", "AdamW"}  # whose state placing takes before the first step
 
 
 def chunks_of(graph: Graph) -> tuple[Chunk, ...]:
@@ -51,11 +52,9 @@ def state_bytes(graph: Graph, chunks: Sequence[Chunk]) -> StateBytes:
         if parameter.used:
             gradients[parameter.dtype] += parameter.elements * element_bytes(parameter.dtype)
     optimizer = sum(
-        slot.elements * rule.state_bytes_per_element[chunk.group]
+        chunk.elements * rule.state_bytes_per_element[chunk.group]
         for chunk in chunks
-        if chunk.is_updated
-        for slot in chunk.slots
-        if slot.name in used
+        if chunk.is_updated and (rule.name in MADE_AT_START or any(slot.name in used for slot in chunk.slots))
     )
     return StateBytes(
         parameters=sum(chunk.bytes for chunk in chunks),
@@ -89,10 +88,10 @@ def live_bytes(graph: Graph, device: Device, gradients: Literal["kept", "consume
 
 
 def reserved_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device, *, accumulating: bool) -> int:
-    """What torch's allocator holds after two steps: the first makes the optimizer's state, the second is like all others.
+    """What torch's allocator holds after two steps: the first may make the optimizer's state, the second is like all others.
 
-    All depends on the order in which things are taken: the state that the first step makes comes to lie in the holes which its
-    pass has left, and where it cuts the room of a large tensor in two, the second step takes that room anew.
+    All depends on the order in which things are taken: what a first step leaves comes to lie in the holes of its pass, and where
+    it cuts the room of a large tensor in two, the second step takes that room anew.
     """
     allocator = CachingAllocator()
     _place(allocator, graph, chunks, accumulating=accumulating)
@@ -116,8 +115,20 @@ def _place(allocator: CachingAllocator, graph: Graph, chunks: Sequence[Chunk], *
     if accumulating:
         for chunk in split:
             allocator.take(4 * chunk.elements)
-    for _ in ("masters", "gradients"):
-        allocator.take(max((4 * chunk.elements for chunk in split), default=0))
+    if graph.update.name in MADE_AT_START:
+        for chunk in chunks:
+            if chunk.is_updated:
+                _take_moments(allocator, graph.update, chunk)
+    scratch: list[Piece] = []
+    for chunk in split:
+        if not scratch or scratch[0].size < 4 * chunk.elements:  # it grows to what the largest wants
+            outgrown, scratch = scratch, [allocator.take(4 * chunk.elements) for _ in ("masters", "gradients")]
+            _give(allocator, outgrown)
+
+
+def _take_moments(allocator: CachingAllocator, rule: UpdateRule, chunk: Chunk) -> None:
+    for _ in range(int(rule.state_bytes_per_element[chunk.group]) // 4):
+        allocator.take(4 * chunk.elements)
 
 
 def _play_pass(allocator: CachingAllocator, graph: Graph, library_bytes: int, *, consumed: bool) -> list[Piece]:
@@ -182,10 +193,10 @@ def _play_update(allocator: CachingAllocator, rule: UpdateRule, chunks: Sequence
         if not chunk.is_updated:
             continue
         slots = [slot for slot in chunk.slots if slot.name in used]
-        if first:
-            for slot in slots:
-                for _ in range(int(rule.state_bytes_per_element[chunk.group]) // 4):
-                    allocator.take(4 * slot.elements)
+        made: list[Piece] = []
+        if first and rule.name not in MADE_AT_START:
+            count = int(rule.state_bytes_per_element[chunk.group]) // 4
+            made = [allocator.take(4 * slot.elements) for slot in slots for _ in range(count)]
         temporary: list[Piece] = []
         for slot in slots:
             temporary += [allocator.take(4 * slot.elements) for _ in range(round(rule.scratch_bytes_per_element / 4))]
@@ -193,6 +204,9 @@ def _play_update(allocator: CachingAllocator, rule: UpdateRule, chunks: Sequence
                 _give(allocator, temporary)
                 temporary = []
         _give(allocator, temporary)
+        if made:  # what the optimizer made goes over into flat buffers
+            _take_moments(allocator, rule, chunk)
+            _give(allocator, made)
 
 
 def _give(allocator: CachingAllocator, pieces: list[Piece]) -> None:
