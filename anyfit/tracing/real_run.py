@@ -31,25 +31,43 @@ LENT = {
 }
 
 
-def real_model(job: Job, free_bytes: float) -> nn.Module:
+def sized_model(job: Job) -> nn.Module:
+    """The job's model without bytes, where it is not made yet: for its size."""
+    with torch.device("meta"):
+        return job.build()
+
+
+def refuse_unless_it_can_run(job: Job, model: nn.Module, free_bytes: float) -> None:
+    """Before it is made: by the model that `sized_model` gives."""
+    dtypes = job.dtypes(model)
+    parameters = dict(model.named_parameters())
+    unmade = next((name for name, parameter in parameters.items() if model is job.model and parameter.is_meta), None)
+    if unmade is not None:
+        raise ValueError(
+            f"a real run needs real weights, and {unmade} is on the meta device; give Job a function that makes them"
+        )
+    held = sum(each.numel() * dtypes[name].itemsize * (2 if each.requires_grad else 1) for name, each in parameters.items())
+    needed = max(bytes_of(model), held + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()))
+    if needed > free_bytes:
+        raise ValueError(
+            f"a real run of {type(model).__name__} needs {show_bytes(needed)} of this host's memory for weights and gradients "
+            f"alone, and {show_bytes(free_bytes)} are free; run it where there is more, or keep values out of the forward: then "
+            "real_run is not needed, and no memory either"
+        )
+
+
+def real_model(job: Job) -> nn.Module:
     """The job's model on the CPU in the run's precision; a model that was given is copied, and stays as it is."""
-    _refuse_too_large(job, free_bytes)
     if isinstance(job.model, nn.Module):
         model = copy.deepcopy(job.model)
     else:
         torch.default_generator.manual_seed(job.seed)  # the CPU's alone: the caller puts it back
         model = job.build()
-    unmade = next((name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta), None)
-    if unmade is not None:
-        raise ValueError(
-            f"Job(real_run=True) needs real weights, and {unmade} is on the meta device; give a function that makes them"
-        )
-    model.to(CPU)
     dtypes = job.dtypes(model)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])  # one after the other: never all of them twice
         parameter.grad = None
-    return model
+    return model.to(CPU)
 
 
 def real_batch(job: Job, rows: int) -> Batch:
@@ -66,21 +84,6 @@ def real_batch(job: Job, rows: int) -> Batch:
 
 def bytes_of(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
-
-
-def _refuse_too_large(job: Job, free_bytes: float) -> None:
-    with torch.device("meta"):
-        model = job.build()
-    dtypes = job.dtypes(model)
-    parameters = dict(model.named_parameters())
-    held = sum(each.numel() * dtypes[name].itemsize * (2 if each.requires_grad else 1) for name, each in parameters.items())
-    needed = max(bytes_of(model), held + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()))
-    if needed > free_bytes:
-        raise ValueError(
-            f"a real run of {type(model).__name__} needs {show_bytes(needed)} of this host's memory for weights and gradients "
-            f"alone, and {show_bytes(free_bytes)} are free; run it where there is more, or keep values out of the forward: then "
-            "real_run is not needed, and no memory either"
-        )
 
 
 class LentKernels(TorchDispatchMode):

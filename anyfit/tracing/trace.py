@@ -26,7 +26,7 @@ from .blocks import Blocks, find_blocks
 from .errors import TooDear, explained, refuse_elsewhere, refuse_without_parameters
 from .gpu_kernels import AsOnGpu
 from .gpu_recorder import GpuRecorder
-from .real_run import LentKernels, bytes_of, real_batch, real_model
+from .real_run import LentKernels, bytes_of, real_batch, real_model, refuse_unless_it_can_run, sized_model
 from .recorder import Recorder, Storage
 from .repeats import NotPeriodic, Repeat, find_repeats, skipping, write_in
 from .stand_in import FakeMode, fake_batch, fake_model
@@ -69,8 +69,11 @@ def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of:
 def _run_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: float) -> list[Graph]:
     """A real run of each size, the smallest first, as far as memory and patience reach; which were left out is noted."""
     with _leaving_no_mark(job):
+        with _saying("building the model on the meta device"):
+            sized = sized_model(job)
+        refuse_unless_it_can_run(job, sized, free_bytes)
         with _saying("building the model for a real run"):
-            model = real_model(job, free_bytes)
+            model = real_model(job)
         mode: AbstractContextManager[Any] = LentKernels() if device == "cuda" else nullcontext()
         room_bytes = free_bytes - bytes_of(model)
         stand_in = _StandIn.of(job, model, device, mode, lambda rows: real_batch(job, rows), room_bytes)

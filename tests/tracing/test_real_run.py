@@ -236,8 +236,11 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_built() -> None:
         assert model.weight.is_meta
         return model
 
-    with pytest.raises(ValueError, match=r"a real run of Linear needs 4.00 TiB .* gradients alone, and 2.00 GiB are free"):
+    with pytest.raises(
+        ValueError, match=r"a real run of Linear needs 4.00 TiB .* gradients alone, and 2.00 GiB are free"
+    ) as error:
         trace(job_of(build, rows(1), precision="bf16"), 1, "cpu", 2 * 2**30)
+    assert not getattr(error.value, "__notes__", None)  # so that the command line says it in one line
 
 
 # ---------------------------------------------------------------------- what is left behind
