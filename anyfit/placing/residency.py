@@ -80,7 +80,7 @@ def _mutates(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether the call writes into its first argument."""
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE
-    return func is SET_DATA or "out" in kwargs or (in_place and any(type(item) is Watched for item in _leaves(args[:1])))
+    return func == SET_DATA or "out" in kwargs or (in_place and any(type(item) is Watched for item in _leaves(args[:1])))
 
 
 IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
@@ -156,14 +156,14 @@ class Residency:
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], watched: Sequence[Any]) -> Any:
         name = watched[0].anyfit[1]
-        if func is READ_GRADIENT:
+        if func == READ_GRADIENT:
             if name in self.moved_gradients:
                 raise RuntimeError(
                     f"the gradient of {name} has left for the host, as the plan says; run.metrics.gradient_norm is there "
                     "after the step, and a plan with gradients on the device keeps p.grad"
                 )
             return func(*args, **kwargs)
-        if func is SET_GRADIENT:
+        if func == SET_GRADIENT:
             if args[1] is not None:
                 raise RuntimeError(f"p.grad of {name} cannot be set: its chunk is updated by the plan's own schedule")
             return func(*args, **kwargs)
@@ -173,7 +173,7 @@ class Residency:
                 "where the edit would be lost; edit weights inside `with run.weights():`"
             )
         self.touch({each.anyfit[2] for each in watched})
-        if func is SET_DATA:
+        if func == SET_DATA:
             watched[0].detach().copy_(args[1])
             return None
         return func(*args, **kwargs)
@@ -314,8 +314,9 @@ class Residency:
         # Which buffer is the home is asked when the job runs: an update before it may put another in its place. The job is
         # forgotten when done, and its view of the slot with it.
         slot.ticket = self._lanes.up.run(lambda: _copy(weights, state.weights), after=(self._lanes.so_far(), state.fresh))
-        for each in state.chunk.slots:
-            self._state.parameters[each.name].data = state.view(weights, each)
+        with quietly():
+            for each in state.chunk.slots:
+                self._state.parameters[each.name].data = state.view(weights, each)
         return slot
 
     def drop(self, state: ChunkState) -> None:
