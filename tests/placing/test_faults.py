@@ -57,8 +57,7 @@ def test_an_update_that_fails_is_raised_once_and_the_state_is_that_of_a_complete
         for batch in batches:
             try:
                 run.step(batch)
-            except ArithmeticError as error:
-                assert str(error) == "the update broke"
+            except ArithmeticError:
                 errors += 1
                 check_state(run, job, batches, accumulation)
                 run.step(batch)
