@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import anyfit
 from anyfit.placing import activations
-from anyfit.values.plan import Placement
 from tests.conftest import FULL
 from tests.models import (
     Branching,
@@ -32,6 +31,7 @@ from tests.models import (
 )
 from tests.oracle import assert_bit_equal, train_plainly
 from tests.plans import chunk_count, hand_written, random_delays, started
+from tests.values.strategies import placements
 
 ROWS, STEPS = 4, 30
 # By model, the blocks whose activations a plan may choose for.
@@ -73,19 +73,6 @@ def job_for(model: str, **options: Any) -> anyfit.Job:
 
 def batches_for(model: str, count: int = STEPS) -> list[Any]:
     return image_batches(count, ROWS) if model == "convolutional" else byte_batches(count, ROWS)
-
-
-@st.composite
-def placements(draw: st.DrawFn) -> Placement:
-    update = draw(st.sampled_from(["device", "host"]))
-    optimizer = "host" if update == "host" else draw(st.sampled_from(["device", "host"]))
-    return Placement(
-        weights="device" if optimizer == "device" else draw(st.sampled_from(["device", "host"])),
-        gradients="host" if update == "host" else draw(st.sampled_from(["device", "host"])),
-        optimizer=optimizer,
-        update=update,
-        speculates=update == "host" and draw(st.booleans()),
-    )
 
 
 # Nothing is shrunk: an example takes a second, and a failing one says all that was drawn.

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from anyfit.values.graph import Graph
 from anyfit.values.machine import DTYPES, OPERATIONS, Curve, Device, Machine
-from anyfit.values.plan import AXES, Forecast, Plan
+from anyfit.values.plan import AXES, Forecast, Placement, Plan
 from anyfit.values.profile import Profile
 
 RECORDS = (Graph, Machine, Plan, Profile)
 BY_DTYPE = ("matmul", "matmul_unaligned", "attention", "attention_backward", "convolution")
 # Objects whose keys are data (a dtype, an op, a call, a package), of which some may be missing.
-OPEN = {"split_seconds", "versions", "operations", "measured", *BY_DTYPE}
+OPEN = {"activations", "split_seconds", "versions", "operations", "measured", *BY_DTYPE}
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(min_value=1e-9, max_value=1e15)
@@ -80,8 +80,24 @@ def _plans(draw: st.DrawFn) -> Plan:
         "accumulation": st.just(-(-batch_size // micro_batch)),
         "mesh": st.just(dict.fromkeys(AXES, 1)),
         "chunk_bytes": st.integers(min_value=1),
+        "slots": st.integers(min_value=1),
+        "prefetch": st.integers(min_value=0),
     }
     return draw(st.builds(Plan, **fields_of(Plan) | ruled))
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    """Any placement that an engine can honour."""
+    update = draw(st.sampled_from(["device", "host"]))
+    optimizer = "host" if update == "host" else draw(st.sampled_from(["device", "host"]))
+    return Placement(
+        weights="device" if optimizer == "device" else draw(st.sampled_from(["device", "host"])),
+        gradients="host" if update == "host" else draw(st.sampled_from(["device", "host"])),
+        optimizer=optimizer,
+        update=update,
+        speculates=update == "host" and draw(st.booleans()),
+    )
 
 
 # What a type alone does not say.
@@ -89,6 +105,7 @@ RULES: dict[Any, st.SearchStrategy[Any]] = {
     Curve: st.deferred(curves),
     Device: st.deferred(_devices),
     Forecast: st.deferred(lambda: st.builds(Forecast, **fields_of(Forecast) | {"step_seconds": positive})),
+    Placement: placements(),
     Plan: st.deferred(_plans),
 }
 records = st.one_of(*map(values_of, RECORDS))

@@ -14,7 +14,7 @@ import pytest
 
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
-from anyfit.values.plan import AXES
+from anyfit.values.plan import AXES, Placement
 from anyfit.values.units import show_bytes, show_seconds
 from tests.planning.profiles import GIB, small_profile
 
@@ -42,7 +42,9 @@ def smaller() -> Plan:
         ({"micro_batch": 3, "accumulation": 2}, "accumulation is 2; batch_size 8 in micro-batches of 3 makes 3"),
         ({"mesh": dict.fromkeys(AXES, 1) | {"data": 2}}, "mesh: data is 2; this version runs on one device"),
         ({"mesh": {"dats": 1}}, "mesh: unknown axis 'dats'; did you mean 'data'?"),
-        ({"chunk_bytes": 0}, "chunk_bytes is 0; it must be positive"),
+        ({"chunk_bytes": 0}, "chunk_bytes is 0; it must be at least 1"),
+        ({"slots": -1}, "slots is -1; it must be at least 0"),
+        ({"slots": 0, "chunks": (Placement(weights="host", optimizer="host"),)}, "pass through at least one device slot"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(plan: Plan, changes: dict[str, Any], says: str) -> None:
@@ -190,3 +192,24 @@ def test_a_slip_in_a_hand_edited_plan_is_named(plan: Plan, tmp_path: Path, edit:
     file.write_text(json.dumps(document))
     with pytest.raises(ValueError, match="^" + re.escape(f"{file}{says}")):
         Plan.load(file)
+
+
+@pytest.mark.parametrize(
+    ("placement", "says"),
+    [
+        ({"weights": "disk"}, "weights on disk"),
+        ({"update": "host"}, "needs gradients and optimizer on the host"),
+        ({"update": "host", "optimizer": "host"}, "needs gradients and optimizer on the host"),
+        ({"weights": "host"}, "needs its weights there too"),
+        ({"speculates": True}, "only an update on the host speculates"),
+    ],
+)
+def test_a_placement_that_cannot_be_honoured_is_refused(placement: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Placement(**placement)
+
+
+def test_a_placement_knows_its_route() -> None:
+    assert Placement().route == "resident"
+    assert Placement(optimizer="host").route == "streamed"
+    assert Placement(gradients="host", optimizer="host", update="host").route == "host"

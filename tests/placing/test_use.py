@@ -1,0 +1,319 @@
+"""What user code may do with a model whose state is elsewhere: all that works as ever, and what is refused with a reason."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anyfit
+from anyfit.values.plan import Placement
+from tests.models import Experts, Tangled, byte_batches, next_byte_loss, tiny_gpt
+from tests.oracle import assert_bit_equal, train_plainly
+from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, random_delays, started
+
+ROWS = 4
+ALL = [STREAMED, ON_HOST, AWAY, AWAY_STREAMED]
+
+
+def job_for(model: Any = tiny_gpt, **options: Any) -> anyfit.Job:
+    options = {"optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3), "precision": "fp32"} | options
+    return anyfit.Job(model=model, loss=next_byte_loss, sample=byte_batches(1, ROWS)[0], batch_size=ROWS, **options)
+
+
+@pytest.mark.parametrize("placement", ALL)
+def test_evaluation_generation_and_other_shapes_between_steps_change_nothing(placement: Placement) -> None:
+    job = job_for()
+    batches = byte_batches(6, ROWS)
+    with started(job, hand_written(job, placement, slots=8), random_delays(3)) as run:
+        for batch in batches:
+            run.step(batch)
+            run.evaluate(byte_batches(1, 3, length=9)[0])
+            with torch.no_grad():
+                run.model(batch[:1, :5]).argmax(-1)
+        assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
+
+
+@pytest.mark.parametrize("placement", ALL)
+def test_several_micro_batches_in_flight_forward_between_backwards(placement: Placement) -> None:
+    job = job_for(micro_batch=1)
+    batches = byte_batches(5, ROWS)
+    with started(job, hand_written(job, placement, slots=8, accumulation=4), random_delays(4)) as run:
+        for batch in batches:
+            parts = list(batch.split(1))
+            losses = [run.loss(parts[0]), run.loss(parts[1])]
+            run.backward(losses.pop(0))
+            losses.append(run.loss(parts[2]))
+            run.backward(losses.pop(0))
+            losses.append(run.loss(parts[3]))
+            run.backward(losses.pop(0))
+            run.backward(losses.pop(0))
+            run.update()
+        assert_bit_equal(run.state_dict(), train_plainly(job, batches, 4)[1])
+
+
+@pytest.mark.parametrize("placement", ALL)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_edits_inside_weights_become_part_of_the_run(placement: Placement, precision: Any) -> None:
+    job = job_for(precision=precision)
+    batch = byte_batches(1, ROWS)[0]
+    with started(job, hand_written(job, placement, slots=4)) as run:
+        run.step(batch)
+        before = run.state_dict()
+        with run.weights() as model, torch.no_grad():
+            model.norm.weight.mul_(2)
+            model.norm.bias.data = torch.full_like(model.norm.bias, 0.25)
+            model.blocks[0].mix.bias.data.fill_(0.5)
+            for parameter in model.blocks[1].parameters():
+                parameter.sum()  # only looked at, with few slots: others leave
+        after = run.state_dict()
+        assert torch.equal(after["norm.bias"], torch.full_like(after["norm.bias"], 0.25))
+        assert torch.equal(after["blocks.0.mix.bias"], torch.full_like(after["blocks.0.mix.bias"], 0.5))
+        assert torch.allclose(after["norm.weight"], 2 * before["norm.weight"], rtol=1e-2)
+        edited = {"norm.bias", "norm.weight", "blocks.0.mix.bias"}
+        assert_bit_equal(
+            {name: tensor for name, tensor in after.items() if name not in edited},
+            {name: tensor for name, tensor in before.items() if name not in edited},
+        )
+        run.step(batch)
+        assert not torch.equal(run.state_dict()["norm.bias"], after["norm.bias"])
+
+
+@pytest.mark.parametrize("placement", ALL)
+def test_edits_elsewhere_and_gradients_that_have_left_are_refused_with_a_reason(placement: Placement) -> None:
+    job = job_for()
+    batch = byte_batches(1, ROWS)[0]
+    with started(job, hand_written(job, placement, slots=8)) as run:
+        run.step(batch)
+        weight = run.model.norm.weight
+        before = run.state_dict()
+        with torch.no_grad():
+            with pytest.raises(RuntimeError, match=r"run\.weights"):
+                weight.mul_(2)
+            with pytest.raises(RuntimeError, match=r"run\.weights"):
+                weight += 1
+        with pytest.raises(RuntimeError, match=r"run\.weights"):
+            weight.data = torch.ones_like(weight)
+        with pytest.raises(RuntimeError, match=r"run\.weights"):
+            torch.optim.SGD(run.model.parameters(), lr=0.1).step(lambda: run.model.norm.weight.detach_())
+        with pytest.raises(RuntimeError, match="cannot be set"):
+            weight.grad = torch.ones_like(weight)
+        run.backward(run.loss(batch))
+        if placement.gradients == "host":
+            with pytest.raises(RuntimeError, match="has left for the host"):
+                _ = weight.grad
+        else:
+            assert weight.grad is not None
+        run.update()
+        assert weight.grad is None
+        run.model.zero_grad()
+        assert run.model.norm.weight.shape == before["norm.weight"].shape
+
+
+def test_weights_may_be_read_and_copied_at_any_time() -> None:
+    job = job_for()
+    with started(job, hand_written(job, AWAY, slots=2, chunk_bytes=1)) as run:
+        run.step(byte_batches(1, ROWS)[0])
+        expected = run.state_dict()
+        for name, parameter in run.model.named_parameters():
+            assert torch.equal(parameter.detach().clone(), expected[name]), name
+            assert torch.equal(parameter.float().norm().detach(), expected[name].norm())
+            assert parameter.numel() == expected[name].numel()
+        with run.weights() as model:
+            copied = copy.deepcopy(model)
+        assert_bit_equal({name: tensor.detach() for name, tensor in copied.state_dict().items()}, expected)
+
+
+def test_weights_that_user_code_keeps_hold_their_slot_and_too_many_are_an_error() -> None:
+    job = job_for()
+    with started(job, hand_written(job, AWAY, slots=2, chunk_bytes=1)) as run, torch.no_grad():
+        parameters = list(run.model.parameters())
+        kept = [parameters[0].view(-1), parameters[1].view(-1)]
+        with pytest.raises(RuntimeError, match="none of the 2 device slots can be freed"):
+            parameters[2].sum()
+        assert torch.equal(kept[0], parameters[0].view(-1))
+        del kept
+        parameters[2].sum()
+
+
+def test_freezing_during_a_run_is_honoured_and_thawing_is_refused() -> None:
+    job = job_for(Tangled)
+    batches = byte_batches(6, ROWS)
+    for placement in (*ALL, Placement()):
+        with started(job, hand_written(job, placement, slots=8)) as run:
+            for index, batch in enumerate(batches):
+                if index == 3:
+                    run.model.twice.requires_grad_(False)
+                    before = run.state_dict()
+                run.step(batch)
+            after = run.state_dict()
+            assert torch.equal(after["twice.weight"], before["twice.weight"])
+            assert not torch.equal(after["norm.weight"], before["norm.weight"])
+            run.model.frozen.requires_grad_(True)
+            with pytest.raises(RuntimeError, match="frozen when the run started"):
+                run.step(batches[0])
+
+
+class Adapted(nn.Module):
+    """A frozen base with adapters of low rank beside its products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = tiny_gpt()
+        self.base.requires_grad_(False)
+        self.down = nn.ModuleList(nn.Linear(32, 4, bias=False) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(4, 32, bias=False) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.base.bytes(ids) + self.base.places(torch.arange(ids.shape[1]))
+        for block, down, up in zip(self.base.blocks, self.down, self.up, strict=True):
+            x = block(x) + up(down(x))
+        logits: Tensor = self.base.head(self.base.norm(x))
+        return logits
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adapters_train_beside_a_frozen_base_on_the_host(precision: Any) -> None:
+    job = job_for(Adapted, precision=precision, clip_norm=1.0)
+    batches = byte_batches(30, ROWS)
+    bare = hand_written(job)
+    with started(job, bare) as run:
+        trained = [state.chunk.trainable for state in run._placed.state.chunks]
+    frozen = Placement(weights="host", optimizer="host")
+    plan = hand_written(job, *(Placement() if each else frozen for each in trained), slots=6)
+    with started(job, plan) as run:
+        losses = [float(run.step(batch)) for batch in batches]
+        weights = run.state_dict()
+        placed = run._placed
+        base_bytes = sum(state.chunk.bytes for state in placed.state.chunks if not state.chunk.trainable)
+        rounding = 4096 * len(placed.state.chunks)
+        assert placed.host_bytes <= base_bytes + rounding  # the weights of the base, and nothing else of it
+        assert not any(name.startswith("base.") for name in placed.updates.state_dict())
+    plain_losses, plain_weights = train_plainly(job, batches)
+    assert losses == pytest.approx(plain_losses, rel=1e-6)
+    assert_bit_equal(weights, plain_weights)
+
+
+def test_hooks_of_the_user_see_what_they_would() -> None:
+    job = job_for()
+    batch = byte_batches(1, ROWS)[0]
+    seen: dict[str, list[Any]] = {"plain": [], "mine": []}
+
+    def watch(model: nn.Module, into: list[Any]) -> None:
+        model.blocks[0].register_forward_hook(lambda _module, _inputs, output: into.append(output.detach().clone()))
+        model.blocks[0].register_full_backward_hook(lambda _module, _into, out: into.append(out[0].clone()))
+        model.norm.weight.register_hook(lambda gradient: into.append(gradient.clone()))
+
+    torch.manual_seed(0)
+    plain = job.build()
+    watch(plain, seen["plain"])
+    next_byte_loss(plain, batch).backward()
+    with started(job, hand_written(job, AWAY, slots=8)) as run:
+        watch(run.model, seen["mine"])
+        run.step(batch)
+    assert len(seen["plain"]) == len(seen["mine"]) == 3
+    for mine, expected in zip(seen["mine"], seen["plain"], strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_runs_side_by_side_do_not_touch_each_other() -> None:
+    job, other = job_for(), job_for(Experts, seed=1)
+    batches = byte_batches(4, ROWS)
+    with (
+        started(job, hand_written(job, AWAY, slots=8), random_delays(1)) as first,
+        started(other, hand_written(other, AWAY_STREAMED, slots=8), random_delays(2)) as second,
+    ):
+        for batch in batches:
+            first.step(batch)
+            second.step(batch)
+        assert_bit_equal(first.state_dict(), train_plainly(job, batches)[1])
+        assert_bit_equal(second.state_dict(), train_plainly(other, batches)[1])
+
+
+def test_a_checkpoint_moves_between_placements(tmp_path: Any) -> None:
+    job = job_for(precision="bf16", clip_norm=0.5)
+    batches = byte_batches(6, ROWS)
+    expected = train_plainly(job, batches)[1]
+    placements = [AWAY, Placement(), STREAMED, ON_HOST, AWAY_STREAMED]
+    for before, after in zip(placements, placements[1:] + placements[:1], strict=True):
+        with started(job, hand_written(job, before, slots=8)) as run:
+            for batch in batches[:3]:
+                run.step(batch)
+            run.save(tmp_path / before.route)
+        with started(job, hand_written(job, after, slots=8, chunk_bytes=2**20)) as run:
+            run.step(batches[5])  # what was there before is forgotten
+            run.resume(tmp_path / before.route)
+            for batch in batches[3:]:
+                run.step(batch)
+            assert_bit_equal(run.state_dict(), expected)
+
+
+def test_host_memory_is_a_hard_limit() -> None:
+    job = job_for()
+    with pytest.raises(MemoryError, match=r"host memory is 64\.0 KiB"):
+        started(job, hand_written(job, AWAY, slots=8, host_bytes=2**16))
+
+
+def test_a_plan_for_another_number_of_chunks_or_blocks_is_refused() -> None:
+    job = job_for()
+    with pytest.raises(ValueError, match="the plan places 2 chunks, and this model makes"):
+        started(job, hand_written(job, Placement(), Placement()))
+    with pytest.raises(ValueError, match=r"did you mean 'blocks\.0'"):
+        started(job, hand_written(job, activations={"block.0": "recompute"}))
+
+
+def test_an_optimizer_whose_parameters_do_not_stand_by_themselves_is_refused() -> None:
+    class Coupled(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["seen"] = group.get("seen", 0.0) + sum(float(p.grad.norm()) for p in group["params"] if p.grad is not None)
+            return super().step(closure)
+
+    job = job_for(optimizer=lambda model: Coupled([{"params": list(model.parameters()), "seen": 0.0}], lr=0.1))
+    with started(job, hand_written(job)) as run, pytest.raises(RuntimeError, match="changes its group's 'seen'"):
+        run.step(byte_batches(1, ROWS)[0])
+
+
+def test_a_user_compiled_block_trains_as_the_plain_one() -> None:
+    def model() -> nn.Module:
+        made = tiny_gpt()
+        for block in made.blocks:
+            block.compile(backend="aot_eager")
+        return made
+
+    job = job_for(model)
+    batches = byte_batches(5, ROWS)
+    with started(job, hand_written(job, AWAY, slots=12)) as run:
+        losses = [float(run.step(batch)) for batch in batches]
+        weights = run.state_dict()
+    plain_losses, plain_weights = train_plainly(job_for(), batches)
+    assert losses == pytest.approx(plain_losses, rel=1e-5)
+    for name, expected in plain_weights.items():
+        assert torch.allclose(weights[name], expected, atol=1e-4), name
+
+
+def test_functions_that_take_many_weights_at_once() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(256, 8)
+            self.rnn = nn.LSTM(8, 8, 2, batch_first=True)
+            self.head = nn.Linear(8, 256)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            joined = torch.cat([self.head.weight, self.embed.weight]).norm()
+            logits: Tensor = self.head(self.rnn(self.embed(ids))[0]) * F.softplus(joined)
+            return logits
+
+    job = job_for(Recurrent)
+    batches = byte_batches(5, ROWS)
+    with started(job, hand_written(job, AWAY, slots=12, chunk_bytes=512)) as run:
+        losses = [float(run.step(batch)) for batch in batches]
+        weights = run.state_dict()
+    plain_losses, plain_weights = train_plainly(job, batches)
+    assert losses == pytest.approx(plain_losses, rel=1e-6)
+    assert_bit_equal(weights, plain_weights)
