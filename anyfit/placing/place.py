@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from anyfit.values.job import Job
 from anyfit.values.layout import Placeable, lay_out
 from anyfit.values.plan import Placement, Plan
+from anyfit.values.record import nearest
 
 from .activations import Activations
 from .chunks import ModelState
@@ -101,11 +103,25 @@ def place(job: Job, plan: Plan, model: nn.Module, device: torch.device, delay: C
     try:
         state = ModelState(model, layout, placements, device, slabs)
         residency = Residency(state, lanes, plan.slots, plan.prefetch)
+        stage = plan.stages[0]
+        undo = [_compile(model, block) for block in stage.compiled]
+        residency.watch_compiled(model)
+        residency.undo += undo
         gradients = Gradients(state, lanes, slabs, plan.accumulation, residency.moved_gradients)
         updates = Updates(optimizer, state, gradients, residency, lanes, slabs)
-        activations = Activations(model, plan.stages[0].activations, lanes, slabs, residency)
+        activations = Activations(model, stage.activations, lanes, slabs, residency)
     except BaseException:
         lanes.close()
         slabs.close()
         raise
     return Placed(model, state, residency, gradients, updates, activations, lanes, slabs, device)
+
+
+def _compile(model: nn.Module, block: str) -> Callable[[], None]:
+    """Compiles a block; what undoes it."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    if block not in modules:
+        raise ValueError(f"the plan compiles block {block!r}, and the model has none" + nearest(block, list(modules)))
+    module, own = modules[block], vars(modules[block]).get("forward")
+    module.forward = torch.compile(module.forward)
+    return (lambda: delattr(module, "forward")) if own is None else (lambda: setattr(module, "forward", own))

@@ -12,6 +12,7 @@ it (its storage's use count says) and after all that the computation was given s
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -149,6 +150,8 @@ class Residency:
         self._seen: list[int] | None = None  # of the step under way; None between steps
         self._cursor = 0
         self._needed: set[int] = set()  # by the call under way
+        self._pinned: list[int] = []  # by compiled modules under way
+        self.undo: list[Callable[[], None]] = []  # what the end has to put back
         self.fetches = 0  # uploads so far
         self.misses = 0  # of them, those that somebody had to wait for
 
@@ -218,6 +221,34 @@ class Residency:
         self.settle_all()
         for index in list(self._slot_of):
             self.drop(self._state.chunks[index])
+
+    # ------------------------------------------------------------------ compiled modules
+
+    def watch_compiled(self, model: nn.Module) -> None:
+        """A compiled module's ops are not seen one by one: all its weights are made ready before it is called."""
+        for module in model.modules():
+            attribute = "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
+            compiled = getattr(module, attribute)
+            if attribute == "forward" and not hasattr(compiled, "_torchdynamo_orig_callable"):
+                continue
+            watched = [parameter for parameter in module.parameters() if type(parameter) is Watched]
+            if watched:
+                setattr(module, attribute, functools.partial(self._call_compiled, compiled, watched))
+                self.undo.append(functools.partial(setattr, module, attribute, compiled))
+
+    def _call_compiled(self, compiled: Callable[..., Any], watched: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        chunks = {parameter.anyfit[2] for parameter in watched}
+        self.touch(chunks)
+        self._pinned += chunks
+        for parameter in watched:
+            parameter.__class__ = nn.Parameter  # as it was compiled for
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            for parameter in watched:
+                parameter.__class__ = Watched
+            for index in chunks:
+                self._pinned.remove(index)
 
     # ------------------------------------------------------------------ the order of use
 
@@ -292,7 +323,8 @@ class Residency:
         empty = [slot for slot in self._slots if slot.state is None and not slot.is_held]
         if empty:
             return empty[0]
-        free = [other for other, slot in self._slot_of.items() if other not in self._needed and not slot.is_held]
+        kept = {*self._needed, *self._pinned}
+        free = [other for other, slot in self._slot_of.items() if other not in kept and not slot.is_held]
         last = max(free, key=self._next_use, default=None)
         if last is not None and (at_all_costs or self._next_use(last) > self._next_use(index)):
             slot = self._slot_of[last]
@@ -380,6 +412,8 @@ class Residency:
     def close(self) -> None:
         """Parameters are plain again, and hold their weights: on the device where they live there, else on the host."""
         self.settle_all()
+        for undo in self.undo:
+            undo()
         with quietly():
             for index in self._watched:
                 state = self._state.chunks[index]

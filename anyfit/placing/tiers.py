@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,13 +74,22 @@ class HostSlabs:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Peak bytes of all storages that ops make while active, on top of what was there before."""
+    """Peak bytes of all storages that ops make while active, on top of what was there before.
 
-    def __init__(self) -> None:
+    `exceeded` is called with the bytes, and is to raise, when there are more than `limit_bytes`.
+    """
+
+    def __init__(self, limit_bytes: float = float("inf"), exceeded: Callable[[int], None] = lambda _bytes: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
+        self._limit, self._exceeded = limit_bytes, exceeded
         self._now = 0
         self._known: dict[int, weakref.ref[Any]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """The user's compiled blocks stay compiled while it watches: torch would otherwise give them up for good."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -105,6 +115,8 @@ class LiveBytes(TorchDispatchMode):
         self._known[identity] = weakref.ref(storage, forget)
         self._now += size
         self.peak_bytes = max(self.peak_bytes, self._now)
+        if self._now > self._limit:
+            self._exceeded(self._now)
 
 
 def peak_bytes_of_gpu(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from anyfit.placing import Placed
 from anyfit.placing.gradients import clip_factor, total_norm
 from anyfit.placing.tiers import LiveBytes, peak_bytes_of_gpu
+from anyfit.values.batches import named_tensors
 from anyfit.values.job import Batch, Job
 from anyfit.values.plan import Plan
 
@@ -24,6 +26,7 @@ from . import checkpoint
 from .launch import Launch
 from .loader import Loader, Sized
 from .metrics import Metrics
+from .shortage import module_at, shortage
 
 WATCHED_STEPS = 2  # on the CPU device the storages of the first steps are counted: one makes the optimizer's state, one uses it
 
@@ -53,7 +56,7 @@ class Run:
         self._weight: Tensor | None = None  # of those samples, where the loss gives weights
         self._last: dict[str, Any] = {}
         self._peak_bytes = 0
-        self._watched = 0
+        self._watched: dict[Any, int] = {}  # steps counted, by the shapes of the batch
         self._clock = time.perf_counter()
         self._closed = False
 
@@ -73,13 +76,16 @@ class Run:
             )
         if self._rows:
             raise RuntimeError(f"{self._rows} samples wait for run.update(); call it before run.step")
-        with self._counting():
+        with self._counting(batch):
             try:
                 self._begin()
                 loss = self._forward_backward(self.job.cut(batch, self.micro_batches))
                 self.update()
-            except BaseException:
+            except BaseException as error:
                 self._abandon()
+                if isinstance(error, torch.OutOfMemoryError):
+                    needed = torch.cuda.memory_allocated(self._placed.device)
+                    error.add_note(shortage(self.plan, needed, module_at(self.model, error.__traceback__)))
                 raise
         self._last["loss"] = loss
         if self.launch is not None:
@@ -281,14 +287,20 @@ class Run:
         return {"device": self._peak_bytes, "host": self._placed.host_bytes, "disk": 0}
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
-        if self._placed.device.type != "cpu" or self._watched >= WATCHED_STEPS:
+    def _counting(self, batch: Batch) -> Iterator[None]:
+        """On the CPU device, counts what the first steps of every batch shape hold, and keeps them to the plan's limit."""
+        shape = tuple((name, tuple(tensor.shape)) for name, tensor in named_tensors(batch))
+        if self._placed.device.type != "cpu" or self._watched.get(shape, 0) >= WATCHED_STEPS:
             yield
             return
-        held = self._placed.device_bytes
-        with LiveBytes() as live:
+        held, limit = self._placed.device_bytes, self.plan.limit_bytes["device"]
+
+        def exceeded(live_bytes: int) -> None:
+            raise MemoryError(shortage(self.plan, held + live_bytes, module_at(self.model, sys._getframe(1))))
+
+        with LiveBytes(limit - held, exceeded) as live:
             yield
-        self._watched += 1
+        self._watched[shape] = self._watched.get(shape, 0) + 1
         self._peak_bytes = max(self._peak_bytes, held + live.peak_bytes)
 
     @property

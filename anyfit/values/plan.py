@@ -74,6 +74,7 @@ class Stage:
     first_block: int
     last_block: int  # inclusive
     activations: Mapping[str, Activations]  # by the block's path in the model; one that is not named keeps them
+    compiled: tuple[str, ...] = ()  # paths of blocks that torch.compile makes faster
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -278,6 +279,7 @@ def test_an_optimizer_whose_parameters_do_not_stand_by_themselves_is_refused() -
         run.step(byte_batches(1, ROWS)[0])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
 def test_a_user_compiled_block_trains_as_the_plain_one() -> None:
     def model() -> nn.Module:
         made = tiny_gpt()
@@ -317,3 +319,45 @@ def test_functions_that_take_many_weights_at_once() -> None:
     plain_losses, plain_weights = train_plainly(job, batches)
     assert losses == pytest.approx(plain_losses, rel=1e-6)
     assert_bit_equal(weights, plain_weights)
+
+
+def test_device_memory_is_a_hard_limit_and_the_error_says_where_and_what_to_change() -> None:
+    job = job_for()
+    with started(job, hand_written(job, AWAY, slots=8)) as run:
+        run.step(byte_batches(1, ROWS)[0])
+        needed = run.metrics.peak_bytes["device"]
+    batches = byte_batches(2, ROWS)
+    with started(job, hand_written(job, AWAY, slots=8, device_bytes=needed)) as run:
+        run.step(batches[0])
+        run.step(batches[1])
+    with started(job, hand_written(job, AWAY, slots=8, device_bytes=needed * 2 // 3)) as run:
+        with pytest.raises(MemoryError, match=r"are needed in blocks\.\d.*are allowed; .*micro_batch"):
+            run.step(batches[0])
+        assert run.steps == 0
+
+
+def test_a_batch_of_another_shape_is_held_to_the_limit_too() -> None:
+    job = job_for()
+    with started(job, hand_written(job, slots=8)) as run:
+        run.step(byte_batches(1, ROWS, length=9)[0])
+        short = run.metrics.peak_bytes["device"]
+    with started(job, hand_written(job, slots=8, device_bytes=short)) as run:
+        for batch in byte_batches(4, ROWS, length=9):
+            run.step(batch)
+        with pytest.raises(MemoryError, match="device memory are needed"):
+            run.step(byte_batches(1, ROWS, length=17)[0])
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_blocks_that_the_plan_compiles_train_as_plain_ones() -> None:
+    job = job_for()
+    batches = byte_batches(4, ROWS)
+    blocks = ("blocks.0", "blocks.1")
+    plan = hand_written(job, AWAY, slots=12, activations={"blocks.1": "recompute"})
+    plan = replace(plan, stages=(replace(plan.stages[0], compiled=blocks),))
+    with started(job, plan) as run:
+        model = run.model
+        losses = [float(run.step(batch)) for batch in batches]
+    assert losses == pytest.approx(train_plainly(job, batches)[0], rel=1e-4)
+    assert "forward" not in vars(model.blocks[0])
