@@ -279,7 +279,7 @@ def test_an_optimizer_whose_parameters_do_not_stand_by_themselves_is_refused() -
         run.step(byte_batches(1, ROWS)[0])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
+@pytest.mark.filterwarnings("ignore")  # of torch's own, when it compiles
 def test_a_user_compiled_block_trains_as_the_plain_one() -> None:
     def model() -> nn.Module:
         made = tiny_gpt()
@@ -349,7 +349,7 @@ def test_a_batch_of_another_shape_is_held_to_the_limit_too() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")  # of torch's own, when it compiles
 def test_blocks_that_the_plan_compiles_train_as_plain_ones() -> None:
     job = job_for()
     batches = byte_batches(4, ROWS)
