@@ -8,7 +8,7 @@ from typing import Literal
 from anyfit.values.graph import Graph, UpdateRule
 from anyfit.values.layout import CHUNK_BYTES, Chunk, Placeable, lay_out
 from anyfit.values.machine import Device
-from anyfit.values.profile import StateBytes
+from anyfit.values.profile import ChunkCost, StateBytes
 
 from .allocator import MIB, CachingAllocator, Piece
 from .workspaces import workspaces
@@ -17,14 +17,14 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 MADE_AT_START = {"Adam", "AdamW"}  # whose state placing takes before the first step
 
 
-def chunks_of(graph: Graph) -> tuple[Chunk, ...]:
+def chunks_of(graph: Graph, chunk_bytes: int = CHUNK_BYTES) -> tuple[Chunk, ...]:
     """The layout a run of this model will have."""
     return lay_out(
         (
             Placeable(each.name, each.shape, each.dtype, element_bytes(each.dtype), each.trainable, each.group)
             for each in graph.parameters
         ),
-        CHUNK_BYTES,
+        chunk_bytes,
     )
 
 
@@ -66,6 +66,19 @@ def state_bytes(graph: Graph, chunks: Sequence[Chunk]) -> StateBytes:
         # fp32 gradients add up where autograd put them, bf16 ones in fp32 beside the chunk
         accumulators=gradients["float32"] + sum(4 * chunk.elements for chunk in split),
     )
+
+
+def chunk_costs(graph: Graph, chunks: Sequence[Chunk]) -> tuple[ChunkCost, ...]:
+    """Each chunk's share of the state, to be placed by itself."""
+    rule = graph.update
+    used = {parameter.name for parameter in graph.parameters if parameter.used}
+    costs = []
+    for chunk in chunks:
+        low = 2 if chunk.dtype == "bfloat16" else 0
+        optimizer = chunk.elements * (rule.state_bytes_per_element[chunk.group] + low) if chunk.is_updated else 0
+        gradient = sum(slot.elements for slot in chunk.slots if slot.name in used) * chunk.element_bytes
+        costs.append(ChunkCost(chunk.bytes, chunk.elements, chunk.trainable, gradient, int(optimizer)))
+    return tuple(costs)
 
 
 def update_scratch_bytes(rule: UpdateRule, chunks: Sequence[Chunk]) -> int:

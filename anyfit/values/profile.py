@@ -77,9 +77,30 @@ class UpdateCost:
 
 
 @dataclass(frozen=True)
+class ChunkCost:
+    """What one chunk of the layout weighs, wherever it is placed."""
+
+    weights_bytes: int
+    elements: int
+    trainable: bool
+    gradient_bytes: int  # of parameters that get one; 0 where the chunk is frozen or unused
+    optimizer_bytes: int  # low halves and moments; 0 where it is not updated
+
+
+@dataclass(frozen=True)
+class HostRates:
+    """How fast model state moves and is updated beside the device."""
+
+    updates_per_second: float  # parameters, by the host while copies run
+    up_bytes_per_second: float
+    down_bytes_per_second: float
+    overlaps: bool  # the host works while the device does: not where they are the same cores
+
+
+@dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     model: str
     machine: str
@@ -104,4 +125,7 @@ class Profile(Record):
     reserved_error: float  # relative, of what is forecast to be reserved
     model_fingerprint: str
     machine_fingerprint: str
+    offload_chunk_bytes: int = 0  # of a layout fine enough to place part of the state on the host
+    chunks: tuple[ChunkCost, ...] = ()  # of that layout, in its order
+    host: HostRates | None = None  # None: nothing can be placed on the host
     notes: tuple[str, ...] = ()  # on how the passes were traced, where that was by real runs

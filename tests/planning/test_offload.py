@@ -1,0 +1,81 @@
+"""Model state that does not fit: plans keep any limit, forecast their peak to the byte, and train as plain PyTorch does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import anyfit
+from anyfit import NoPlan
+from tests.machines import small_machine
+from tests.models import Tangled, byte_batches, next_byte_loss, tiny_gpt
+from tests.oracle import assert_bit_equal, train_plainly
+
+ROWS = 8
+MODELS: dict[str, Any] = {"gpt": tiny_gpt, "tangled": lambda: Tangled(64)}
+
+
+def job_for(model: str, precision: Any) -> anyfit.Job:
+    return anyfit.Job(
+        model=MODELS[model],
+        loss=next_byte_loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        sample=byte_batches(1, ROWS)[0],
+        batch_size=ROWS,
+        precision=precision,
+        clip_norm=1.0,
+    )
+
+
+@given(
+    model=st.sampled_from(sorted(MODELS)),
+    precision=st.sampled_from(["fp32", "bf16"]),
+    share=st.floats(0.05, 1.0),
+)
+def test_a_plan_under_any_limit_keeps_it_and_forecasts_its_peak(model: str, precision: Any, share: float) -> None:
+    machine, job = small_machine(), job_for(model, precision)
+    whole = anyfit.plan(job, machine).forecast.needed_bytes
+    limit = int(share * whole)
+    try:
+        plan = anyfit.plan(job, machine.with_limits(device_memory=limit))
+    except NoPlan as verdict:
+        limit += verdict.shortfall_bytes  # fits, to the byte
+        plan = anyfit.plan(job, machine.with_limits(device_memory=limit))
+    batches = byte_batches(3, ROWS)
+    with anyfit.start(job, plan, machine.with_limits(device_memory=limit)) as run:
+        for batch in batches:
+            run.step(batch)
+        measured = run.metrics.peak_bytes
+        weights = run.state_dict()
+    assert measured["device"] <= limit
+    assert measured["device"] == pytest.approx(plan.forecast.peak_bytes["device"], rel=plan.forecast.peak_error)
+    assert measured["host"] <= plan.forecast.peak_bytes["host"] + 4096 * 8 * len(plan.chunks or (1,))
+    assert_bit_equal(weights, train_plainly(job, batches, plan.accumulation)[1])
+
+
+def test_the_less_memory_the_less_stays_on_the_device() -> None:
+    machine, job = small_machine(), job_for("gpt", "fp32")
+    least = anyfit.plan(job, machine).forecast.needed_bytes
+    resident: list[int] = []
+    for percent in range(100, 5, -3):
+        try:
+            plan = anyfit.plan(job, machine.with_limits(device_memory=least * percent // 100))
+        except NoPlan:
+            break
+        chunks = plan.chunks or (None,)
+        kept = sum(each is None or each.optimizer == "device" for each in chunks) / len(chunks)
+        resident.append(int(100 * kept))
+    assert resident[0] == 100
+    assert resident[-1] == 0
+
+
+def test_a_host_too_small_for_the_rest_is_no_plan() -> None:
+    machine, job = small_machine(), job_for("gpt", "fp32")
+    tight = machine.with_limits(device_memory=anyfit.plan(job, machine).forecast.needed_bytes // 3)
+    assert anyfit.plan(job, tight).chunks
+    with pytest.raises(NoPlan, match="host memory"):
+        anyfit.plan(job, tight.with_limits(host_memory=4096))
