@@ -1,4 +1,5 @@
-"""Forecasts beside recorded measurements: every case under tests/golden is predicted from the machine file recorded with it.
+"""Forecasts beside recorded measurements: every case under tests/golden is predicted from the machine file recorded with it, once
+with the calls that were measured on the machine, and once by its curves alone, as for a machine that is not at hand.
 
 What cannot run here, a GPU, was measured there; what can be wrong here, the forecast, is checked on every commit.
 """
@@ -7,23 +8,27 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from anyfit.costing import cost
-from anyfit.costing.cost import MEMORY_ERROR, ROUGH_TIME_ERROR, TIME_ERROR
+from anyfit.costing.cost import MEASURED_TIME_ERROR, MEMORY_ERROR, ROUGH_TIME_ERROR, TIME_ERROR
 from anyfit.planning.search import forecast
 from anyfit.tracing import trace
-from anyfit.values.machine import Machine
+from anyfit.values.machine import Curve, Figure, Machine
 from anyfit.values.plan import Forecast
 from benchmarks.cases import Case, job_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 RECORDS = sorted(GOLDEN.glob("*/cases.json"))
+AGAIN = sorted(GOLDEN.glob("*/machine-again.json"))  # a second probe of the machine that is in machine.json
+How = Literal["by calls", "by curves"]
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -45,21 +50,25 @@ def machine_in(folder: Path) -> Machine:
 
 
 @cache
-def predicted(folder: Path, document: str) -> Forecast:
+def predicted(folder: Path, document: str) -> dict[How, Forecast]:
     case, machine = Case.from_json(json.loads(document)), machine_in(folder)
     graph = trace(job_of(case), case.batch, machine.device.kind)
-    profile = cost([graph], machine, case.batch)
-    return forecast(profile, profile.passes[0])
+    machines: dict[How, Machine] = {
+        "by calls": machine,
+        "by curves": replace(machine, device=replace(machine.device, measured={})),
+    }
+    profiles = {how: cost([graph], each, case.batch) for how, each in machines.items()}
+    return {how: forecast(profile, profile.passes[0]) for how, profile in profiles.items()}
 
 
-def errors(folder: Path, row: dict[str, Any]) -> dict[str, float]:
+def errors(folder: Path, row: dict[str, Any], how: How) -> dict[str, float]:
     """How far the measurement lies from the forecast, as a share of the forecast: what an error band promises."""
-    expected, measured = predicted(folder, json.dumps(row["case"])), row["measured"]
+    expected, measured = predicted(folder, json.dumps(row["case"]))[how], row["measured"]
     context = machine_in(folder).device.context_bytes.value
     return {
-        "allocated": measured["allocated_bytes"] / expected.peak_bytes["device"] - 1,
-        "reserved": measured["reserved_bytes"] / (expected.reserved_bytes - context) - 1,
-        "step": measured["step_seconds"] / expected.step_seconds - 1,
+        "allocated": abs(measured["allocated_bytes"] / expected.peak_bytes["device"] - 1),
+        "reserved": abs(measured["reserved_bytes"] / (expected.reserved_bytes - context) - 1),
+        "step": abs(measured["step_seconds"] / expected.step_seconds - 1),
     }
 
 
@@ -67,21 +76,67 @@ def test_there_is_something_to_hold_forecasts_to() -> None:
     assert len(CASES) >= 20
 
 
+@pytest.mark.parametrize("how", ["by calls", "by curves"])
 @pytest.mark.parametrize(("folder", "row"), CASES)
-def test_a_recorded_step_lies_within_the_forecasts_error_band(folder: Path, row: dict[str, Any]) -> None:
-    off, expected = errors(folder, row), predicted(folder, json.dumps(row["case"]))
-    assert abs(off["allocated"]) <= expected.peak_error
-    assert abs(off["reserved"]) <= expected.reserved_error
-    assert abs(off["step"]) <= expected.step_error
+def test_a_recorded_step_lies_within_the_forecasts_error_band(folder: Path, row: dict[str, Any], how: How) -> None:
+    off, expected = errors(folder, row, how), predicted(folder, json.dumps(row["case"]))[how]
+    assert off["allocated"] <= expected.peak_error
+    assert off["reserved"] <= expected.reserved_error
+    assert off["step"] <= expected.step_error
 
 
+@pytest.mark.parametrize(("folder", "row"), CASES)
+def test_only_convolutions_and_routed_experts_widen_the_band(folder: Path, row: dict[str, Any]) -> None:
+    expected = predicted(folder, json.dumps(row["case"]))
+    rough = row["case"]["kind"] in ("resnet", "convnext", "mixtral")  # ViT has a convolution, but hardly computes with it
+    assert expected["by curves"].step_error == (ROUGH_TIME_ERROR if rough else TIME_ERROR)["cuda"]
+    too_few = row["case"]["kind"] == "convnext"  # 0.93 of its seconds were measured
+    assert expected["by calls"].step_error == (ROUGH_TIME_ERROR if too_few else MEASURED_TIME_ERROR)["cuda"]
+
+
+@pytest.mark.parametrize(("folder", "row"), CASES)
+def test_a_forecast_by_measured_calls_is_never_far_off(folder: Path, row: dict[str, Any]) -> None:
+    off = errors(folder, row, "by calls")
+    assert off["allocated"] <= 0.03
+    assert off["reserved"] <= 0.06
+    assert off["step"] <= 0.12
+
+
+@pytest.mark.parametrize("which", ["all", "held out"])  # held out: no constant was fitted to them
+@pytest.mark.parametrize(("how", "most_seconds"), [("by calls", 0.04), ("by curves", 0.08)])
 @pytest.mark.parametrize("file", RECORDS, ids=lambda file: file.parent.name)
-def test_the_median_errors_of_the_cases_that_no_constant_was_fitted_to_are_small(file: Path) -> None:
-    held_out = [errors(file.parent, row) for row in rows_of(file) if not row["case"]["calibrates"]]
-    medians = {name: statistics.median(abs(off[name]) for off in held_out) for name in ("allocated", "reserved", "step")}
-    assert medians["allocated"] <= 0.01
-    assert medians["reserved"] <= 0.015  # recorded when Adam's moments came with the first step: 0.0001 if played like that
-    assert medians["step"] <= 0.08
+def test_the_median_errors_are_small(file: Path, how: How, most_seconds: float, which: str) -> None:
+    rows = [row for row in rows_of(file) if which == "all" or not row["case"]["calibrates"]]
+    off = [errors(file.parent, row, how) for row in rows]
+    assert statistics.median(each["allocated"] for each in off) <= 0.005
+    assert statistics.median(each["reserved"] for each in off) <= 0.005
+    assert statistics.median(each["step"] for each in off) <= most_seconds
+
+
+def readings(value: object, path: str = "") -> dict[str, tuple[float, float]]:
+    """Every figure and every point of a curve below a value, by where it stands: the number, and how far it may be off."""
+    match value:
+        case Figure():
+            return {path: (value.value, value.spread * value.value)}
+        case Curve():
+            return {f"{path} at {size:g}": (rate, value.spread * rate) for size, rate in value.points}
+        case Mapping():
+            inside = dict(value)
+        case tuple():
+            inside = dict(enumerate(value))
+        case _:
+            inside = {each.name: getattr(value, each.name) for each in fields(value)} if is_dataclass(value) else {}
+    return {key: reading for name, each in inside.items() for key, reading in readings(each, f"{path}.{name}").items()}
+
+
+@pytest.mark.parametrize("again", AGAIN, ids=lambda file: file.parent.name)
+def test_two_probes_of_a_machine_agree_within_their_spreads(again: Path) -> None:
+    first, second = readings(machine_in(again.parent)), readings(Machine.load(again))
+    assert first.keys() == second.keys()
+    assert len(first) >= 200
+    for name, (value, spread) in first.items():
+        other, other_spread = second[name]
+        assert abs(value - other) <= spread + other_spread, name
 
 
 def test_steps_recorded_on_a_cpu_lie_within_the_error_band_that_plans_for_one_carry() -> None:
