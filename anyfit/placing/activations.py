@@ -65,6 +65,7 @@ class View:
 class Block:
     """One pass of one micro-batch through one offloaded block."""
 
+    name: str
     before: Block | None
     storages: list[Away] = field(default_factory=list)
 
@@ -90,13 +91,13 @@ class Activations:
             if name not in modules:
                 raise ValueError(f"the plan names block {name!r}, and the model has none" + nearest(name, list(modules)))
             if choice != "keep":
-                self._wrap(modules[name], choice)
+                self._wrap(name, modules[name], choice)
 
-    def _wrap(self, module: nn.Module, choice: Choice) -> None:
+    def _wrap(self, name: str, module: nn.Module, choice: Choice) -> None:
         forward = module.forward
         with_choice: Callable[..., Any]
         if choice == "offload":
-            with_choice = functools.partial(self._offloaded, forward)
+            with_choice = functools.partial(self._offloaded, name, forward)
         else:
             contexts = functools.partial(_contexts, module, selective=choice == "selective")
 
@@ -118,10 +119,10 @@ class Activations:
 
     # ------------------------------------------------------------------ offloading
 
-    def _offloaded(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _offloaded(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        around, self._inside = self._inside, Block(self._last)
+        around, self._inside = self._inside, Block(name, self._last)
         self._known = {}
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -174,7 +175,7 @@ class Activations:
             lane.uses([whole])
             host.copy_(whole, non_blocking=True)
 
-        away = Away(block, whole.numel(), host, lane.run(copy, after=(self._lanes.so_far(),)))
+        away = Away(block, whole.numel(), host, lane.run(copy, (self._lanes.so_far(),), f"offload {block.name}"))
         block.storages.append(away)
         return away
 
@@ -182,7 +183,8 @@ class Activations:
         if away.back is None:
             away.back = back = torch.empty(away.nbytes, dtype=torch.uint8, device=self._lanes.device)
             host = away.host
-            away.up = self._lanes.up.run(lambda: _copy(back, host), after=(self._lanes.so_far(), away.down))
+            after = (self._lanes.so_far(), away.down)
+            away.up = self._lanes.up.run(lambda: _copy(back, host), after, f"return {away.block.name}")
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, View):

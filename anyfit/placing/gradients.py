@@ -145,7 +145,8 @@ class Gradients:
             for start, end in _stretches(slots):
                 flat[start:end].copy_(filled[start:end], non_blocking=True)
 
-        home.ticket = stage.ticket = self._lanes.down.run(copy, after=(self._lanes.so_far(), state.fresh))
+        label, after = f"gradients of chunk {state.index}", (self._lanes.so_far(), state.fresh)
+        home.ticket = stage.ticket = self._lanes.down.run(copy, after, label)
         home.names.update(slot.name for slot in slots)
         if len(home.names) == len(state.chunk.slots):
             self.on_complete(state)
@@ -158,7 +159,8 @@ class Gradients:
             for start, end in _stretches(slots):
                 summand[start:end].copy_(filled[start:end], non_blocking=True)
 
-        down = self._lanes.down.run(copy, after=(self._lanes.so_far(), taken, state.fresh))
+        label, after = f"gradients of chunk {state.index}", (self._lanes.so_far(), taken, state.fresh)
+        down = self._lanes.down.run(copy, after, label)
         known, flat = set(home.names), home.flat
 
         def add() -> None:
@@ -169,7 +171,7 @@ class Gradients:
                 else:
                     total.copy_(part)
 
-        home.ticket = self._lanes.host.run(add, after=(down, home.ticket))
+        home.ticket = self._lanes.host.run(add, after=(down, home.ticket), label=f"add {label}")
         self._landings.append((landing, home.ticket))
         home.names.update(slot.name for slot in slots)
         return down
@@ -203,10 +205,9 @@ class Gradients:
                         gradient.div_(divisor)
                 found.update(_norms(own))
 
-            home.ticket = self._lanes.host.run(work, after=(home.ticket,))
+            home.ticket = self._lanes.host.run(work, after=(home.ticket,), label=f"norms of chunk {index}")
         for home in self._on_host.values():
-            if home.ticket is not None:
-                home.ticket.wait()
+            self._lanes.wait(home.ticket)
         return found
 
     def _of_device(self) -> dict[str, Tensor]:

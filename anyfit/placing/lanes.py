@@ -6,13 +6,17 @@ and its own ticket says when it is done. The computation is not a lane: it is wh
 current stream.
 
 Tests give a `delay`, called before every job: an ordering that only held by luck then shows as wrong numbers.
+
+Jobs have labels, whose first word says what kind they are. A timeline (timeline.py) sets `mark` while it records, and is then
+told when each begins and ends.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,12 +24,14 @@ from torch import Tensor
 
 _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
 Job = tuple[Callable[[], None], tuple["Ticket", ...], "Ticket"]
+Mark = Callable[[str], Callable[[], None]]  # told of a label that it begins; gives what is to be called when it ends
 
 
 class Ticket:
     """A job under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: str = "") -> None:
+        self.label = label
         self._reached = threading.Event()  # the lane has come to it: done, or issued to the GPU, or failed
         self._event: Any = None  # of the GPU
         self._error: BaseException | None = None
@@ -54,31 +60,32 @@ class Ticket:
 
 class Lane:
     def __init__(self, name: str, stream: Any, delay: Callable[[], None] | None) -> None:
-        self._stream, self._delay = stream, delay
+        self.name, self.stream, self._delay = name, stream, delay
+        self.mark: Mark | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"anyfit {name}", daemon=True)
         self._thread.start()
 
-    def run(self, work: Callable[[], None], after: Iterable[Ticket | None] = ()) -> Ticket:
+    def run(self, work: Callable[[], None], after: Iterable[Ticket | None] = (), label: str = "") -> Ticket:
         """Queues a job, to start when all of `after` are done."""
-        ticket = Ticket()
+        ticket = Ticket(label)
         self._jobs.put((work, tuple(each for each in after if each is not None), ticket))
         return ticket
 
     def uses(self, tensors: Iterable[Tensor]) -> None:
         """To be said inside a job of tensors that the computation made: their memory is not reused before the job is done."""
-        if self._stream is not None:
+        if self.stream is not None:
             for tensor in tensors:
                 if tensor.is_cuda:
-                    tensor.record_stream(self._stream)
+                    tensor.record_stream(self.stream)
 
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
 
     def _work(self) -> None:
-        if self._stream is not None:
-            _cuda.set_device(self._stream.device)
+        if self.stream is not None:
+            _cuda.set_device(self.stream.device)
         while (job := self._jobs.get()) is not None:
             work, after, ticket = job
             event, error = None, None
@@ -86,7 +93,7 @@ class Lane:
                 events = [each.reach() for each in after]
                 if self._delay is not None:
                     self._delay()
-                event = self._do(work, [each for each in events if each is not None])
+                event = self._do(work, [each for each in events if each is not None], ticket.label)
             except BaseException as raised:  # the thread lives on, and whoever waits for the ticket gets it
                 error = raised
             del job, work, after  # whatever tensors they hold are let go before anybody is told
@@ -94,18 +101,19 @@ class Lane:
             del ticket, error
 
     @torch.no_grad()
-    def _do(self, work: Callable[[], None], events: list[Any]) -> Any:
-        if self._stream is None:
+    def _do(self, work: Callable[[], None], events: list[Any], label: str) -> Any:
+        if self.stream is None:
             for event in events:
                 event.synchronize()
-            work()
+            with _marked(self.mark, label):
+                work()
             return None
         for event in events:
-            self._stream.wait_event(event)
-        with _cuda.stream(self._stream):
+            self.stream.wait_event(event)
+        with _cuda.stream(self.stream), _marked(self.mark, label):
             work()
         done = _cuda.Event()
-        done.record(self._stream)
+        done.record(self.stream)
         return done
 
 
@@ -115,6 +123,7 @@ class Lanes:
     def __init__(self, device: torch.device, delay: Callable[[], None] | None = None) -> None:
         self._on_gpu = device.type == "cuda"
         self.device = device
+        self.mark: Mark | None = None  # of the computation
 
         def stream() -> Any:
             return _cuda.Stream(device) if self._on_gpu else None
@@ -123,6 +132,7 @@ class Lanes:
         self.down = Lane("downloads", stream(), delay)
         self.update = Lane("updates", stream(), delay)
         self.host = Lane("host updates", None, delay)
+        self.all = (self.up, self.down, self.update, self.host)
 
     def so_far(self) -> Ticket:
         """All that the computation has been given up to now."""
@@ -138,10 +148,37 @@ class Lanes:
         """What the computation is given from here on starts after the ticket."""
         if ticket is None:
             return
-        event = ticket.reach()
-        if event is not None:
-            _cuda.current_stream().wait_event(event)
+        with _marked(self.mark, f"wait for {ticket.label}"):
+            event = ticket.reach()
+            if event is not None:
+                _cuda.current_stream().wait_event(event)
+
+    def wait(self, ticket: Ticket | None) -> None:
+        """The computation's thread waits until the job is done."""
+        if ticket is not None:
+            with _marked(self.mark, f"wait for {ticket.label}"):
+                ticket.wait()
+
+    def computing(self, label: str) -> AbstractContextManager[None]:
+        """Around a part of the computation, for whoever records it."""
+        return _marked(self.mark, label)
 
     def close(self) -> None:
-        for lane in (self.up, self.down, self.update, self.host):
+        for lane in self.all:
             lane.close()
+
+
+NOT_MARKED = nullcontext()
+
+
+def _marked(mark: Mark | None, label: str) -> AbstractContextManager[None]:
+    return NOT_MARKED if mark is None else _marking(mark, label)
+
+
+@contextmanager
+def _marking(mark: Mark, label: str) -> Iterator[None]:
+    ended = mark(label)
+    try:
+        yield
+    finally:
+        ended()

@@ -345,7 +345,8 @@ class Residency:
         weights = slot.weights()
         # Which buffer is the home is asked when the job runs: an update before it may put another in its place. The job is
         # forgotten when done, and its view of the slot with it.
-        slot.ticket = self._lanes.up.run(lambda: _copy(weights, state.weights), after=(self._lanes.so_far(), state.fresh))
+        label, after = f"fetch chunk {state.index}", (self._lanes.so_far(), state.fresh)
+        slot.ticket = self._lanes.up.run(lambda: _copy(weights, state.weights), after, label)
         with quietly():
             for each in state.chunk.slots:
                 self._state.parameters[each.name].data = state.view(weights, each)

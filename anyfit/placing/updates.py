@@ -11,6 +11,7 @@ nothing that counts, so one that fails can be started again.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -201,7 +202,8 @@ class Updates:
                 continue
             route = each.state.placement.route
             if route == "resident":
-                self._resident(each, own, factor, groups)
+                with self._lanes.computing(f"update chunk {each.state.index}"):
+                    self._resident(each, own, factor, groups)
                 continue
             self._residency.drop(each.state)  # the weights that are there will be old
             if route == "streamed":
@@ -280,7 +282,7 @@ class Updates:
             each.rest |= _moved(after.rest, torch.device("cpu"))
             own.clear()
 
-        self._start(state, lambda: lane.run(job, after=(ready, arrived)))
+        self._start(state, lambda: lane.run(job, after=(ready, arrived), label=f"update chunk {state.index}"))
 
     def _on_host(
         self,
@@ -297,16 +299,18 @@ class Updates:
         ready = self._lanes.so_far()  # the device has read the old weights
 
         def update() -> Ticket:
-            return self._lanes.host.run(lambda: self._host_job(each, own, scale, groups), after=(arrived,))
+            job = functools.partial(self._host_job, each, own, scale, groups)
+            return self._lanes.host.run(job, after=(arrived,), label=f"update chunk {state.index}")
 
         def uploaded(updated: Ticket) -> Ticket:
             if state.on_device is None:
                 return updated
-            return self._lanes.up.run(lambda: self._upload(state), after=(updated, ready))
+            return self._lanes.up.run(lambda: self._upload(state), after=(updated, ready), label=f"upload chunk {state.index}")
 
         state.again = lambda: uploaded(update())
         if second is not None and second.ticket is not None and as_it_is:
-            state.fresh = uploaded(self._lanes.host.run(lambda: self._commit(each), after=(second.ticket,)))
+            label = f"commit chunk {state.index}"
+            state.fresh = uploaded(self._lanes.host.run(lambda: self._commit(each), after=(second.ticket,), label=label))
         else:
             state.fresh = state.again()
 
@@ -380,7 +384,7 @@ class Updates:
             else:
                 second.weights.copy_(exact)
 
-        second.ticket = self._lanes.host.run(job, after=(arrived,))
+        second.ticket = self._lanes.host.run(job, after=(arrived,), label=f"speculate on chunk {state.index}")
 
     def _commit(self, each: OptimizerState) -> None:
         second, state = each.second, each.state
