@@ -1,1 +1,1 @@
-"""The arithmetic of the update, in plain torch: the oracle of any faster kernel."""
+"""The arithmetic of the update: plain torch, and a C++ kernel with its twin in plain torch."""

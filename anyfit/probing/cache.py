@@ -16,11 +16,11 @@ from typing import Literal
 
 import torch
 
+from anyfit.values.folder import cache_folder
 from anyfit.values.machine import Device, Machine
 
 from . import host, memory
 from .calls import measure_calls
-from .folder import cache_folder
 from .meters import Report
 from .probe import measure
 

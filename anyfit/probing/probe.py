@@ -20,12 +20,12 @@ from typing import Literal
 import psutil
 import torch
 
+from anyfit.values.folder import cache_folder
 from anyfit.values.machine import Collective, Copies, Curve, Device, Disk, Figure, Host, Limits, Machine
 
 from . import compute, dispatch, host, memory, operations
 from .copies import CopyLadders, copy_ladders
 from .disk import DiskLadders, disk_ladders
-from .folder import cache_folder
 from .links import LinksFailed, measure_links
 from .meters import FULL, QUICK, Effort, Ladder, Meter, Report, read_in_rounds
 from .update import device_loads, host_load, update_ladders

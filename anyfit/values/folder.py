@@ -1,4 +1,4 @@
-"""Where anyfit keeps what it measured."""
+"""Where anyfit keeps what it measured and what it built."""
 
 from __future__ import annotations
 

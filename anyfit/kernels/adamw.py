@@ -1,0 +1,328 @@
+"""Adam and AdamW on the CPU: one pass over a flat chunk whose masters are split (see split.py) or plain fp32.
+
+For each element, in fp32, with the scalars computed in float64 and rounded once, as torch's single-tensor AdamW does:
+
+    g = gradient * scale            (-g to maximize)
+    p = p * (1 - lr * weight_decay)                     decoupled: AdamW
+    g = g + weight_decay * p                            otherwise: Adam
+    m = m + (1 - beta1) * (g - m)
+    v = beta2 * v + (1 - beta2) * g * g
+    p = p - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
+
+`adamw` runs it in C++ (adamw.cpp) on threads of its own, without Python's lock: 26 bytes of memory traffic a parameter with
+bf16 gradients. `adamw_in_torch` is the same in plain torch: what the kernel is tested against, and what runs where it cannot
+be built. Both give the bits that torch.optim.AdamW(foreach=False) gives on the same machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations, pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .native import NotBuilt, library
+from .split import merge, split
+
+SLICE_ELEMENTS = 2**18  # of the twin: its scratch stays in the cache
+CACHE_LINE_BYTES = 64
+VECTORS = {"AVX2": 1, "AVX512": 2}  # what torch calls them; with anything else on x86 it has no fused multiply-add
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a parameter group, as torch names them. `decoupled`: AdamW's weight decay, not Adam's."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = True
+    maximize: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    """One generation of a chunk: flat contiguous CPU tensors of the same number of elements.
+
+    weights   bf16 with `low` (the high halves), or fp32 without
+    low       int16
+    m, v      fp32: torch's exp_avg and exp_avg_sq
+    """
+
+    weights: Tensor
+    low: Tensor | None
+    m: Tensor
+    v: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.weights, self.low, self.m, self.v) if tensor is not None]
+
+
+Ranges = Sequence[tuple[int, int]]
+
+
+def adamw(
+    state: State,
+    gradient: Tensor,
+    settings: Settings,
+    step: int,
+    *,
+    out: State | None = None,
+    scale: float | None = None,
+    ranges: Ranges | None = None,
+    threads: int = 1,
+) -> None:
+    """One update of a chunk, in place, or from `state` into `out`.
+
+    gradient   bf16 or fp32, flat, as long as the chunk
+    step       the count after this update: 1 in the first. Where parameters of a chunk have counts of their own, each count is
+               a call with its `ranges`: the first into `out`, the others on `out` in place
+    out        where the new state goes; each of its tensors is the same as in `state`, or shares no memory with any other.
+               What lies outside the ranges is copied
+    scale      a factor of the gradient, applied in fp32 before anything else
+    ranges     (start, end) in elements, ascending and disjoint: what is updated. All when not given
+    threads    how many share the work, the calling one included; the n-th always takes the n-th stretch of the chunk. In plain
+               torch it is torch's own number of threads that counts
+
+    Written behind autograd's back: it does not see that these tensors have changed.
+    """
+    job = _Job.checked(state, gradient, settings, step, out, scale, ranges)
+    if threads < 1:
+        raise ValueError(f"threads={threads}: at least 1")
+    run = _kernel()
+    if run is None:
+        _in_torch(job)
+    else:
+        run(job, threads)
+
+
+def adamw_in_torch(
+    state: State,
+    gradient: Tensor,
+    settings: Settings,
+    step: int,
+    *,
+    out: State | None = None,
+    scale: float | None = None,
+    ranges: Ranges | None = None,
+    threads: int = 1,
+) -> None:
+    """The same as `adamw` in plain torch, on torch's own threads."""
+    _in_torch(_Job.checked(state, gradient, settings, step, out, scale, ranges))
+
+
+def is_native() -> bool:
+    """Whether `adamw` runs in C++ here. Builds the kernel if that has not been tried: a few seconds, once."""
+    return _kernel() is not None
+
+
+# ---------------------------------------------------------------------- what is asked for
+
+
+@dataclass(frozen=True)
+class _Job:
+    """An update that is known to touch nothing but its own elements."""
+
+    state: State
+    out: State
+    gradient: Tensor
+    settings: Settings
+    ranges: Ranges
+    scale: float
+    step_size: float
+    root_correction: float
+
+    @classmethod
+    def checked(
+        cls,
+        state: State,
+        gradient: Tensor,
+        settings: Settings,
+        step: int,
+        out: State | None,
+        scale: float | None,
+        ranges: Ranges | None,
+    ) -> _Job:
+        out = out or state
+        elements = state.weights.numel()
+        for which in (state, out):
+            master = torch.float32 if which.low is None else torch.bfloat16
+            _check("weights", which.weights, elements, master)
+            if which.low is not None:
+                _check("low", which.low, elements, torch.int16)
+            _check("m", which.m, elements, torch.float32)
+            _check("v", which.v, elements, torch.float32)
+        if (state.low is None) != (out.low is None):
+            raise ValueError("the masters of state and out must both be split (bf16 weights with low), or both be fp32")
+        _check("gradient", gradient, elements, torch.bfloat16, torch.float32)
+        _refuse_overlaps(state, out, gradient)
+        ranges = [(0, elements)] if ranges is None else [(int(start), int(end)) for start, end in ranges]
+        bounds = list(chain.from_iterable(ranges))
+        if bounds and (bounds[0] < 0 or bounds[-1] > elements or any(before > after for before, after in pairwise(bounds))):
+            raise ValueError(f"ranges must be ascending, disjoint and within 0 to {elements}: {ranges}")
+        if step < 1:
+            raise ValueError(f"step={step}: it counts from 1")
+        return cls(
+            state,
+            out,
+            gradient,
+            settings,
+            ranges,
+            1.0 if scale is None else scale,
+            step_size=settings.lr / (1 - settings.beta1**step),
+            root_correction=(1 - settings.beta2**step) ** 0.5,
+        )
+
+
+def _check(name: str, tensor: Tensor, elements: int, *dtypes: torch.dtype) -> None:
+    flat = tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    if not flat or tensor.numel() != elements or tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name} must be a flat contiguous CPU tensor of {elements} {wanted}, as the chunk's weights say; it is "
+            f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
+        )
+
+
+def _refuse_overlaps(state: State, out: State, gradient: Tensor) -> None:
+    """Two arrays share no memory, but for an array of `out` that is the very one of `state`."""
+    moved = [new for old, new in zip(state.tensors, out.tensors, strict=True) if new.data_ptr() != old.data_ptr()]
+    spans = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in (*state.tensors, *moved, gradient)]
+    if any(one[0] < other[1] and other[0] < one[1] for one, other in combinations(spans, 2)):
+        raise ValueError("two of the chunk's tensors share memory; only a tensor of out may be the same as its own in state")
+
+
+# ---------------------------------------------------------------------- in C++
+
+
+class _Update(ctypes.Structure):
+    """adamw.cpp's `Update`, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "low", "m", "v", "gradient")),
+        *((name, ctypes.c_void_p) for name in ("out_weights", "out_low", "out_m", "out_v", "ranges")),
+        *((name, ctypes.c_int64) for name in ("range_count", "elements")),
+        *((name, ctypes.c_int32) for name in ("gradient_is_bf16", "vectors", "newton_roots", "streams", "threads")),
+        *((name, ctypes.c_float) for name in ("scale", "decay", "l2", "lerp_weight", "beta2", "square_weight")),
+        *((name, ctypes.c_float) for name in ("root_correction", "eps", "negative_step_size")),
+    )
+
+
+class _Kernel:
+    def __init__(self) -> None:
+        self._run = library(Path(__file__).with_name("adamw.cpp")).anyfit_adamw
+        self._run.argtypes, self._run.restype = [ctypes.POINTER(_Update)], None
+        self._vectors = VECTORS.get(torch.backends.cpu.get_cpu_capability(), 0)
+        self.newton_roots = False
+        self.newton_roots = self._differs_from_torch()  # right where torch has MKL on AVX-512
+        if self.newton_roots and self._differs_from_torch():
+            self.newton_roots = False  # a square root of neither kind, so at least the nearest: one ulp beside torch's at times
+
+    def _differs_from_torch(self) -> bool:
+        """Tried on updates that show each square root: of 16384 some hundred differ between the two kinds."""
+        squares = torch.linspace(1, 4, 2**14)
+        kernels, twins = (State(torch.zeros_like(squares), None, torch.ones_like(squares), squares.clone()) for _ in range(2))
+        settings, gradient = Settings(lr=1.0, eps=0.0), torch.zeros_like(squares)
+        self(_Job.checked(kernels, gradient, settings, 1, None, None, None), threads=1)
+        _in_torch(_Job.checked(twins, gradient, settings, 1, None, None, None))
+        return not torch.equal(kernels.weights, twins.weights)
+
+    def __call__(self, job: _Job, threads: int) -> None:
+        state, out, settings = job.state, job.out, job.settings
+        decoupled = settings.decoupled
+        ranges = (ctypes.c_int64 * (2 * len(job.ranges)))(*chain.from_iterable(job.ranges))
+        self._run(
+            _Update(
+                **{name: getattr(state, name).data_ptr() for name in ("weights", "m", "v")},
+                **{f"out_{name}": getattr(out, name).data_ptr() for name in ("weights", "m", "v")},
+                low=None if state.low is None else state.low.data_ptr(),
+                out_low=None if out.low is None else out.low.data_ptr(),
+                gradient=job.gradient.data_ptr(),
+                ranges=ctypes.addressof(ranges),
+                range_count=len(job.ranges),
+                elements=state.weights.numel(),
+                gradient_is_bf16=job.gradient.dtype == torch.bfloat16,
+                vectors=self._vectors,
+                newton_roots=self.newton_roots,
+                streams=all(_is_elsewhere(*pair) for pair in zip(out.tensors, state.tensors, strict=True)),
+                threads=min(threads, 2**16),
+                scale=-job.scale if settings.maximize else job.scale,
+                decay=1 - settings.lr * settings.weight_decay if decoupled else 1.0,
+                l2=0.0 if decoupled else settings.weight_decay,
+                lerp_weight=1 - settings.beta1,
+                beta2=settings.beta2,
+                square_weight=1 - settings.beta2,
+                root_correction=job.root_correction,
+                eps=settings.eps,
+                negative_step_size=-job.step_size,
+            )
+        )
+
+
+def _is_elsewhere(new: Tensor, old: Tensor) -> bool:
+    return new.data_ptr() != old.data_ptr() and new.data_ptr() % CACHE_LINE_BYTES == 0
+
+
+_kernel_lock = threading.Lock()
+_kernels: list[Callable[[_Job, int], None] | None] = []  # one entry, once it has been tried
+
+
+def _kernel() -> Callable[[_Job, int], None] | None:
+    with _kernel_lock:
+        if not _kernels:
+            try:
+                _kernels.append(_Kernel())
+            except NotBuilt as why:
+                _kernels.append(None)
+                line = f"anyfit: {why}; the CPU update runs in plain torch, several times slower. Installing g++ makes it fast"
+                print(line, file=sys.stderr, flush=True)
+        return _kernels[0]
+
+
+# ---------------------------------------------------------------------- in plain torch
+
+
+@torch.no_grad()
+def _in_torch(job: _Job) -> None:
+    for new, old in zip(job.out.tensors, job.state.tensors, strict=True):
+        if new.data_ptr() != old.data_ptr():
+            new.copy_(old)
+    for start, end in job.ranges:
+        for first in range(start, end, SLICE_ELEMENTS):
+            _slice_in_torch(job, slice(first, min(first + SLICE_ELEMENTS, end)))
+
+
+def _slice_in_torch(job: _Job, part: slice) -> None:
+    """Updates a part of `out` in place; the operations are those of torch.optim.adam._single_tensor_adam."""
+    settings = job.settings
+    weights, m, v = job.out.weights[part], job.out.m[part], job.out.v[part]
+    low = None if job.out.low is None else job.out.low[part]
+    master = weights
+    if low is not None:
+        master = torch.empty_like(m)
+        merge(weights, low, master)
+    gradient = job.gradient[part].float()
+    if job.scale != 1:
+        gradient = gradient * job.scale
+    if settings.maximize:
+        gradient = -gradient
+    if settings.weight_decay != 0:
+        if settings.decoupled:
+            master.mul_(1 - settings.lr * settings.weight_decay)
+        else:
+            gradient = gradient.add(master, alpha=settings.weight_decay)
+    m.lerp_(gradient, 1 - settings.beta1)
+    v.mul_(settings.beta2).addcmul_(gradient, gradient, value=1 - settings.beta2)
+    denominator = (v.sqrt() / job.root_correction).add_(settings.eps)
+    master.addcdiv_(m, denominator, value=-job.step_size)
+    if low is not None:
+        split(master, weights, low)
