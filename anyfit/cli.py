@@ -220,6 +220,9 @@ def fit(
     ] = None,
     log_every: Annotated[int, typer.Option("--log-every", min=1, help="steps between lines, without a terminal")] = 10,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="two runs give the same bits")] = False,
+    timeline: Annotated[
+        Path | None, typer.Option("--timeline", help="write what each lane did in a few steps to this .json, and draw it beside")
+    ] = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
 ) -> None:
@@ -234,6 +237,8 @@ def fit(
         raise ValueError("--resume goes on in its own folder; leave --folder out")
     if resume is not None and not resume.is_dir():
         raise FileNotFoundError(f"no run folder {resume} to resume")
+    if timeline is not None:
+        fitting.refuse_timeline(timeline)
     if script is not None:
         given = [name for name, value in own_demo.items() if value is not None]
         if given:
@@ -250,6 +255,7 @@ def fit(
             limits=limits,
             plan=plan,
             deterministic=deterministic,
+            timeline=timeline,
         )
         return fitting.fit_script(script, arguments or [], launch, log_every)
     if resume is not None:
@@ -257,7 +263,8 @@ def fit(
         given = [name for name, value in own_demo.items() if value is not None]
         if given or deterministic:
             raise ValueError(f"a resumed run keeps its options; leave {given[0] if given else '--deterministic'} out")
-        return fitting.fit_demo(fitting.resumed_options(resume), resume, plan, resume=True, log_every=log_every)
+        options = fitting.resumed_options(resume)
+        return fitting.fit_demo(options, resume, plan, resume=True, log_every=log_every, timeline=timeline)
     from . import demo
 
     options = fitting.DemoOptions(
@@ -271,7 +278,8 @@ def fit(
         device_memory=device_memory,
         host_memory=host_memory,
     )
-    return fitting.fit_demo(options, fitting.new_folder(folder), plan, resume=False, log_every=log_every)
+    at = fitting.new_folder(folder)
+    return fitting.fit_demo(options, at, plan, resume=False, log_every=log_every, timeline=timeline)
 
 
 @app.command()

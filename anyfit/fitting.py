@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import statistics
 import sys
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from .showing import timeline as timelines
 from .showing.progress import Bar, Beat, Lines, Watcher
 from .showing.terminal import show_forecast_beside_measured, show_plan
 from .values.record import decode, write_atomically
@@ -55,7 +57,17 @@ def new_folder(asked_for: Path | None, parent: Path = Path("runs")) -> Path:
     return folder
 
 
-def fit_demo(options: DemoOptions, folder: Path, plan: Path | None, *, resume: bool, log_every: int) -> None:
+def refuse_timeline(file: Path) -> None:
+    """Before anything is trained, what would go wrong with the timeline's files."""
+    if file.suffix != ".json":
+        raise ValueError(f"--timeline {file}: name a .json file; its picture is written beside it, as .svg")
+    if not os.access(file.parent, os.W_OK) or not file.parent.is_dir():
+        raise OSError(f"--timeline {file}: {file.parent} is no folder that can be written to")
+
+
+def fit_demo(
+    options: DemoOptions, folder: Path, plan: Path | None, *, resume: bool, log_every: int, timeline: Path | None = None
+) -> None:
     from . import demo, start
     from .running.launch import Launch, launched
 
@@ -69,11 +81,19 @@ def fit_demo(options: DemoOptions, folder: Path, plan: Path | None, *, resume: b
         precision=options.precision,
         seed=options.seed,
     )
-    launch = Launch(folder, resume, options.save_every, limits=limits, plan=plan, deterministic=options.deterministic)
+    launch = Launch(
+        folder=folder,
+        resume=resume,
+        save_every=options.save_every,
+        limits=limits,
+        plan=plan,
+        deterministic=options.deterministic,
+        timeline=timeline,
+    )
     with launched(launch):
         with _watcher(console, log_every) as watcher:
             run = start(job)
-            report = Report(run, watcher, options.steps)
+            report = Report(run, watcher, options.steps, timeline)
             launch.say, launch.on_step = watcher.say, report.step
             show_plan(run.plan, console)
             if resume:
@@ -120,7 +140,7 @@ def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every
                 def step(run: Run, alarms: list[str]) -> None:
                     if id(run) not in reports:
                         show_plan(run.plan, console)
-                        reports[id(run)] = Report(run, watcher, None)
+                        reports[id(run)] = Report(run, watcher, None, launch.timeline)
                     reports[id(run)].step(run, alarms)
 
                 launch.say, launch.on_step = watcher.say, step
@@ -128,6 +148,8 @@ def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every
             for report in reports.values():
                 if not report.run.is_closed:
                     finish(report.run, launch, report, console)
+                elif report.recorded is not None:
+                    timelines.show(report.recorded, console)
     finally:
         sys.argv, sys.path[:] = before, path
 
@@ -135,8 +157,9 @@ def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every
 class Report:
     """Turns a run's metrics into beats for a watcher, and keeps what the closing lines need."""
 
-    def __init__(self, run: Run, watcher: Watcher, steps: int | None) -> None:
-        self.run, self._watcher, self._steps = run, watcher, steps
+    def __init__(self, run: Run, watcher: Watcher, steps: int | None, timeline: Path | None) -> None:
+        self.run, self._watcher, self._steps, self._timeline = run, watcher, steps, timeline
+        self.recorded: timelines.Timeline | None = None
         self.seconds: deque[float] = deque(maxlen=1000)
 
     def step(self, run: Run, alarms: list[str]) -> None:
@@ -155,6 +178,21 @@ class Report:
             peak_bytes=metrics.peak_bytes["device"],
         )
         self._watcher.beat(beat, run.plan)
+        if run.timeline is not None and run.timeline.is_done and self.recorded is None:
+            self.write_timeline()  # as soon as it is there: nobody may wait for the end
+
+    def write_timeline(self) -> None:
+        """The trace file, and its picture beside it."""
+        recorder, file = self.run.timeline, self._timeline
+        if file is None or recorder is None or self.recorded is not None:
+            return
+        if not recorder.has_steps:
+            self._watcher.say(f"no timeline: it is of step {recorder.first} and later, and the run made {len(self.seconds)}")
+            return
+        document = recorder.document(f"{self.run.plan.model} on {self.run.plan.machine}")
+        write_atomically(file, json.dumps(document).encode())
+        self.recorded = timelines.read(file)
+        write_atomically(file.with_suffix(".svg"), timelines.draw(self.recorded).encode())
 
     @property
     def step_seconds(self) -> float:
@@ -174,6 +212,11 @@ def finish(run: Run, launch: Launch, report: Report, console: Console) -> None:
     if report.seconds:
         show_forecast_beside_measured(run.plan, report.step_seconds, run.metrics.peak_bytes["device"], console)
         console.print(f"loss {run.metrics.loss:.3f} after {run.steps} steps", highlight=False)
+    if launch.timeline is not None:
+        report.write_timeline()
+    if report.recorded is not None:
+        console.print(f"\ntimeline {launch.timeline}, open it in ui.perfetto.dev; its picture is beside it", highlight=False)
+        timelines.show(report.recorded, console)
 
 
 def _watcher(console: Console, log_every: int) -> Watcher:

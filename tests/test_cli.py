@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from anyfit import Machine, Plan, cli
 from anyfit.running.check import Check
+from anyfit.showing import timeline
 from anyfit.values.profile import Profile
 from tests.machines import small_machine
 
@@ -191,6 +193,19 @@ def test_without_json_a_person_can_read_it(anyfit: Command, verb: str, word: str
     assert "\x1b" not in done.out
 
 
+def test_a_timeline_is_written_drawn_and_summed_up(anyfit: Command, tmp_path: Path) -> None:
+    small = ("--batch", "1", "--seq", "32", "--dtype", "fp32")
+    done = anyfit("fit", *small, "--steps", "7", "--device-memory", "6MiB", "--folder", "run", "--timeline", "run.json")
+    assert (done.status, done.err) == (0, "")
+    recorded = timeline.read(tmp_path / "run.json")
+    assert {"compute", "uploads", "downloads", "host updates"} <= set(recorded.busy)
+    assert ElementTree.parse(tmp_path / "run.svg").getroot().tag.endswith("svg")
+    assert "compute stood still" in done.out
+    done = anyfit("fit", *small, "--steps", "2", "--folder", "short", "--timeline", "short.json")
+    assert "no timeline: it is of step 4 and later, and the run made 2" in done.out
+    assert not (tmp_path / "short.json").exists()
+
+
 def test_a_job_can_be_named_by_its_module(anyfit: Command) -> None:
     assert anyfit("plan", "jobs:job", "--machine", "small.json").status == 0
 
@@ -238,6 +253,8 @@ MENDABLE = [
     (("fit", "--resume", ".", "--folder", "new"), "--resume goes on in its own folder; leave --folder out"),
     (("fit", "--resume", ".", "--steps", "9"), "a resumed run keeps its options; leave --steps out"),
     (("fit", "--resume", ".", "--deterministic"), "a resumed run keeps its options; leave --deterministic out"),
+    (("fit", "--timeline", "run.svg"), "--timeline run.svg: name a .json file; its picture is written beside it, as .svg"),
+    (("fit", "--timeline", "no/run.json"), "--timeline no/run.json: no is no folder that can be written to"),
     (("fit", "--folder", "file"), "cannot write to the run folder file: File exists; choose another --folder"),
     (("fit", "--folder", "file/new"), "cannot write to the run folder file/new: Not a directory"),
     (("export", "nothing", "out.safetensors"), "no checkpoint at nothing"),

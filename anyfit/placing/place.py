@@ -42,7 +42,7 @@ class Placed:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around every forward whose backward will come."""
-        with self.residency.watching(), self.activations.watching():
+        with self.lanes.computing("forward"), self.residency.watching(), self.activations.watching():
             yield
 
     @property

@@ -70,6 +70,7 @@ class Launch:
     limits: Mapping[str, str | None] = field(default_factory=dict)
     plan: Path | None = None
     deterministic: bool = False
+    timeline: Path | None = None  # a trace file of a few steps
     on_step: Callable[[Run, list[str]], None] = lambda _run, _alarms: None
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
 
@@ -80,6 +81,8 @@ class Launch:
     def follow(self, run: Run, machine: Machine) -> None:
         """Opens the folder; from here on a signal waits for the end of the step."""
         run.launch = self
+        if self.timeline is not None:
+            run.record()
         run.plan.save(self.folder / "plan.json")
         machine.save(self.folder / "machine.json")
         self._truncate_metrics(run.steps)

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from anyfit.placing import Placed
 from anyfit.placing.gradients import clip_factor, total_norm
 from anyfit.placing.tiers import LiveBytes, peak_bytes_of_gpu
+from anyfit.placing.timeline import Timeline
 from anyfit.values.batches import named_tensors
 from anyfit.values.job import Batch, Job
 from anyfit.values.plan import Plan
@@ -43,6 +44,7 @@ class Run:
         self.job = job
         self.plan = plan
         self.launch: Launch | None = None  # set by `anyfit fit`
+        self.timeline: Timeline | None = None  # set by `record`
         self.model: nn.Module = placed.model
         self.optimizer: Optimizer = placed.updates.optimizer
         self.scheduler: LRScheduler | None = _scheduler(job, self.optimizer)
@@ -111,7 +113,8 @@ class Run:
             self._weight = weight if self._weight is None else self._weight + weight
         elif not alone:
             total = total / (count // rows) if count % rows == 0 else total * (rows / count)
-        total.backward()
+        with self._placed.lanes.computing("backward"):
+            total.backward()
         self._rows += rows
         return total.detach()
 
@@ -151,10 +154,11 @@ class Run:
                 f"run.update() after {self._rows} of {self.job.batch_size} samples: run.backward every micro-batch first"
             )
         placed = self._placed
-        norms = placed.gradients.finish(self._weight)
-        if not norms:
-            raise RuntimeError("no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?")
-        norm = total_norm(norms, placed.device)
+        with placed.lanes.computing("norm"):
+            norms = placed.gradients.finish(self._weight)
+            if not norms:
+                raise RuntimeError("no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?")
+            norm = total_norm(norms, placed.device)
         if bool(torch.isfinite(norm)):
             factor = None if self.job.clip_norm is None else clip_factor(norm, self.job.clip_norm)
             placed.updates.apply(factor)
@@ -168,10 +172,14 @@ class Run:
         placed.residency.end()
         self._abandon()
         self.steps += 1
+        if self.timeline is not None:
+            self.timeline.end_step()
         now = time.perf_counter()
         self._last["norm"], self._last["seconds"], self._clock = norm, now - self._clock, now
 
     def _begin(self) -> None:
+        if self.timeline is not None:
+            self.timeline.begin_step()
         self._placed.residency.begin()
 
     def _abandon(self) -> None:
@@ -302,6 +310,12 @@ class Run:
             yield
         self._watched[shape] = self._watched.get(shape, 0) + 1
         self._peak_bytes = max(self._peak_bytes, held + live.peak_bytes)
+
+    def record(self) -> Timeline:
+        """From here on a few steps, after some to warm up, are recorded: what each lane does when."""
+        self._check_open()
+        self.timeline = Timeline(self._placed.lanes)
+        return self.timeline
 
     @property
     def planned_steps(self) -> int | None:
