@@ -17,7 +17,6 @@
 #include <mutex>
 #include <pthread.h>
 #include <thread>
-#include <type_traits>
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -49,7 +48,7 @@ struct Update {
     int64_t elements;
     int32_t gradient_is_bf16;
     int32_t vectors;       // what torch uses on this processor: 0 no fused multiply-add, 1 AVX2, 2 AVX-512
-    int32_t newton_roots;  // with AVX-512 only
+    int32_t newton_roots;  // where the processor has AVX-512
     int32_t streams;       // all of out is elsewhere than the state, and begins on cache lines
     int32_t threads;
     float scale;        // of the gradient; negative to maximize
@@ -64,6 +63,18 @@ struct Update {
 };
 
 namespace {
+
+#if defined(__x86_64__)
+const struct Processor {
+    bool has_avx2, has_avx512;
+    Processor() {
+        __builtin_cpu_init();
+        has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+        has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    }
+} PROCESSOR;
+#endif
 
 template <bool fused>
 INLINE float multiply_add(float a, float b, float c) {
@@ -82,28 +93,6 @@ INLINE uint32_t as_bits(float value) {
     return bits;
 }
 
-INLINE float exact(const float* numbers, int64_t i) { return numbers[i]; }
-
-INLINE float exact(const uint16_t* bf16, int64_t i) { return as_float(uint32_t(bf16[i]) << 16); }
-
-// The rule of split.py: bits = (high << 16) + low, high = (bits + 0x8000) >> 16.
-template <bool is_split, typename Weight>
-INLINE float master_at(const Weight* weights, const int16_t* low, int64_t i) {
-    if constexpr (is_split) return as_float((uint32_t(weights[i]) << 16) + uint32_t(int32_t(low[i])));
-    else return weights[i];
-}
-
-template <bool is_split, typename Weight>
-INLINE void keep_master(float master, Weight* weights, int16_t* low, int64_t i) {
-    if constexpr (is_split) {
-        const uint32_t bits = as_bits(master);
-        weights[i] = uint16_t((bits + 0x8000u) >> 16);
-        low[i] = int16_t(uint16_t(bits));
-    } else {
-        weights[i] = master;
-    }
-}
-
 // Square roots as MKL takes them on AVX-512, and torch with it: one step of Newton's method from a 14-bit estimate. 0.6 % of them
 // are one ulp below the nearest float. Small numbers are scaled, so that no remainder is lost below the smallest float.
 #if defined(__x86_64__)
@@ -116,7 +105,7 @@ __attribute__((target("avx512f"))) void newton_roots(const float* squares, float
         const __mmask16 is_its_root = _mm512_cmp_ps_mask(given, _mm512_setzero_ps(), _CMP_EQ_OQ) |
                                       _mm512_cmp_ps_mask(given, infinity, _CMP_EQ_OQ);
         const __m512 x = _mm512_mask_mul_ps(given, is_small, given, _mm512_set1_ps(0x1p96f));
-        const __m512 inverse = _mm512_rsqrt14_ps(x);
+        const __m512 inverse = _mm512_maskz_rsqrt14_ps(there, x);
         const __m512 estimate = _mm512_mul_ps(x, inverse);
         const __m512 remainder = _mm512_fnmadd_ps(estimate, estimate, x);
         __m512 root = _mm512_fmadd_ps(remainder, _mm512_mul_ps(inverse, _mm512_set1_ps(0.5f)), estimate);
@@ -142,113 +131,128 @@ INLINE void stream(void* out, const void* in, int64_t bytes) {
 #endif
 }
 
-template <bool fused, bool newton, bool is_split, bool bf16_gradient, bool has_l2>
-struct Kind {
-    using Weight = std::conditional_t<is_split, uint16_t, float>;
-    using Gradient = std::conditional_t<bf16_gradient, uint16_t, float>;
-
-    // Outputs may be the inputs themselves: no element depends on another, but no pointer is `restrict` either.
-    static INLINE void elements(const Update& u, int64_t count, const Gradient* gradient, const Weight* weights, const int16_t* low,
-                                const float* m, const float* v, Weight* out_weights, int16_t* out_low, float* out_m, float* out_v) {
-        alignas(64) float roots[BLOCK];
-        const bool leans_on_old = u.lerp_weight < 0.5f;
-        const float coefficient = leans_on_old ? u.lerp_weight : u.lerp_weight - 1.0f;
-#pragma omp simd
-        for (int64_t i = 0; i < count; i++) {
-            float g = exact(gradient, i) * u.scale;
-            if (has_l2) g = multiply_add<fused>(master_at<is_split>(weights, low, i), u.l2, g);
-            const float old_m = m[i];
-            out_m[i] = multiply_add<fused>(coefficient, g - old_m, leans_on_old ? old_m : g);
-            out_v[i] = multiply_add<fused>(u.square_weight * g, g, v[i] * u.beta2);
-        }
+INLINE void roots_of(const Update& u, const float* squares, float* found, int64_t count) {
 #if defined(__x86_64__)
-        if (newton) newton_roots(out_v, roots, count);
+    if (u.newton_roots && PROCESSOR.has_avx512) return newton_roots(squares, found, count);
 #endif
 #pragma omp simd
-        for (int64_t i = 0; i < count; i++) {
-            const float master = master_at<is_split>(weights, low, i) * u.decay;
-            const float denominator = (newton ? roots[i] : std::sqrt(out_v[i])) / u.root_correction + u.eps;
-            keep_master<is_split>(master + (u.negative_step_size * out_m[i]) / denominator, out_weights, out_low, i);
-        }
-    }
+    for (int64_t i = 0; i < count; i++) found[i] = std::sqrt(squares[i]);
+}
 
-    template <bool streams>
-    static INLINE void block(const Update& u, int64_t from, int64_t count) {
-        const auto* gradient = static_cast<const Gradient*>(u.gradient) + from;
-        const auto* weights = static_cast<const Weight*>(u.weights) + from;
-        const auto* low = is_split ? u.low + from : nullptr;
-        const auto *m = u.m + from, *v = u.v + from;
-        auto* out_weights = static_cast<Weight*>(u.out_weights) + from;
-        auto* out_low = is_split ? u.out_low + from : nullptr;
-        auto *out_m = u.out_m + from, *out_v = u.out_v + from;
-        ask_for(gradient + AHEAD, BLOCK * sizeof(Gradient));
-        ask_for(weights + AHEAD, BLOCK * sizeof(Weight));
-        if (is_split) ask_for(low + AHEAD, BLOCK * sizeof(int16_t));
-        ask_for(m + AHEAD, BLOCK * sizeof(float));
-        ask_for(v + AHEAD, BLOCK * sizeof(float));
-        if (!streams) return elements(u, count, gradient, weights, low, m, v, out_weights, out_low, out_m, out_v);
-        alignas(64) Weight new_weights[BLOCK];
-        alignas(64) int16_t new_low[BLOCK];
-        alignas(64) float new_m[BLOCK], new_v[BLOCK];
-        elements(u, count, gradient, weights, low, m, v, new_weights, new_low, new_m, new_v);
-        stream(out_weights, new_weights, sizeof new_weights);
-        if (is_split) stream(out_low, new_low, sizeof new_low);
-        stream(out_m, new_m, sizeof new_m);
-        stream(out_v, new_v, sizeof new_v);
+INLINE void load_gradients(const Update& u, int64_t from, int64_t count, float* g) {
+    if (u.gradient_is_bf16) {
+        const auto* gradients = static_cast<const uint16_t*>(u.gradient) + from;
+        ask_for(gradients + AHEAD, BLOCK * sizeof *gradients);
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) g[i] = as_float(uint32_t(gradients[i]) << 16) * u.scale;
+    } else {
+        const auto* gradients = static_cast<const float*>(u.gradient) + from;
+        ask_for(gradients + AHEAD, BLOCK * sizeof *gradients);
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) g[i] = gradients[i] * u.scale;
     }
+}
 
-    // Whole blocks begin at multiples of BLOCK, where cache lines begin; what is over at both ends is done by itself.
-    static INLINE void range(const Update& u, int64_t from, int64_t to) {
-        const int64_t first = std::min((from + BLOCK - 1) / BLOCK * BLOCK, to), last = std::max(first, to / BLOCK * BLOCK);
-        if (from < first) block<false>(u, from, first - from);
-        if (u.streams) {
-            for (from = first; from < last; from += BLOCK) block<true>(u, from, BLOCK);
+// The rule of split.py: bits = (high << 16) + low, high = (bits + 0x8000) >> 16.
+INLINE void load_masters(const Update& u, int64_t from, int64_t count, float* masters) {
+    if (u.low) {
+        const auto* high = static_cast<const uint16_t*>(u.weights) + from;
+        const auto* low = u.low + from;
+        ask_for(high + AHEAD, BLOCK * sizeof *high);
+        ask_for(low + AHEAD, BLOCK * sizeof *low);
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) masters[i] = as_float((uint32_t(high[i]) << 16) + uint32_t(int32_t(low[i])));
+    } else {
+        const auto* weights = static_cast<const float*>(u.weights) + from;
+        ask_for(weights + AHEAD, BLOCK * sizeof *weights);
+        std::memcpy(masters, weights, count * sizeof *weights);
+    }
+}
+
+INLINE void split_masters(const float* masters, int64_t count, uint16_t* high, int16_t* low) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) {
+        const uint32_t bits = as_bits(masters[i]);
+        high[i] = uint16_t((bits + 0x8000u) >> 16);
+        low[i] = int16_t(uint16_t(bits));
+    }
+}
+
+// Output may be the input itself: no element depends on another, but no pointer is `restrict` either.
+template <bool fused>
+INLINE void update_block(const Update& u, int64_t from, int64_t count, bool streams) {
+    alignas(64) float g[BLOCK], masters[BLOCK], roots[BLOCK], new_m[BLOCK], new_v[BLOCK];
+    const float *m = u.m + from, *v = u.v + from;
+    float *out_m = streams ? new_m : u.out_m + from, *out_v = streams ? new_v : u.out_v + from;
+    load_gradients(u, from, count, g);
+    load_masters(u, from, count, masters);
+    ask_for(m + AHEAD, BLOCK * sizeof *m);
+    ask_for(v + AHEAD, BLOCK * sizeof *v);
+    if (u.l2 != 0) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) g[i] = multiply_add<fused>(masters[i], u.l2, g[i]);
+    }
+    const bool leans_on_old = u.lerp_weight < 0.5f;
+    const float coefficient = leans_on_old ? u.lerp_weight : u.lerp_weight - 1.0f;
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) {
+        const float old_m = m[i];
+        out_m[i] = multiply_add<fused>(coefficient, g[i] - old_m, leans_on_old ? old_m : g[i]);
+        out_v[i] = multiply_add<fused>(u.square_weight * g[i], g[i], v[i] * u.beta2);
+    }
+    roots_of(u, out_v, roots, count);
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) {
+        const float denominator = roots[i] / u.root_correction + u.eps;
+        masters[i] = masters[i] * u.decay + (u.negative_step_size * out_m[i]) / denominator;
+    }
+    if (streams) {
+        stream(u.out_m + from, new_m, sizeof new_m);
+        stream(u.out_v + from, new_v, sizeof new_v);
+        if (u.low) {
+            alignas(64) uint16_t high[BLOCK];
+            alignas(64) int16_t low[BLOCK];
+            split_masters(masters, BLOCK, high, low);
+            stream(static_cast<uint16_t*>(u.out_weights) + from, high, sizeof high);
+            stream(u.out_low + from, low, sizeof low);
         } else {
-            for (from = first; from < last; from += BLOCK) block<false>(u, from, BLOCK);
+            stream(static_cast<float*>(u.out_weights) + from, masters, sizeof masters);
         }
-        if (last < to) block<false>(u, last, to - last);
+    } else if (u.low) {
+        split_masters(masters, count, static_cast<uint16_t*>(u.out_weights) + from, u.out_low + from);
+    } else {
+        std::memcpy(static_cast<float*>(u.out_weights) + from, masters, count * sizeof *masters);
     }
-};
+}
 
-template <bool fused, bool newton>
-INLINE void update_any(const Update& u, int64_t from, int64_t to) {
-    const int kind = (u.low ? 4 : 0) + (u.gradient_is_bf16 ? 2 : 0) + (u.l2 != 0 ? 1 : 0);
-    switch (kind) {
-        case 0: return Kind<fused, newton, false, false, false>::range(u, from, to);
-        case 1: return Kind<fused, newton, false, false, true>::range(u, from, to);
-        case 2: return Kind<fused, newton, false, true, false>::range(u, from, to);
-        case 3: return Kind<fused, newton, false, true, true>::range(u, from, to);
-        case 4: return Kind<fused, newton, true, false, false>::range(u, from, to);
-        case 5: return Kind<fused, newton, true, false, true>::range(u, from, to);
-        case 6: return Kind<fused, newton, true, true, false>::range(u, from, to);
-        case 7: return Kind<fused, newton, true, true, true>::range(u, from, to);
+// Whole blocks begin at multiples of BLOCK, where cache lines begin; what is over at both ends is done by itself.
+template <bool fused>
+INLINE void update_range(const Update& u, int64_t from, int64_t to) {
+    for (int64_t next; from < to; from = next) {
+        next = std::min((from / BLOCK + 1) * BLOCK, to);
+        if (next - from == BLOCK) update_block<fused>(u, from, BLOCK, u.streams);
+        else update_block<fused>(u, from, next - from, false);
     }
 }
 
 #if defined(__x86_64__)
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
-void update_avx512(const Update& u, int64_t from, int64_t to) {
-    if (u.newton_roots) return update_any<true, true>(u, from, to);
-    update_any<true, false>(u, from, to);
-}
+void update_avx512(const Update& u, int64_t from, int64_t to) { update_range<true>(u, from, to); }
 
 __attribute__((target("avx2,fma")))
-void update_avx2(const Update& u, int64_t from, int64_t to) { update_any<true, false>(u, from, to); }
+void update_avx2(const Update& u, int64_t from, int64_t to) { update_range<true>(u, from, to); }
 
 constexpr bool BASELINE_IS_FUSED = false;
 #else
 constexpr bool BASELINE_IS_FUSED = true;
 #endif
 
-void update_baseline(const Update& u, int64_t from, int64_t to) { update_any<BASELINE_IS_FUSED, false>(u, from, to); }
+void update_baseline(const Update& u, int64_t from, int64_t to) { update_range<BASELINE_IS_FUSED>(u, from, to); }
 
 void update_best(const Update& u, int64_t from, int64_t to) {
 #if defined(__x86_64__)
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (u.vectors >= 2 && has_avx512) return update_avx512(u, from, to);
-    if (u.vectors >= 1 && has_avx2) return update_avx2(u, from, to);
+    if (u.vectors >= 2 && PROCESSOR.has_avx512) return update_avx512(u, from, to);
+    if (u.vectors >= 1 && PROCESSOR.has_avx2) return update_avx2(u, from, to);
 #endif
     update_baseline(u, from, to);
 }

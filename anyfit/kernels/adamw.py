@@ -95,14 +95,12 @@ def adamw(
 
     Written behind autograd's back: it does not see that these tensors have changed.
     """
-    job = _Job.checked(state, gradient, settings, step, out, scale, ranges)
-    if threads < 1:
-        raise ValueError(f"threads={threads}: at least 1")
+    job = _Job.checked(state, gradient, settings, step, out, scale, ranges, threads)
     run = _kernel()
     if run is None:
         _in_torch(job)
     else:
-        run(job, threads)
+        run(job)
 
 
 def adamw_in_torch(
@@ -117,7 +115,7 @@ def adamw_in_torch(
     threads: int = 1,
 ) -> None:
     """The same as `adamw` in plain torch, on torch's own threads."""
-    _in_torch(_Job.checked(state, gradient, settings, step, out, scale, ranges))
+    _in_torch(_Job.checked(state, gradient, settings, step, out, scale, ranges, threads))
 
 
 def is_native() -> bool:
@@ -140,6 +138,7 @@ class _Job:
     scale: float
     step_size: float
     root_correction: float
+    threads: int
 
     @classmethod
     def checked(
@@ -151,6 +150,7 @@ class _Job:
         out: State | None,
         scale: float | None,
         ranges: Ranges | None,
+        threads: int,
     ) -> _Job:
         out = out or state
         elements = state.weights.numel()
@@ -171,6 +171,8 @@ class _Job:
             raise ValueError(f"ranges must be ascending, disjoint and within 0 to {elements}: {ranges}")
         if step < 1:
             raise ValueError(f"step={step}: it counts from 1")
+        if threads < 1:
+            raise ValueError(f"threads={threads}: at least 1")
         return cls(
             state,
             out,
@@ -180,6 +182,7 @@ class _Job:
             1.0 if scale is None else scale,
             step_size=settings.lr / (1 - settings.beta1**step),
             root_correction=(1 - settings.beta2**step) ** 0.5,
+            threads=threads,
         )
 
 
@@ -221,7 +224,7 @@ class _Kernel:
     def __init__(self) -> None:
         self._run = library(Path(__file__).with_name("adamw.cpp")).anyfit_adamw
         self._run.argtypes, self._run.restype = [ctypes.POINTER(_Update)], None
-        self._vectors = VECTORS.get(torch.backends.cpu.get_cpu_capability(), 0)
+        self.vectors = VECTORS.get(torch.backends.cpu.get_cpu_capability(), 0)
         self.newton_roots = False
         self.newton_roots = self._differs_from_torch()  # right where torch has MKL on AVX-512
         if self.newton_roots and self._differs_from_torch():
@@ -232,11 +235,11 @@ class _Kernel:
         squares = torch.linspace(1, 4, 2**14)
         kernels, twins = (State(torch.zeros_like(squares), None, torch.ones_like(squares), squares.clone()) for _ in range(2))
         settings, gradient = Settings(lr=1.0, eps=0.0), torch.zeros_like(squares)
-        self(_Job.checked(kernels, gradient, settings, 1, None, None, None), threads=1)
-        _in_torch(_Job.checked(twins, gradient, settings, 1, None, None, None))
+        self(_Job.checked(kernels, gradient, settings, 1, None, None, None, threads=1))
+        _in_torch(_Job.checked(twins, gradient, settings, 1, None, None, None, threads=1))
         return not torch.equal(kernels.weights, twins.weights)
 
-    def __call__(self, job: _Job, threads: int) -> None:
+    def __call__(self, job: _Job) -> None:
         state, out, settings = job.state, job.out, job.settings
         decoupled = settings.decoupled
         ranges = (ctypes.c_int64 * (2 * len(job.ranges)))(*chain.from_iterable(job.ranges))
@@ -251,10 +254,10 @@ class _Kernel:
                 range_count=len(job.ranges),
                 elements=state.weights.numel(),
                 gradient_is_bf16=job.gradient.dtype == torch.bfloat16,
-                vectors=self._vectors,
+                vectors=self.vectors,
                 newton_roots=self.newton_roots,
                 streams=all(_is_elsewhere(*pair) for pair in zip(out.tensors, state.tensors, strict=True)),
-                threads=min(threads, 2**16),
+                threads=min(job.threads, 2**16),
                 scale=-job.scale if settings.maximize else job.scale,
                 decay=1 - settings.lr * settings.weight_decay if decoupled else 1.0,
                 l2=0.0 if decoupled else settings.weight_decay,
@@ -273,10 +276,10 @@ def _is_elsewhere(new: Tensor, old: Tensor) -> bool:
 
 
 _kernel_lock = threading.Lock()
-_kernels: list[Callable[[_Job, int], None] | None] = []  # one entry, once it has been tried
+_kernels: list[Callable[[_Job], None] | None] = []  # one entry, once it has been tried
 
 
-def _kernel() -> Callable[[_Job, int], None] | None:
+def _kernel() -> Callable[[_Job], None] | None:
     with _kernel_lock:
         if not _kernels:
             try:
