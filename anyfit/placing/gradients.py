@@ -242,6 +242,10 @@ class Gradients:
                     own[slot.name] = gradient
         return own, None
 
+    def flat_on_host(self, state: ChunkState) -> Tensor:
+        """The buffer that a chunk's gradients come to on the host."""
+        return self._on_host[state.index].flat
+
     def clear(self) -> None:
         """Forgets the step's gradients. Those that an update still works with are kept by it."""
         self._filled.clear()

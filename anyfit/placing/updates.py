@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from anyfit.kernels.adamw import Settings, State, adamw
 from anyfit.kernels.split import merge, split
 
 from .chunks import ChunkState, ModelState
@@ -29,6 +30,7 @@ from .residency import Residency
 from .tiers import HostSlabs
 
 ADAM_KEYS = ("exp_avg", "exp_avg_sq")
+SPARED_CORES = 2  # of those that torch may use, by the host's updates: for launching, and for the other lanes
 Groups = list[dict[str, Any]]
 
 
@@ -82,7 +84,9 @@ class OptimizerState:
             rest: dict[str, Any] = {}
             for key, value in entry.items():
                 slot = slots[name]
-                if isinstance(value, Tensor) and value.dim() and value.shape == slot.shape and value.dtype == torch.float32:
+                if isinstance(value, _Flat):
+                    rest[key] = value
+                elif isinstance(value, Tensor) and value.dim() and value.shape == slot.shape and value.dtype == torch.float32:
                     if key not in moments:
                         moments[key] = zeros(key)
                     home = self.state.view(moments[key], slot)
@@ -135,6 +139,7 @@ class Updates:
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._working: dict[tuple[str, int], list[nn.Parameter]] = {}
         self._broken: str | None = None
+        self._threads = max(1, torch.get_num_threads() - SPARED_CORES)
         self._adopt_made_by_constructor(state)
         if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
             for each in self._chunks:
@@ -152,6 +157,8 @@ class Updates:
         """Takes the scratch that the chunk's update will want, so that a step takes nothing."""
         state, elements = each.state, each.state.chunk.elements
         route = state.placement.route
+        if route == "host" and _adam(self.optimizer, self.optimizer.param_groups[state.chunk.group]) is not None:
+            return
         bench = self._benches[route]
         if state.is_split or route != "resident":
             bench.flat("exact", elements)
@@ -327,6 +334,11 @@ class Updates:
     def _host_job(self, each: OptimizerState, own: Mapping[str, Tensor], scale: Tensor | None, groups: Groups) -> None:
         state, bench = each.state, self._benches["host"]
         assert state.on_host is not None
+        settings = _adam(self.optimizer, groups[state.chunk.group])
+        if settings is not None:  # one pass, that cannot fail half-way
+            made = self._in_one_pass(each, own, scale, settings, None)
+            each.keep(each.moments, made, lambda key: self._zeros(each, key))
+            return
         before = {}
         for key, flat in each.moments.items():
             before[key] = bench.flat(f"{key} before", flat.numel())
@@ -342,6 +354,32 @@ class Updates:
             split(exact, state.on_host, state.low)
         else:
             state.on_host.copy_(exact)
+
+    def _in_one_pass(
+        self, each: OptimizerState, own: Mapping[str, Tensor], scale: Tensor | None, settings: Settings, second: Second | None
+    ) -> dict[str, dict[str, Any]]:
+        """Steps a chunk by the kernel, in place or into its second generation; what is then known of each parameter."""
+        state = each.state
+        assert state.on_host is not None
+        low = state.low if state.is_split else None
+        now = State(state.on_host, low, *(each.moments[key] for key in ADAM_KEYS))
+        out = None
+        if second is not None:
+            out = State(second.weights, second.low if state.is_split else None, *(second.moments[key] for key in ADAM_KEYS))
+        gradient = self._gradients.flat_on_host(state)
+        made: dict[str, dict[str, Any]] = {}
+        ranges: dict[int, list[tuple[int, int]]] = {}  # by step count: a parameter without a gradient has stayed behind
+        for slot in state.chunk.slots:
+            if slot.name in own:
+                entry = each.rest[slot.name]
+                step = entry["step"] + 1
+                made[slot.name] = {**entry, "step": step}
+                ranges.setdefault(int(step), []).append((slot.offset, slot.offset + slot.elements))
+        factor = None if scale is None else float(scale)
+        for step, stretches in ranges.items():
+            adamw(now, gradient, settings, step, out=out, scale=factor, ranges=stretches, threads=self._threads)
+            now, out = out or now, None
+        return made
 
     def _host_step(
         self,
@@ -373,7 +411,12 @@ class Updates:
         own, arrived = self._gradients.of(state)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
 
+        settings = _adam(self.optimizer, groups[state.chunk.group])
+
         def job() -> None:
+            if settings is not None:
+                second.made = self._in_one_pass(each, own, None, settings, second)
+                return
             for key, flat in each.moments.items():
                 if key not in second.moments:
                     second.moments[key] = self._zeros(each, key)
@@ -476,6 +519,23 @@ class Updates:
         states = [tensor for each in self._chunks if each.state.placement.optimizer == "device" for tensor in each.tensors]
         benches = [self._benches[route].bytes for route in ("resident", "streamed")]
         return sum(tensor.nbytes for tensor in states) + sum(benches)
+
+
+def _adam(optimizer: Optimizer, group: Mapping[str, Any]) -> Settings | None:
+    """The settings of torch's own Adam or AdamW, where the one-pass kernel does what it does."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return None
+    if group["amsgrad"] or group["capturable"] or group["differentiable"] or isinstance(group["lr"], Tensor):
+        return None
+    return Settings(
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))),
+        maximize=group["maximize"],
+    )
 
 
 def _landed(state: ChunkState, own: Mapping[str, Tensor], bench: Bench) -> Mapping[str, Tensor]:
