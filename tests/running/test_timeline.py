@@ -48,16 +48,16 @@ def spans_of(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def recorded(plan: anyfit.Plan, delay: Any = None, steps: int = STEPS) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    with started(job_for(), plan, delay) as run:
+def recorded(plan: anyfit.Plan, delay: Any = None, device: str = "cpu") -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    with started(job_for(), plan, delay, device) as run:
         timeline = run.record()
-        for batch in byte_batches(steps, ROWS):
+        for batch in byte_batches(STEPS, ROWS):
             run.step(batch)
         return timeline.document("a test"), run.state_dict()
 
 
-def check(document: dict[str, Any]) -> None:
-    """What holds of every timeline."""
+def check(document: dict[str, Any], clocks_differ_by: float = 0.0) -> None:
+    """What holds of every timeline; clocks of host and device may differ by so many microseconds."""
     assert json.loads(json.dumps(document)) == document
     about = document["metadata"]
     whole = (about["steps"][1] - about["steps"][0] + 1) * about["step_seconds"] * 1e6
@@ -70,6 +70,18 @@ def check(document: dict[str, Any]) -> None:
     assert all(0 <= share <= 1 for share in [*about["busy"].values(), about["still"], *about["waits"].values()])
     assert about["still"] == pytest.approx(1 - about["busy"]["compute"])
     assert sum(about["waits"].values()) <= about["still"] + 1e-9
+    _check_order(spans_of(document), clocks_differ_by)
+
+
+def _check_order(spans: dict[str, list[dict[str, Any]]], tolerance: float) -> None:
+    """A chunk is not updated on the host while its gradients are still on their way."""
+    for update in spans.get("host updates", []):
+        chunk = update["name"].partition("chunk")[2]
+        for copy in spans.get("downloads", []):
+            if update["cat"] == "update" and copy["name"] == f"gradients of chunk{chunk}":
+                before = copy["ts"] + copy["dur"] <= update["ts"] + tolerance
+                after = update["ts"] + update["dur"] <= copy["ts"] + tolerance
+                assert before or after, (update, copy)
 
 
 @pytest.mark.parametrize("placement", KINDS, ids=lambda each: f"{each.route}, weights on the {each.weights}, {each.speculates}")
