@@ -332,7 +332,7 @@ def test_a_command_that_fails_leaves_no_run_folder_behind(anyfit: Command, tmp_p
 def test_when_nothing_fits_the_verdict_is_one_line_and_status_3(anyfit: Command) -> None:
     done = anyfit("plan", *SMALL, "--device-memory", "1kB")
     assert (done.status, done.out) == (3, "")
-    assert done.err.startswith("anyfit: Sequential does not fit: with micro-batches of 4 it needs ")
+    assert done.err.startswith("anyfit: Sequential does not fit: with micro-batches of 1 it needs ")
     assert done.err.count("\n") == 1
     typed = done.err.partition("a device of ")[2].split()[0]
     assert anyfit("plan", *SMALL, "--device-memory", typed).status == 0
