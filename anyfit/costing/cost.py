@@ -10,6 +10,7 @@ from anyfit.values.layout import CHUNK_BYTES, Chunk
 from anyfit.values.machine import Machine
 from anyfit.values.profile import BlockCost, HostRates, Pass, Profile, UpdateCost
 
+from .choices import choice_costs
 from .memory import chunk_costs, chunks_of, live_bytes, reserved_bytes, state_bytes, update_scratch_bytes
 from .times import copy_seconds, device_seconds, measured_share, pass_seconds, rough_share, update_seconds
 
@@ -107,7 +108,9 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: i
     flops = {"forward": [0] * count, "backward": [0] * count}
     seconds = {"forward": [0.0] * count, "backward": [0.0] * count}
     recompute = [0.0] * count
-    for op, took in zip(graph.ops, pass_seconds(graph, machine), strict=True):
+    all_seconds = pass_seconds(graph, machine)
+    choices = choice_costs(graph, all_seconds, _host_rates(machine))
+    for op, took in zip(graph.ops, all_seconds, strict=True):
         flops[op.phase][op.block] += op.flops
         seconds[op.phase][op.block] += took
         if op.recomputes:
@@ -138,6 +141,7 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: i
                 seconds_backward=seconds["backward"][index],
                 seconds_recompute=recompute[index],
                 kept_bytes=kept[index],
+                choices=choices[index],
             )
             for index, block in enumerate(graph.blocks)
         ),

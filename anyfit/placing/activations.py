@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from anyfit.values.graph import COSTLY_OPS, LEAST_OFFLOAD_BYTES
 from anyfit.values.plan import Activations as Choice
 from anyfit.values.record import nearest
 
@@ -28,14 +29,8 @@ from .residency import Residency
 from .tiers import HostSlabs
 
 aten = torch.ops.aten
-LEAST_BYTES = 2**16  # what is smaller stays: a copy of its own would cost more than it frees
-
-# Selective recomputation keeps the results of these, and makes the cheap rest again.
-DEAR = {
-    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.convolution.default,
-    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
-}  # fmt: skip
+LEAST_BYTES = LEAST_OFFLOAD_BYTES
+COSTLY = {getattr(aten, name).default for name in COSTLY_OPS if hasattr(aten, name)}
 
 
 @dataclass(eq=False)
@@ -49,6 +44,7 @@ class Away:
     back: Tensor | None = None  # bytes, on the device again
     up: Ticket | None = None
     views: int = 0  # saved tensors that still refer to it
+    uses: list[Ticket] = field(default_factory=list)  # of the host's buffer: the last
     alive: Any = None  # calls back when the storage on the device dies
 
 
@@ -84,7 +80,8 @@ class Activations:
         self._inside: Block | None = None  # the offloaded block that forward is in
         self._last: Block | None = None
         self._known: dict[int, Away] = {}  # by storage, of the block that forward is in
-        self._spare: dict[int, list[Tensor]] = {}  # host buffers by size, free again
+        self._watching = False
+        self._spare: dict[int, list[tuple[Tensor, list[Ticket]]]] = {}  # host buffers by size, free after the last ticket
         self._kept_out = {parameter.untyped_storage()._cdata for parameter in _quiet(model.parameters())}
         modules = dict(model.named_modules())
         for name, choice in choices.items():
@@ -120,7 +117,7 @@ class Activations:
     # ------------------------------------------------------------------ offloading
 
     def _offloaded(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._watching:
             return forward(*args, **kwargs)
         around, self._inside = self._inside, Block(name, self._last)
         self._known = {}
@@ -134,9 +131,11 @@ class Activations:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around a forward: the chain of offloaded blocks begins anew."""
-        self._last = None
-        yield
-        self._last = None
+        self._last, self._watching = None, True
+        try:
+            yield
+        finally:
+            self._last, self._watching = None, False
 
     def _pack(self, tensor: Tensor) -> Any:
         packed = self._residency.pack(tensor)
@@ -167,30 +166,38 @@ class Activations:
 
     def _send(self, tensor: Tensor, block: Block) -> Away:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        spare = self._spare.get(whole.numel())
-        host = spare.pop() if spare else self._slabs.zeros(whole.numel(), torch.uint8, crosses=True)
+        spare = self._spare.setdefault(whole.numel(), [])
+        host, used = spare.pop(0) if spare else (self._slabs.zeros(whole.numel(), torch.uint8, crosses=True), [])
         lane = self._lanes.down
 
         def copy() -> None:
             lane.uses([whole])
             host.copy_(whole, non_blocking=True)
 
-        away = Away(block, whole.numel(), host, lane.run(copy, (self._lanes.so_far(),), f"offload {block.name}"))
+        down = lane.run(copy, (self._lanes.so_far(), *used), f"offload {block.name}")
+        away = Away(block, whole.numel(), host, down, uses=[down])
+        weakref.finalize(away, spare.append, (host, away.uses))  # when backward is through, or its graph is dropped
         block.storages.append(away)
         return away
 
     def _fetch(self, away: Away) -> None:
         if away.back is None:
             away.back = back = torch.empty(away.nbytes, dtype=torch.uint8, device=self._lanes.device)
-            host = away.host
-            after = (self._lanes.so_far(), away.down)
-            away.up = self._lanes.up.run(lambda: _copy(back, host), after, f"return {away.block.name}")
+            host, lane = away.host, self._lanes.up
+
+            def copy() -> None:
+                lane.uses([back])
+                back.copy_(host, non_blocking=True)
+
+            away.up = lane.run(copy, (self._lanes.so_far(), away.down), f"return {away.block.name}")
+            away.uses[:] = [away.up]
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, View):
             return self._residency.unpack(packed)
         away = packed.away
         with torch.no_grad():
+            self._fetch(away)
             for each in away.block.storages:
                 self._fetch(each)
             if away.block.before is not None:
@@ -202,9 +209,9 @@ class Activations:
             usable = away.back[: away.nbytes // packed.dtype.itemsize * packed.dtype.itemsize]
             view = usable.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
             away.views -= 1
-            if not away.views:  # the last that asks: the view alone keeps it
-                away.block.storages.remove(away)
-                self._spare.setdefault(away.nbytes, []).append(away.host)
+            if away.views <= 0:  # the last that asks: the view alone keeps it. A second backward would fetch it again
+                if away in away.block.storages:
+                    away.block.storages.remove(away)
                 away.back = None
             return view
 
@@ -212,10 +219,6 @@ class Activations:
         for undo in self._undo:
             undo()
         self._undo.clear()
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source, non_blocking=True)
 
 
 def _quiet(tensors: Any) -> Iterator[Tensor]:
@@ -235,7 +238,7 @@ def _contexts(module: nn.Module, *, selective: bool) -> tuple[Any, Any]:
 
 
 def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextmanager

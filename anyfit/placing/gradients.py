@@ -43,13 +43,15 @@ class HostGradients:
 
 
 class Gradients:
-    """`on_complete` is told of a chunk whose gradients are all on the host, and final, while backward still runs."""
+    """`on_complete` is told of a chunk whose gradients are all on their way to the host while backward still runs; `on_late`,
+    before one of them changes after all."""
 
     def __init__(self, state: ModelState, lanes: Lanes, slabs: HostSlabs, accumulation: int, moved: set[str]) -> None:
         self._state, self._lanes, self._parameters = state, lanes, state.parameters
-        self._adds_up = accumulation > 1
+        self.adds_up = accumulation > 1  # over micro-batches
         self._moved = moved
         self.on_complete: Callable[[ChunkState], None] = lambda _state: None
+        self.on_late: Callable[[ChunkState], None] = lambda _state: None
         self._sums: dict[str, Tensor] = {}  # fp32, views of flat buffers on the device
         self._filled: set[str] = set()
         self._norms: dict[str, Tensor] = {}  # of final gradients that have left the device
@@ -60,17 +62,17 @@ class Gradients:
             if not each.chunk.trainable:
                 continue
             if each.placement.gradients == "host":
-                dtype = torch.float32 if self._adds_up else each.dtype
-                self._on_host[each.index] = HostGradients(slabs.zeros(each.chunk.elements, dtype, crosses=not self._adds_up))
+                dtype = torch.float32 if self.adds_up else each.dtype
+                self._on_host[each.index] = HostGradients(slabs.zeros(each.chunk.elements, dtype, crosses=not self.adds_up))
                 for slot in each.chunk.slots:
                     self._parameters[slot.name].register_post_accumulate_grad_hook(self._sender(each, slot))
-            elif self._adds_up and each.is_split:
+            elif self.adds_up and each.is_split:
                 self._accumulate(each)
         largest = max((state.chunks[index].chunk.bytes for index in self._on_host), default=0)
         count = min(STAGES, len(self._on_host))
         self._stages = [Stage(torch.empty(largest, dtype=torch.uint8, device=state.device)) for _ in range(count)]
         self._landings: list[tuple[Tensor, Ticket | None]] = []  # where summands come down to
-        if self._adds_up:
+        if self.adds_up:
             self._landings = [(slabs.zeros(largest, torch.uint8, crosses=True), None) for _ in range(count)]
         self.device_bytes += sum(stage.flat.nbytes for stage in self._stages)
 
@@ -102,19 +104,37 @@ class Gradients:
     def _sender(self, state: ChunkState, slot: Slot) -> Callable[[Tensor], None]:
         def send(parameter: Tensor) -> None:
             with quietly(), torch.no_grad():
-                assert parameter.grad is not None
+                gradient, parameter.grad = parameter.grad, None
+                assert gradient is not None
+                self._moved.add(slot.name)
+                if not self.adds_up and slot.name in self._on_host[state.index].names:
+                    self._add_late(state, slot, gradient)
+                    return
                 stage = self._stage_for(state)
-                if slot in stage.slots:  # of the micro-batch before, which another parameter of the chunk did not need
+                if slot in stage.slots and self.adds_up:  # of the micro-batch before, in which the chunk was not complete
                     self._go_down(stage)
                     stage = self._stage_for(state)
-                state.view(stage.flat[: state.chunk.bytes].view(state.dtype), slot).copy_(parameter.grad)
-                parameter.grad = None
-                self._moved.add(slot.name)
+                staged = state.view(stage.flat[: state.chunk.bytes].view(state.dtype), slot)
+                if slot in stage.slots:
+                    staged.add_(gradient)
+                    return
+                staged.copy_(gradient)
                 stage.slots.append(slot)
                 if len(stage.slots) == len(state.chunk.slots):
                     self._go_down(stage)
 
         return send
+
+    def _add_late(self, state: ChunkState, slot: Slot, gradient: Tensor) -> None:
+        """Backward may give a parameter a gradient more than once: where reentrant checkpoints share it. It is added to the
+        one that has already left."""
+        self.on_late(state)
+        home = self._on_host[state.index]
+        if home.ticket is not None:
+            home.ticket.wait()
+        total = state.view(home.flat, slot)
+        total.add_(gradient.to(total.device))
+        self._norms |= _norms({slot.name: total})
 
     def _stage_for(self, state: ChunkState) -> Stage:
         for stage in self._stages:
@@ -135,7 +155,7 @@ class Gradients:
         stage.state, stage.slots = None, []
         home = self._on_host[state.index]
         filled = stage.flat[: state.chunk.bytes].view(state.dtype)
-        if self._adds_up:
+        if self.adds_up:
             stage.ticket = self._land(home, state, slots, filled)
             return
         flat = home.flat
@@ -189,7 +209,7 @@ class Gradients:
             for gradient in on_device.values():
                 gradient.div_(weight)
         norms = self._norms | _norms(on_device)
-        if self._adds_up:
+        if self.adds_up:
             norms |= self._finish_sums(weight)
         return {name: norms[name] for name in self._parameters if name in norms}
 

@@ -11,6 +11,7 @@ nothing that counts, so one that fails can be started again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -139,17 +140,18 @@ class Updates:
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._working: dict[tuple[str, int], list[nn.Parameter]] = {}
         self._broken: str | None = None
+        self._all_on_device = all(each.state.placement.update == "device" for each in self._chunks)
         self._threads = max(1, torch.get_num_threads() - SPARED_CORES)
         self._adopt_made_by_constructor(state)
         if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
             for each in self._chunks:
                 self._make_adam(each)
         for each in self._chunks:
-            if each.state.placement.speculates:
+            if each.state.placement.speculates and not gradients.adds_up:  # sums are not known before the last micro-batch
                 each.second = Second(each.state, slabs)
                 each.second.moments = {key: self._zeros(each, key) for key in each.moments}
         if any(each.second is not None for each in self._chunks):
-            gradients.on_complete = self._speculate
+            gradients.on_complete, gradients.on_late = self._speculate, self._revoke
         for each in self._chunks:
             self._furnish(each)
 
@@ -164,7 +166,7 @@ class Updates:
             bench.flat("exact", elements)
             bench.flat("gradient", elements)
         if route == "streamed":
-            bench.flat("low", elements, torch.int16)
+            bench.flat("low", elements if state.is_split else 0, torch.int16)
             if state.on_device is None:
                 bench.flat("weights", elements, state.dtype)
             for key in each.moments:
@@ -203,6 +205,7 @@ class Updates:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers, which would warn
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
         as_it_is = factor is None or all(each.second is None for each in self._chunks) or bool(factor == 1)
+        scale = None if factor is None or self._all_on_device else factor.cpu()  # once, before the device is given more
         for each in self._chunks:
             own, arrived = self._gradients.of(each.state)
             if not own:
@@ -216,7 +219,10 @@ class Updates:
             if route == "streamed":
                 self._streamed(each, own, arrived, factor, groups)
             else:
-                self._on_host(each, own, arrived, factor, groups, as_it_is=as_it_is)
+                self._on_host(each, own, arrived, scale, groups, as_it_is=as_it_is)
+
+    def forget(self) -> None:
+        """The step is over, however it ended: what was speculated in it is not to be used by another."""
         for each in self._chunks:
             if each.second is not None:
                 each.second.ticket = None
@@ -262,7 +268,7 @@ class Updates:
             moments = {key: bench.flat(key, elements) for key in each.moments}
             for key, flat in moments.items():
                 flat.copy_(each.moments[key], non_blocking=True)
-            exact, low = bench.flat("exact", elements), bench.flat("low", elements, torch.int16)
+            exact, low = bench.flat("exact", elements), bench.flat("low", elements if state.is_split else 0, torch.int16)
             if state.is_split:
                 low.copy_(state.low, non_blocking=True)
                 merge(weights, low, exact)
@@ -296,13 +302,12 @@ class Updates:
         each: OptimizerState,
         own: dict[str, Tensor],
         arrived: Ticket | None,
-        factor: Tensor | None,
+        scale: Tensor | None,
         groups: Groups,
         *,
         as_it_is: bool,
     ) -> None:
         state, second = each.state, each.second
-        scale = None if factor is None else factor.cpu()
         ready = self._lanes.so_far()  # the device has read the old weights
 
         def update() -> Ticket:
@@ -428,6 +433,13 @@ class Updates:
                 second.weights.copy_(exact)
 
         second.ticket = self._lanes.host.run(job, after=(arrived,), label=f"speculate on chunk {state.index}")
+
+    def _revoke(self, state: ChunkState) -> None:
+        each = self._by_index.get(state.index)
+        if each is not None and each.second is not None and each.second.ticket is not None:
+            with contextlib.suppress(BaseException):  # of an update that does not count
+                each.second.ticket.wait()
+            each.second.ticket = None
 
     def _commit(self, each: OptimizerState) -> None:
         second, state = each.second, each.state

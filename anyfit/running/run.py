@@ -185,6 +185,7 @@ class Run:
     def _abandon(self) -> None:
         """Forgets the gradients of the step under way."""
         self._placed.residency.forget()
+        self._placed.updates.forget()
         self._placed.gradients.clear()
         self._open.clear()
         self._rows, self._weight = 0, None

@@ -91,9 +91,31 @@ def show_profile(profile: Profile, forecast: Forecast, attention_flops: int, con
         f"{show_bytes(forecast.reserved_bytes)} reserved, with what the allocator and the runtime add",
         "update": show_seconds(profile.update.seconds),
     }
+    chosen = _largest_blocks(each.blocks)
+    if chosen:
+        rows["activations"] = _choices(chosen)
     if profile.notes:
         rows["trace"] = f"a real run: {'; '.join(profile.notes)}"
     show_rows(rows, console)
+
+
+def _largest_blocks(blocks: Sequence[BlockCost]) -> list[BlockCost]:
+    """The blocks of the kind that keeps most, which may do otherwise."""
+    by_kind: dict[str, list[BlockCost]] = {}
+    for block in blocks:
+        if len(block.choices) > 1:
+            by_kind.setdefault(block.kind, []).append(block)
+    return max(by_kind.values(), key=lambda group: sum(block.kept_bytes for block in group), default=[])
+
+
+def _choices(blocks: Sequence[BlockCost]) -> str:
+    parts = []
+    for choice in blocks[0].choices:
+        costs = [block.choices[choice] for block in blocks]
+        part = f"{choice} {show_bytes(sum(cost.kept_bytes for cost in costs))}"
+        seconds = sum(cost.seconds for cost in costs)
+        parts.append(part + (f" and {show_seconds(seconds)}" if seconds else ""))
+    return f"{len(blocks)} x {blocks[0].kind}: {', '.join(parts)}"
 
 
 def show_modules(profile: Profile, modules: Sequence[BlockCost], console: Console) -> None:

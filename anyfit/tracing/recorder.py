@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -59,20 +60,21 @@ class Recorder(TorchDispatchMode):
         names: Mapping[int, str],
         block_of: Mapping[int, int],
         outside: int,
-        kernels: Callable[[], AbstractContextManager[Any]],
+        kernels: Callable[[], TorchFunctionMode] | None,
         room_bytes: float | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
         self.calls: list[str] = []  # the distinct ones
         self.storages: list[Storage] = []
+        self.input_bytes: dict[int, int] = {}  # by block
         self.phase: Phase = "forward"
         self._names, self._block_of, self._outside, self._kernels = names, block_of, outside, kernels
+        self._recomputing: TorchFunctionMode | None = None  # while a forward runs inside backward
         self._room_bytes = room_bytes
         self._live_bytes = 0
         self._calls = 0  # since the last op that was written down, views included
         self._places: dict[Any, int] = {}  # in `calls`, by a key that is quicker to make than the text
-        self._recomputing: AbstractContextManager[Any] | None = None
         self._stack: list[tuple[str, int]] = [("", outside)]
         self._backward_at: tuple[str, int] = ("", outside)
         self._known: dict[int, Storage | None] = {}  # by storage identity; None: not of this pass
@@ -104,22 +106,31 @@ class Recorder(TorchDispatchMode):
                 for hook in hooks:
                     hook.remove()
 
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the call of backward; no function mode that was entered for a recomputed forward outlives it."""
+        self.phase = "backward"
+        depth = len(_get_current_function_mode_stack())
+        try:
+            yield
+        finally:
+            while len(_get_current_function_mode_stack()) > depth:
+                _pop_mode()
+
     # ------------------------------------------------------------------ what torch tells
 
-    def _enter(self, module: nn.Module, _args: Any) -> None:
-        if self.phase == "backward" and len(self._stack) == 1:
-            self._recomputing = self._kernels()
-            self._recomputing.__enter__()
+    def _enter(self, module: nn.Module, args: Any) -> None:
         here = self._stack[-1]
-        self._stack.append((self._names.get(id(module), here[0]), self._block_of.get(id(module), here[1])))
+        block = self._block_of.get(id(module), here[1])
+        if self.phase == "forward" and block != here[1]:
+            handed = (tensor for tensor in _tensors(args) if tensor.dtype.is_floating_point)
+            self.input_bytes[block] = self.input_bytes.get(block, 0) + sum(map(_bytes_of, handed))
+        self._stack.append((self._names.get(id(module), here[0]), block))
 
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         left = self._stack.pop()
         if self.phase == "backward":  # a recomputed module: the gradients that follow are its own
             self._backward_at = left
-            if len(self._stack) == 1 and self._recomputing is not None:
-                self._recomputing.__exit__(None, None, None)
-                self._recomputing = None
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, int]]:
         return tensor, self._stack[-1]
@@ -147,8 +158,11 @@ class Recorder(TorchDispatchMode):
         if not fresh and not func._schema.is_mutable:
             return result  # a view, or a look at sizes: costs nothing
         in_backward = self.phase == "backward"
-        recomputes = in_backward and len(self._stack) > 1
-        module, block = self._backward_at if in_backward and not recomputes else self._stack[-1]
+        # Gradients are computed without grad mode; what comes before the engine runs is not recomputed either.
+        recomputes = in_backward and torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
+        if in_backward and self._kernels is not None:
+            self._follow(self._kernels, recomputes)
+        module, block = self._backward_at if in_backward and len(self._stack) == 1 else self._stack[-1]
         packet = func._overloadpacket
         call = self._place_of(func, args, kwargs)
         self.ops.append(
@@ -182,6 +196,17 @@ class Recorder(TorchDispatchMode):
             if place == len(self.calls):
                 self.calls.append(text)
         return place
+
+    def _follow(self, kernels: Callable[[], TorchFunctionMode], recomputes: bool) -> None:
+        """The kernels of a recomputed forward are those of the first, from its first op on. Backward drops modes by itself at
+        times, so one that is to end may be gone."""
+        if recomputes and self._recomputing is None:
+            self._recomputing = kernels()
+            self._recomputing.__enter__()
+        elif not recomputes and self._recomputing is not None:
+            if self._recomputing in _get_current_function_mode_stack():
+                self._recomputing.__exit__(None, None, None)
+            self._recomputing = None
 
     def _meet(self, tensor: torch.Tensor, kind: ValueKind, block: int | None = None) -> None:
         storage = tensor.untyped_storage()

@@ -205,7 +205,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
     job, model, blocks = stand_in.job, stand_in.model, stand_in.blocks
     buffers = list(model.buffers())
     batch = stand_in.batch_of(micro_batch)
-    kernels = AsOnGpu if stand_in.device == "cuda" else nullcontext
+    kernels = AsOnGpu if stand_in.device == "cuda" else None
     recorder_of = GpuRecorder if stand_in.device == "cuda" else Recorder
     recorder = recorder_of(stand_in.module_names, blocks.of_module, blocks.outside, kernels, stand_in.room_bytes)
     recorder.leave_out(iter([*stand_in.parameters.values(), *buffers]))
@@ -215,13 +215,15 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         block: repeat.unit(2)[(block - repeat.first) % repeat.period] for repeat in repeats for block in repeat.skipped
     }  # skipped blocks, and the one that is run in their place
 
-    with skipping(blocks.modules, twin_of), stand_in.mode, recorder, recorder.watching(), kernels():
+    with skipping(blocks.modules, twin_of), stand_in.mode, recorder, recorder.watching():
         what = "fake" if stand_in.room_bytes is None else "real"
-        with _saying(f"running the model on a {what} batch of {micro_batch} samples like Job(sample=)"):
+        with (
+            _saying(f"running the model on a {what} batch of {micro_batch} samples like Job(sample=)"),
+            kernels() if kernels else nullcontext(),
+        ):
             total, weight = job.evaluate(model, batch)
             loss = total if weight is None else total / weight
-        recorder.phase = "backward"
-        with _saying(f"running backward on {what} tensors"):
+        with _saying(f"running backward on {what} tensors"), recorder.backward():
             loss.backward()
     used = set()
     for parameter in stand_in.parameters.values():
@@ -250,7 +252,10 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
             fact[id(parameter) in used] for fact, parameter in zip(stand_in.facts, stand_in.parameters.values(), strict=True)
         ),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers),
-        blocks=blocks.blocks,
+        blocks=tuple(
+            replace(block, input_bytes=recorder.input_bytes.get(twin_of.get(index, index), 0))
+            for index, block in enumerate(blocks.blocks)
+        ),
         ops=tuple(ops),
         calls=tuple(recorder.calls),
         backward_starts=next(index for index, op in enumerate(ops) if op.phase == "backward"),

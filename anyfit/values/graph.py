@@ -11,6 +11,21 @@ from typing import ClassVar, Literal
 
 from .record import Record
 
+# Ops whose results selective recomputation keeps: products, convolutions and attention. All others are made again.
+COSTLY_OPS = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "convolution",
+    "_grouped_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+LEAST_OFFLOAD_BYTES = 2**16  # of a saved tensor: what is smaller stays, a copy of its own would cost more than it frees
+
 Phase = Literal["forward", "backward"]
 OpKind = Literal["matmul", "convolution", "attention", "memory"]
 ValueKind = Literal["activation", "gradient", "input"]
@@ -60,6 +75,7 @@ class Parameter:
 class Block:
     name: str  # path of the module; "" for what belongs to no block
     kind: str  # class of the module
+    input_bytes: int = 0  # of floating tensors that one pass hands to it by position: what recomputation starts from
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,20 @@ Model-state bytes are exact; seconds and activation bytes are forecasts and carr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from .record import Record
+
+
+@dataclass(frozen=True)
+class ChoiceCost:
+    """A block's activations under one choice."""
+
+    kept_bytes: int  # on the device, from forward to backward
+    moved_bytes: int  # to the host, and back
+    seconds: float  # forward work done again, or copies both ways, before anything hides them
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,7 @@ class BlockCost:
     seconds_backward: float
     seconds_recompute: float  # of backward: forward work done again
     kept_bytes: int  # held from forward for backward
+    choices: Mapping[str, ChoiceCost]  # by plan.Activations, what else could be done with that; outside blocks nothing can
 
 
 @dataclass(frozen=True)

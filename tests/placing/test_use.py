@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import anyfit
+from anyfit.placing import activations
 from anyfit.values.plan import Placement
 from tests.models import Experts, Tangled, byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
@@ -197,6 +199,79 @@ def test_adapters_train_beside_a_frozen_base_on_the_host(precision: Any) -> None
     plain_losses, plain_weights = train_plainly(job, batches)
     assert losses == pytest.approx(plain_losses, rel=1e-6)
     assert_bit_equal(weights, plain_weights)
+
+
+class Shared(nn.Module):
+    """One layer in two reentrant checkpoints: backward gives its weights a gradient twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.shared, self.head = nn.Embedding(256, 8), nn.Linear(8, 8), nn.Linear(8, 256)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for _ in range(2):
+            x = checkpoint(lambda y: torch.tanh(self.shared(y)), x, use_reentrant=True)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("placement", [*ALL, replace(AWAY, speculates=True)])
+@pytest.mark.parametrize("chunk_bytes", [1, 2**20])
+def test_a_gradient_that_comes_twice_in_one_backward_counts_twice(placement: Placement, chunk_bytes: int) -> None:
+    job = job_for(Shared, clip_norm=0.1)
+    batches = byte_batches(6, ROWS)
+    with started(job, hand_written(job, placement, chunk_bytes=chunk_bytes, slots=8), random_delays(5)) as run:
+        losses = [float(run.step(batch)) for batch in batches]
+        weights = run.state_dict()
+    plain_losses, plain_weights = train_plainly(job, batches)
+    assert losses == pytest.approx(plain_losses, rel=1e-6)
+    assert_bit_equal(weights, plain_weights)
+
+
+class Halves(nn.Module):
+    """Uses one layer or two, and may give no number, as the batch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(256, 256), nn.Embedding(256, 256)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.first(ids)
+        if int(ids[0, 0]) < 128:
+            x = x + self.second(ids)
+        return x * float("nan") if int(ids[0, 1]) == 255 else x
+
+
+def test_what_was_speculated_in_a_step_that_does_not_count_is_not_used_by_the_next() -> None:
+    job = job_for(Halves)
+    batches = byte_batches(5, ROWS)
+    for batch in batches:
+        batch[0, 0], batch[0, 1] = 1, 0
+    batches[2][0, 1] = 255  # left out
+    batches[3][0, 0] = 200  # and then only half of the chunk has gradients
+    with started(job, hand_written(job, replace(AWAY, speculates=True), chunk_bytes=2**20, slots=4)) as run:
+        for batch in batches:
+            run.step(batch)
+        assert run.skipped == 1
+        weights = run.state_dict()
+    assert_bit_equal(weights, train_plainly(job, [batch for batch in batches if int(batch[0, 1]) != 255])[1])
+
+
+def test_forwards_without_a_backward_take_no_host_memory_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "LEAST_BYTES", 256)
+    job = job_for()
+    batch = byte_batches(1, ROWS)[0]
+    plan = hand_written(job, AWAY, slots=8, activations={"blocks.0": "offload", "blocks.1": "offload"})
+    with started(job, plan) as run:
+        run.step(batch)
+        run.step(batch)
+        before = run._placed.host_bytes
+        for _ in range(5):
+            run.loss(batch)  # and no backward
+            run._abandon()
+            run.step(batch)
+        assert run._placed.host_bytes == before
 
 
 def test_hooks_of_the_user_see_what_they_would() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from anyfit.values.profile import BlockCost, Pass, Profile, StateBytes, UpdateCost
+from anyfit.values.profile import BlockCost, ChoiceCost, Pass, Profile, StateBytes, UpdateCost
 
 MIB, GIB = 2**20, 2**30
 
@@ -22,6 +22,12 @@ def block(name: str = "layers.0", **changes: Any) -> BlockCost:
         "seconds_backward": 0.020,
         "seconds_recompute": 0.0,
         "kept_bytes": 10 * MIB,
+        "choices": {
+            "keep": ChoiceCost(10 * MIB, 0, 0.0),
+            "recompute": ChoiceCost(1 * MIB, 0, 0.010),
+            "selective": ChoiceCost(4 * MIB, 0, 0.001),
+            "offload": ChoiceCost(0, 10 * MIB, 0.004),
+        },
     }
     return BlockCost(**cost | changes)
 
