@@ -63,7 +63,7 @@ class Block:
 
     name: str
     before: Block | None
-    storages: list[Away] = field(default_factory=list)
+    storages: weakref.WeakSet[Away] = field(default_factory=weakref.WeakSet)  # the graph keeps them: without it they go at once
 
 
 class Activations:
@@ -177,7 +177,7 @@ class Activations:
         down = lane.run(copy, (self._lanes.so_far(), *used), f"offload {block.name}")
         away = Away(block, whole.numel(), host, down, uses=[down])
         weakref.finalize(away, spare.append, (host, away.uses))  # when backward is through, or its graph is dropped
-        block.storages.append(away)
+        block.storages.add(away)
         return away
 
     def _fetch(self, away: Away) -> None:
@@ -197,12 +197,9 @@ class Activations:
             return self._residency.unpack(packed)
         away = packed.away
         with torch.no_grad():
-            self._fetch(away)
-            for each in away.block.storages:
+            before = away.block.before
+            for each in (away, *away.block.storages, *(before.storages if before is not None else ())):
                 self._fetch(each)
-            if away.block.before is not None:
-                for each in away.block.before.storages:
-                    self._fetch(each)
             self._lanes.hold_computation(away.up)
             away.up = None
             assert away.back is not None
@@ -210,8 +207,7 @@ class Activations:
             view = usable.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
             away.views -= 1
             if away.views <= 0:  # the last that asks: the view alone keeps it. A second backward would fetch it again
-                if away in away.block.storages:
-                    away.block.storages.remove(away)
+                away.block.storages.discard(away)
                 away.back = None
             return view
 

@@ -392,7 +392,9 @@ class Residency:
         with quietly():
             slot = self._of_storage.get(tensor.untyped_storage()._cdata)
             if slot is None or slot.state is None:
-                return tensor
+                # Without its history, which autograd keeps itself: an op's own output would tie the graph into a knot, and
+                # one that never goes backward would stay for good.
+                return tensor if tensor.grad_fn is None else tensor.detach()
             return Saved(slot.state.index, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def unpack(self, saved: Tensor | Saved) -> Tensor:

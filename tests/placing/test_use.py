@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -436,3 +438,21 @@ def test_blocks_that_the_plan_compiles_train_as_plain_ones() -> None:
         losses = [float(run.step(batch)) for batch in batches]
     assert losses == pytest.approx(train_plainly(job, batches)[0], rel=1e-4)
     assert "forward" not in vars(model.blocks[0])
+
+
+def test_a_forward_that_is_never_taken_backward_is_forgotten() -> None:
+    job = job_for()
+    batch = byte_batches(1, ROWS)[0]
+    with started(job, hand_written(job, AWAY, slots=8)) as run:
+        run.step(batch)
+        seen: list[Any] = []
+        hook = run.model.blocks[0].register_forward_hook(
+            lambda _module, _inputs, output: seen.append(weakref.ref(output.grad_fn))
+        )
+        loss = run.loss(batch)
+        hook.remove()
+        run._abandon()
+        assert loss.isfinite()
+        del loss
+        gc.collect()
+        assert seen[0]() is None
