@@ -58,6 +58,20 @@ class Ticket:
         return self._reached.is_set()
 
 
+class Over(Ticket):
+    """A job that is done or has failed: for whoever only needs it out of the way."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        super().__init__(ticket.label)
+        self._ticket = ticket
+
+    def reach(self) -> Any:
+        try:
+            return self._ticket.reach()
+        except BaseException:  # whoever waits for the job itself gets it
+            return None
+
+
 class Lane:
     def __init__(self, name: str, stream: Any, delay: Callable[[], None] | None) -> None:
         self.name, self.stream, self._delay = name, stream, delay
@@ -130,9 +144,13 @@ class Lanes:
 
         self.up = Lane("uploads", stream(), delay)
         self.down = Lane("downloads", stream(), delay)
+        # Streamed updates have uploads and downloads of their own: in one queue with those of weights and gradients, a state that
+        # waits for its turn would keep back a weight that the computation waits for.
+        self.states_up = Lane("state uploads", stream(), delay)
         self.update = Lane("updates", stream(), delay)
+        self.states_down = Lane("state downloads", stream(), delay)
         self.host = Lane("host updates", None, delay)
-        self.all = (self.up, self.down, self.update, self.host)
+        self.all = (self.up, self.down, self.states_up, self.update, self.states_down, self.host)
 
     def so_far(self) -> Ticket:
         """All that the computation has been given up to now."""

@@ -15,6 +15,7 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,11 +27,12 @@ from anyfit.kernels.split import merge, split
 
 from .chunks import ChunkState, ModelState
 from .gradients import Gradients
-from .lanes import Lanes, Ticket
+from .lanes import Lanes, Over, Ticket
 from .residency import Residency
 from .tiers import HostSlabs
 
 ADAM_KEYS = ("exp_avg", "exp_avg_sq")
+CARRIERS = 3  # of streamed updates: one chunk comes up, one is stepped, one goes down
 SPARED_CORES = 2  # of those that torch may use, by the host's updates: for launching, and for the other lanes
 Groups = list[dict[str, Any]]
 
@@ -62,6 +64,7 @@ class OptimizerState:
         self.moments: dict[str, Tensor] = {}
         self.rest: dict[str, dict[str, Any]] = {}  # also says which parameters have been stepped before
         self.second: Second | None = None
+        self.home: Ticket | None = None  # of the last way back of a streamed state
         self.live: dict[str, dict[str, Any]] = {}  # entries of a resident chunk, whose arrays never move
 
     def entries(self, moments: Mapping[str, Tensor], names: Iterable[str], *, cloned: bool = True) -> dict[str, dict[str, Any]]:
@@ -108,6 +111,24 @@ class _Flat:
     """Stands for an array that lies in a flat buffer."""
 
 
+@dataclass(eq=False)
+class Carrier:
+    """Buffers on the device in which one chunk's state is there for its streamed update."""
+
+    bench: Bench
+    free: Ticket | None = None
+
+
+@dataclass(eq=False)
+class Load:
+    """What a carrier holds of a chunk on its way."""
+
+    weights: Tensor | None
+    moments: dict[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    rest: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
 class Second:
     """The second generation of a chunk on the host: what its state will be if the step counts as it is."""
 
@@ -135,6 +156,7 @@ class Updates:
         self._chunks = [OptimizerState(chunk) for chunk in state.chunks if chunk.chunk.is_updated]
         self._by_index = {each.state.index: each for each in self._chunks}
         self._benches = {"resident": Bench(state.device), "streamed": Bench(state.device), "host": Bench(torch.device("cpu"))}
+        self._carriers = [Carrier(Bench(state.device)) for _ in range(CARRIERS)]
         self._device = state.device
         self.names = {slot.name: each for each in self._chunks for slot in each.state.chunk.slots}
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -165,12 +187,14 @@ class Updates:
         if state.is_split or route != "resident":
             bench.flat("exact", elements)
             bench.flat("gradient", elements)
-        if route == "streamed":
-            bench.flat("low", elements if state.is_split else 0, torch.int16)
+        for carrier in self._carriers if route == "streamed" else ():
+            carrier.bench.flat("low", elements if state.is_split else 0, torch.int16)
             if state.on_device is None:
-                bench.flat("weights", elements, state.dtype)
+                carrier.bench.flat("weights", elements, state.dtype)
+            if state.placement.gradients == "host":
+                carrier.bench.flat("landed", elements, torch.float32 if self._gradients.adds_up else state.dtype)
             for key in each.moments:
-                bench.flat(key, elements)
+                carrier.bench.flat(key, elements)
 
     def _zeros(self, each: OptimizerState, _key: str) -> Tensor:
         return each.state.optimizer_zeros(torch.float32)
@@ -255,47 +279,72 @@ class Updates:
     def _streamed(
         self, each: OptimizerState, own: dict[str, Tensor], arrived: Ticket | None, factor: Tensor | None, groups: Groups
     ) -> None:
-        state, bench, lane = each.state, self._benches["streamed"], self._lanes.update
-        ready = self._lanes.so_far()
+        """Up, step, down, each on a lane of its own, so that the next chunk comes up while this one is stepped."""
+        state, lanes = each.state, self._lanes
+        ready = lanes.so_far()
 
-        def job() -> None:
-            lane.uses([*own.values(), *([factor] if factor is not None else [])])
-            elements = state.chunk.elements
-            weights = state.on_device
-            if weights is None:
-                weights = bench.flat("weights", elements, state.dtype)
-                weights.copy_(state.weights, non_blocking=True)
-            moments = {key: bench.flat(key, elements) for key in each.moments}
-            for key, flat in moments.items():
-                flat.copy_(each.moments[key], non_blocking=True)
-            exact, low = bench.flat("exact", elements), bench.flat("low", elements if state.is_split else 0, torch.int16)
-            if state.is_split:
-                low.copy_(state.low, non_blocking=True)
-                merge(weights, low, exact)
-            else:
-                exact.copy_(weights)
-            entries = _moved(each.entries(moments, own), self._device)
-            widened = self._widened(state, _landed(state, own, bench), bench)
-            made = self._step(each, exact, widened, entries, factor, groups, "streamed")
-            after = OptimizerState(state)
-            after.keep(moments, made, lambda key: bench.flat(key, elements).zero_())
-            for key in moments:
-                if key not in each.moments:
-                    each.moments[key] = self._zeros(each, key)
-            # From here on nothing can fail that the next line would not fail at too: the state changes.
-            for key, flat in moments.items():
-                each.moments[key].copy_(flat, non_blocking=True)
-            if state.is_split:
-                split(exact, weights, low)
-                state.low.copy_(low, non_blocking=True)
-            else:
-                weights.copy_(exact)
-            if state.on_device is None:
-                state.weights.copy_(weights, non_blocking=True)
-            each.rest |= _moved(after.rest, torch.device("cpu"))
-            own.clear()
+        def run() -> Ticket:
+            carrier = self._carriers.pop(0)
+            self._carriers.append(carrier)
+            load = Load(state.on_device, {}, own)
+            label = f"chunk {state.index}"
+            free = (carrier.free, None if each.home is None else Over(each.home), arrived)
+            up = lanes.states_up.run(lambda: self._lift(each, carrier, load), free, f"lift state of {label}")
+            step = functools.partial(self._step_lifted, each, carrier, load, factor, groups)
+            stepped = lanes.update.run(step, (up, ready), f"update {label}")
+            down = lanes.states_down.run(lambda: self._lower(each, carrier, load), (stepped,), f"lower state of {label}")
+            carrier.free, each.home = Over(down), down
+            return down
 
-        self._start(state, lambda: lane.run(job, after=(ready, arrived), label=f"update chunk {state.index}"))
+        self._start(state, run)
+
+    def _lift(self, each: OptimizerState, carrier: Carrier, load: Load) -> None:
+        state, elements = each.state, each.state.chunk.elements
+        if load.weights is None:
+            load.weights = carrier.bench.flat("weights", elements, state.dtype)
+            load.weights.copy_(state.weights, non_blocking=True)
+        load.moments = {key: carrier.bench.flat(key, elements) for key in each.moments}
+        for key, flat in load.moments.items():
+            flat.copy_(each.moments[key], non_blocking=True)
+        if state.is_split:
+            carrier.bench.flat("low", elements, torch.int16).copy_(state.low, non_blocking=True)
+        load.gradients = _landed(state, load.gradients, carrier.bench)
+
+    def _step_lifted(self, each: OptimizerState, carrier: Carrier, load: Load, factor: Tensor | None, groups: Groups) -> None:
+        state, bench = each.state, self._benches["streamed"]
+        elements = state.chunk.elements
+        weights, own = load.weights, load.gradients
+        assert weights is not None
+        self._lanes.update.uses([*own.values(), *([factor] if factor is not None else [])])
+        exact = bench.flat("exact", elements)
+        low = carrier.bench.flat("low", elements if state.is_split else 0, torch.int16)
+        if state.is_split:
+            merge(weights, low, exact)
+        else:
+            exact.copy_(weights)
+        entries = _moved(each.entries(load.moments, own), self._device)
+        made = self._step(each, exact, self._widened(state, own, bench), entries, factor, groups, "streamed")
+        after = OptimizerState(state)
+        after.keep(load.moments, made, lambda key: carrier.bench.flat(key, elements).zero_())
+        load.rest = _moved(after.rest, torch.device("cpu"))
+        # Nothing has changed so far that counts; from here on nothing can fail.
+        if state.is_split:
+            split(exact, weights, low)
+        else:
+            weights.copy_(exact)
+
+    def _lower(self, each: OptimizerState, carrier: Carrier, load: Load) -> None:
+        state = each.state
+        for key, flat in load.moments.items():
+            if key not in each.moments:
+                each.moments[key] = self._zeros(each, key)
+            each.moments[key].copy_(flat, non_blocking=True)
+        if state.is_split:
+            state.low.copy_(carrier.bench.flat("low", state.chunk.elements, torch.int16), non_blocking=True)
+        if state.on_device is None and load.weights is not None:
+            state.weights.copy_(load.weights, non_blocking=True)
+        each.rest |= load.rest
+        load.gradients = {}
 
     def _on_host(
         self,
@@ -530,6 +579,7 @@ class Updates:
         """Held between steps: the optimizer's state and the scratch buffers."""
         states = [tensor for each in self._chunks if each.state.placement.optimizer == "device" for tensor in each.tensors]
         benches = [self._benches[route].bytes for route in ("resident", "streamed")]
+        benches += [carrier.bench.bytes for carrier in self._carriers]
         return sum(tensor.nbytes for tensor in states) + sum(benches)
 
 

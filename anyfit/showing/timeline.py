@@ -34,6 +34,8 @@ KINDS = {
     "update": ("#cc79a7", "update"),
     "wait": ("#c9ccd1", "compute waits for a lane"),
     "fetch": ("#009e73", "weights of a chunk to a slot"),
+    "lift": ("#1b5e20", "a chunk's state to the device for its update"),
+    "lower": ("#a5d6a7", "and back to the host"),
     "upload": ("#7fd1b9", "updated weights back to the device"),
     "gradients": ("#e69f00", "gradients of a chunk to the host"),
     "add": ("#b38600", "micro-batches' gradients added up"),

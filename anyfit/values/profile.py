@@ -6,7 +6,7 @@ Model-state bytes are exact; seconds and activation bytes are forecasts and carr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from .record import Record
@@ -32,7 +32,8 @@ class BlockCost:
     seconds_backward: float
     seconds_recompute: float  # of backward: forward work done again
     kept_bytes: int  # held from forward for backward
-    choices: Mapping[str, ChoiceCost]  # by plan.Activations, what else could be done with that; outside blocks nothing can
+    # By plan.Activations, what could be done with that; nothing where it is no block, or outside all of them.
+    choices: Mapping[str, ChoiceCost] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
