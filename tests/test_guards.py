@@ -19,8 +19,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "anyfit"
 ROOMS = ("values", "probing", "tracing", "costing", "planning", "placing", "kernels", "running", "showing")
 COMPOSE = ("__init__", "__main__", "cli", "demo", "fitting", "targets")
+OFFERED = ("losses",)  # for a user's own code as well, and so without a look at the house
 MAY_IMPORT = {room: {"values", room} for room in ROOMS} | {
-    "values": {"values"},
+    "values": {"values", *OFFERED},
     "placing": {"values", "placing", "kernels"},
     "running": {"values", "running", "placing", "kernels"},
 }
@@ -96,7 +97,7 @@ def test_every_file_is_in_a_room_or_composes_them() -> None:
     top = {
         path.stem if path.suffix == ".py" else path.name for path in PACKAGE.iterdir() if not path.name.startswith((".", "__pyc"))
     }
-    assert top - {"py.typed"} == {*ROOMS, *COMPOSE}
+    assert top - {"py.typed"} == {*ROOMS, *COMPOSE, *OFFERED}
     assert all(files_of(room) for room in ROOMS)
 
 
@@ -107,9 +108,14 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
     assert offences == []
 
 
+@pytest.mark.parametrize("module", OFFERED)
+def test_what_is_offered_for_other_code_imports_nothing_of_ours(module: str) -> None:
+    assert [str(each) for each in imports_of(PACKAGE / f"{module}.py") if each.package == "anyfit"] == []
+
+
 def test_the_rooms_do_not_import_each_other_in_a_ring() -> None:
     graph = {
-        room: {each.room for file in files_of(room) for each in imports_of(file) if each.package == "anyfit"} - {room}
+        room: {each.room for file in files_of(room) for each in imports_of(file) if each.package == "anyfit"} - {room, *OFFERED}
         for room in ROOMS
     }
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError on a ring

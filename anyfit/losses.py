@@ -1,0 +1,165 @@
+"""Cross-entropy of a language model's head in slices of tokens: the logits never exist whole.
+
+    loss = sliced_cross_entropy(hidden, head.weight, targets)          in place of
+    loss = F.cross_entropy(F.linear(hidden, head.weight).flatten(0, 1).float(), targets.flatten())
+
+Of 8192 tokens over 128 Ki words the logits take 2 GiB in bf16, and their fp32 copy, its log-softmax and the gradients of both
+another 14. Here a slice's logits are made, their loss is added up, and their gradient is turned at once into what it gives to
+the hidden states and to the weight:
+
+    logits = hidden weight' + bias      of one slice, in the model's dtype
+    g      = (softmax(logits) - onehot(targets)) / count, in fp32, then rounded to the model's dtype as autograd would
+    to hidden: g weight     to weight: the sum of g' hidden over slices, in fp32     to bias: the sum of g over tokens
+
+So nothing of the size of the logits waits for backward, and no product is made twice: backward only multiplies what is there by
+the gradient that comes in. What does wait is the gradient of hidden, and that of the weight: in fp32 where there are several
+slices, which is 4 bytes for each of its elements. Without gradients (`torch.no_grad`, frozen weights) none are made.
+
+Nothing of the house is imported here: this is for your own loss as well as for `Job.from_huggingface`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F  # noqa: N812
+
+SLICE_BYTES = 2**28  # of one slice's logits in fp32; its log-softmax takes as much again
+TILE = 128  # rows: a GPU's products work in multiples of them
+_tanh_backward = torch.ops.aten.tanh_backward
+
+
+def sliced_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    slice_rows: int | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    softcap: float | None = None,
+) -> Tensor:
+    """What `torch.nn.functional.cross_entropy` gives for the logits `hidden @ weight.T + bias` in fp32.
+
+    hidden       what the head reads, (..., width)
+    weight       of the head, (vocabulary, width); may be tied to the embedding, frozen, or away on the host
+    targets      the right words, (...); those of `ignore_index` do not count
+    slice_rows   tokens whose logits exist at a time; as many as 256 MiB hold in fp32 when not given
+    softcap      logits are `softcap * tanh(logits / softcap)`, as Gemma's
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r} is not known; 'mean' and 'sum' are")
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(f"targets of shape {tuple(targets.shape)} do not belong to hidden states of {tuple(hidden.shape)}")
+    if slice_rows is None:
+        slice_rows = default_slice_rows(weight.shape[0])
+    elif slice_rows < 1:
+        raise ValueError(f"slice_rows must be at least 1, got {slice_rows}")
+    rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    learns = torch.is_grad_enabled()  # inside the function it never is
+    apply: Any = _Sliced.apply
+    loss: Tensor = apply(rows, weight, bias, wanted, ignore_index, slice_rows, reduction, softcap, learns)
+    return loss
+
+
+def default_slice_rows(vocabulary: int) -> int:
+    """As many as SLICE_BYTES hold."""
+    rows = SLICE_BYTES // (4 * vocabulary)
+    return max(rows - rows % TILE if rows > TILE else rows, 1)
+
+
+class _Sliced(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        ignore_index: int,
+        slice_rows: int,
+        reduction: str,
+        softcap: float | None,
+        learns: bool,
+    ) -> Tensor:
+        to_hidden, to_weight, to_bias = (learns and needed for needed in ctx.needs_input_grad[:3])
+        counts = targets != ignore_index
+        count = counts.sum().float() if reduction == "mean" else None
+        shares = counts.float() if count is None else torch.where(counts, 1 / count, 0.0)  # of each token in the loss
+        places = torch.where(counts, targets, 0)
+        losses: list[Tensor] = []
+        of_hidden = torch.empty_like(hidden) if to_hidden else None
+        of_weight: Tensor | None = None
+        of_bias: Tensor | None = None
+        slices = list(_slices(len(hidden), slice_rows))
+        for rows in slices:
+            logs, slope = _log_softmax(F.linear(hidden[rows], weight, bias), softcap)
+            losses.append(F.nll_loss(logs, targets[rows], ignore_index=ignore_index, reduction="sum"))
+            if not (to_hidden or to_weight or to_bias):
+                del logs, slope  # as large as a slice may be: the next is not to meet them
+                continue
+            gradient = slope(_of_logits(logs, places[rows], shares[rows]))
+            del logs, slope
+            if of_hidden is not None:
+                of_hidden[rows] = gradient @ weight
+            if to_weight:
+                product = gradient.t() @ hidden[rows]
+                if of_weight is not None:
+                    of_weight.add_(product)
+                else:
+                    of_weight = product.float() if len(slices) > 1 else product
+                del product
+            if to_bias:
+                added = gradient.sum(0, dtype=torch.float32)
+                of_bias = added if of_bias is None else of_bias.add_(added)
+            del gradient
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return total if count is None else total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        made = (
+            None if gradient is None else _scaled(gradient, incoming, dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return *made, None, None, None, None, None, None
+
+
+def _slices(rows: int, slice_rows: int) -> Iterator[slice]:
+    """At least one, so that no tokens at all give what they give in torch."""
+    for start in range(0, max(rows, 1), slice_rows):
+        yield slice(start, min(start + slice_rows, rows))
+
+
+def _log_softmax(logits: Tensor, softcap: float | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Of the capped logits, in fp32; and what takes its gradient by them to that by the logits, in their dtype."""
+    dtype = logits.dtype
+    if softcap is None:
+        logits = logits.float()  # and those in the model's dtype go
+        return F.log_softmax(logits, dim=-1), lambda gradient: gradient.to(dtype)
+    bent = torch.tanh(logits / softcap)
+    logits = (bent * softcap).float()
+    return F.log_softmax(logits, dim=-1), lambda gradient: _tanh_backward(gradient.to(dtype) * softcap, bent) / softcap
+
+
+def _of_logits(logs: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+    """The loss's gradient by the logits, in the place of their log-softmax: share * (softmax - onehot)."""
+    shares = shares[:, None]
+    return logs.exp_().mul_(shares).scatter_add_(1, places[:, None], -shares)
+
+
+def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    """In fp32 and rounded once: as a factor of a bf16 tensor `by` would itself be rounded. In parts, since fp32 is large."""
+    result = torch.empty_like(gradient, dtype=dtype)
+    elements = max(gradient[:1].numel(), 1)
+    for rows in _slices(len(gradient), max(SLICE_BYTES // (4 * elements), 1)):
+        result[rows] = gradient[rows].float() * by
+    return result
