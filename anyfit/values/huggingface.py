@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import os
 import socket
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,108 @@ def _main_input(config: Any) -> str:
     return str((made[0] if isinstance(made, tuple) else made).main_input_name)
 
 
+# ---------------------------------------------------------------------- the loss
+
+# Options of configurations that change logits on their way to the loss. Caps are known; with any other the loss stays the
+# model's own.
+CAPS = ("final_logit_softcapping", "logits_soft_cap")
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_logit_soft_cap", "unpadded_vocab_size")
+_unsliced: set[type] = set()  # classes whose logits were seen to be changed in a way that no option tells
+
+
+class _Changed(Exception):  # noqa: N818  (an answer, not a fault)
+    """The loss is not of the head's output as it is."""
+
+
 def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """The model's own loss. A causal language model's logits are made in slices for it, and never exist whole."""
+    head = _sliceable_head(model) if batch.get("labels") is not None else None
+    if head is None:
+        return _own_loss(model, batch)
+    try:
+        with _sliced(model, head):
+            return _own_loss(model, batch)
+    except _Changed:
+        _unsliced.add(type(model))
+    return _own_loss(model, batch)
+
+
+def _own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     value: Tensor = model(**batch).loss
     return value
+
+
+def _sliceable_head(model: Any) -> Any:
+    """The linear layer that makes a causal language model's logits, if nothing but the loss is known to read them; or None."""
+    import transformers
+    from torch import nn
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if not isinstance(model, transformers.PreTrainedModel) or type(model) in _unsliced:
+        return None
+    forward = inspect.unwrap(type(model).forward)
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    plain = (
+        type(head) is nn.Linear
+        and "forward" not in vars(head)
+        and not (head._forward_hooks or head._forward_pre_hooks)
+        and all(each._compiled_call_impl is None for each in (model, head))
+    )
+    hands_on = "loss_function" in forward.__code__.co_names and model.loss_function is ForCausalLMLoss
+    return head if plain and hands_on and all(getattr(config, name, None) is None for name in SCALES) else None
+
+
+@contextlib.contextmanager
+def _sliced(model: Any, head: Any) -> Iterator[None]:
+    """Inside, the head makes no logits, and the loss function takes what the head was given in their place.
+
+    The model's own forward stays in charge: what it does before the head, its shift of labels and its other losses are its own.
+    """
+    import torch
+
+    from anyfit.losses import sliced_cross_entropy
+
+    config = model.config.get_text_config()
+    cap = next((value for name in CAPS if (value := getattr(config, name, None)) is not None), None)
+    read: list[tuple[Tensor, Tensor]] = []  # by the head, and what it gave in return
+
+    def no_logits(hidden: Tensor) -> Tensor:
+        # Already in fp32 and without rows: what a model does to make logits so gives back this very tensor.
+        nothing = torch.empty(*hidden.shape[:-2], 0, head.out_features, dtype=torch.float32, device=hidden.device)
+        read.append((hidden, nothing))
+        return nothing
+
+    def sliced_loss(
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if len(read) != 1 or vocab_size != head.out_features:
+            raise _Changed
+        hidden, nothing = read[0]
+        if logits is not nothing and cap is None:
+            raise _Changed
+        if shift_labels is None:
+            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        total = sliced_cross_entropy(
+            hidden,
+            head.weight,
+            shift_labels.reshape(hidden.shape[:-1]),
+            bias=head.bias,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            softcap=None if logits is nothing else cap,
+        )
+        return total if num_items_in_batch is None else total / num_items_in_batch
+
+    head.forward = no_logits
+    model.loss_function = sliced_loss
+    try:
+        yield
+    finally:
+        del head.forward, model._loss_function  # what the classes have is there again

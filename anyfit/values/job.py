@@ -237,7 +237,8 @@ class Job:
         source       a configuration, a folder or name `AutoConfig` knows, or a model
         length       tokens a sample, for models that read or write text
         optimizer    AdamW at 3e-4 when not given
-        options      any other argument of Job; `sample` only where the model reads neither text, images nor speech features
+        options      any other argument of Job; `sample` only where the model reads neither text, images nor speech features;
+                     `loss` is the model's own when not given, with a causal language model's logits in slices of tokens
         """
         import torch
 

@@ -1,10 +1,11 @@
-"""Hugging Face configurations by name: asked of the hub where there is one, else of what is on this machine, without a wait."""
+"""Hugging Face configurations by name: asked of the hub where there is one, else of what is on this machine, without a wait.
+And the loss: the model's own, with logits in slices where the model only hands them on."""
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from anyfit import targets
+from anyfit import losses, targets
 from anyfit.values import huggingface
 from anyfit.values.huggingface import config_of, imagined_sample
 
@@ -102,3 +103,140 @@ def test_a_sample_has_tokens_that_differ_and_is_the_same_every_time() -> None:
     assert torch.equal(first, second)
     assert first.unique().numel() > 10
     assert int(first.max()) < 50
+
+
+# ---------------------------------------------------------------------- the loss
+
+VOCABULARY = 100
+DECODER = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+DECODER |= {"head_dim": 8, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+WITHOUT_HEADS = {key: value for key, value in DECODER.items() if key != "head_dim"}
+ENCODER = {key: DECODER[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")}
+TOKENS = {key: DECODER[key] for key in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
+SLICED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, **TOKENS}),
+    "llama": ("llama", DECODER),
+    "qwen3": ("qwen3", DECODER | {"tie_word_embeddings": True}),
+    "gemma3": ("gemma3_text", DECODER),
+    "gemma2, capped": ("gemma2", DECODER | {"final_logit_softcapping": 2.0}),
+    "mixtral": ("mixtral", DECODER | {"num_local_experts": 4}),
+    "mixtral, with the routers' loss": ("mixtral", DECODER | {"num_local_experts": 4, "output_router_logits": True}),
+    "phi, with a bias": ("phi", WITHOUT_HEADS),
+    "bert, with layers between": ("bert", ENCODER | {"vocab_size": VOCABULARY, "is_decoder": True}),
+}
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere, scaled": ("cohere", WITHOUT_HEADS),
+    "granite, scaled": ("granite", WITHOUT_HEADS | {"logits_scaling": 2.0}),
+}
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class Shrinking(transformers.LlamaForCausalLM):
+    """Changes its logits by no option that anyone knows."""
+
+    calls = 0
+
+    def forward(self, input_ids: Any, labels: Any, **_: Any) -> Any:
+        type(self).calls += 1
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state) * 0.5
+        value = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return transformers.modeling_outputs.CausalLMOutput(loss=value, logits=logits)
+
+
+@pytest.fixture
+def sliced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens went through the sliced loss, by call; it takes 7 at a time."""
+    calls: list[int] = []
+    plain = losses.sliced_cross_entropy
+
+    def counted(hidden: Any, *args: Any, **options: Any) -> torch.Tensor:
+        calls.append(hidden.shape[:-1].numel())
+        return plain(hidden, *args, **options, slice_rows=7)
+
+    monkeypatch.setattr(losses, "sliced_cross_entropy", counted)
+    monkeypatch.setattr(huggingface, "_unsliced", set())
+    return calls
+
+
+def model_of(kind: str, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **options)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).train()
+
+
+def batch_of(rows: int = 2, length: int = 16) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def result_of(loss: Loss, model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    torch.manual_seed(2)  # dropout
+    model.zero_grad()
+    value = loss(model, batch)
+    value.backward()
+    return value.item(), {name: each.grad.double() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def assert_the_models_own(model: Any, batch: Any, tolerance: float) -> None:
+    value, gradients = result_of(huggingface.loss, model, batch)
+    expected, theirs = result_of(lambda model, batch: model(**batch).loss, model, batch)
+    assert value == pytest.approx(expected, rel=1e-6)
+    assert gradients.keys() == theirs.keys()
+    largest = max(each.norm() for each in theirs.values())
+    for name, gradient in theirs.items():  # those that are zero but for rounding, as of a key's bias, beside the largest
+        assert (gradients[name] - gradient).norm() <= tolerance * max(gradient.norm(), 1e-4 * largest), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", SLICED)
+def test_the_sliced_loss_of_a_causal_language_model_is_its_own(name: str, dtype: torch.dtype, sliced: list[int]) -> None:
+    model = model_of(*SLICED[name], dtype)
+    attributes = set(vars(model)), set(vars(model.get_output_embeddings()))
+    # Behind the head bf16 rounds in every layer what differs in the last bit before it.
+    assert_the_models_own(model, batch_of(), 5e-6 if dtype == torch.float32 else 2e-2)
+    assert sliced == [2 * 16]
+    assert attributes == (set(vars(model)), set(vars(model.get_output_embeddings())))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_logits_that_are_scaled_stay_the_models_own(name: str, sliced: list[int]) -> None:
+    assert_the_models_own(model_of(*OWN[name]), batch_of(), 0.0)
+    assert sliced == []
+
+
+def test_logits_that_are_changed_in_a_way_nobody_knows_are_seen_to_be_and_once(sliced: list[int]) -> None:
+    torch.manual_seed(0)
+    model = Shrinking(transformers.AutoConfig.for_model("llama", **DECODER))
+    Shrinking.calls = 0
+    assert_the_models_own(model, batch_of(), 0.0)
+    huggingface.loss(model, batch_of())
+    assert sliced == []
+    assert Shrinking.calls == 4  # the first was in vain
+
+
+def test_a_head_that_others_watch_is_run(sliced: list[int]) -> None:
+    model, seen = model_of(*SLICED["llama"]), []
+    model.lm_head.register_forward_hook(lambda _module, _args, logits: seen.append(logits.shape))
+    huggingface.loss(model, batch_of())
+    assert seen == [(2, 16, VOCABULARY)]
+    assert sliced == []
+
+
+def test_an_error_in_the_model_leaves_it_as_it_was(sliced: list[int]) -> None:
+    model = model_of(*SLICED["llama"])
+    with pytest.raises(IndexError, match="out of bounds"):
+        huggingface.loss(model, batch_of() | {"labels": torch.full((2, 16), VOCABULARY)})
+    assert model(input_ids=batch_of()["input_ids"]).logits.shape == (2, 16, VOCABULARY)
+    assert "_loss_function" not in vars(model)
+
+
+def test_other_models_have_their_own_loss(sliced: list[int]) -> None:
+    for config in (
+        transformers.BertConfig(vocab_size=VOCABULARY, **ENCODER),
+        transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4),
+    ):
+        model = huggingface.factory(config)()
+        assert huggingface.loss(model, imagined_sample(config, 2, 8)).requires_grad
+    assert sliced == []
