@@ -61,7 +61,7 @@ class _PlainBf16:
         self.keeps_fp32 = {
             parameter
             for module in model.modules()
-            if isinstance(module, nn.BatchNorm2d)
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d)
             for parameter in module.parameters(recurse=False)
         }
         trained = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}

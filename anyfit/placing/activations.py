@@ -230,7 +230,7 @@ def _contexts(module: nn.Module, *, selective: bool) -> tuple[Any, Any]:
     if not selective:
         return contextlib.nullcontext(), _statistics_kept(module)
     first, again = create_selective_checkpoint_contexts(_policy)
-    return first, _both(again, _statistics_kept(module))
+    return first, _both(_statistics_kept(module), again)  # its own copies are none of the ops that torch counts
 
 
 def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

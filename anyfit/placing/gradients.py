@@ -43,8 +43,8 @@ class HostGradients:
 
 
 class Gradients:
-    """`on_complete` is told of a chunk whose gradients are all on their way to the host while backward still runs; `on_late`,
-    before one of them changes after all."""
+    """`on_complete` is told of a chunk whose gradients are all there, or on their way to the host, while backward still runs;
+    `on_late`, that one of them changes after all."""
 
     def __init__(self, state: ModelState, lanes: Lanes, slabs: HostSlabs, accumulation: int, moved: set[str]) -> None:
         self._state, self._lanes, self._parameters = state, lanes, state.parameters
@@ -54,6 +54,7 @@ class Gradients:
         self.on_late: Callable[[ChunkState], None] = lambda _state: None
         self._sums: dict[str, Tensor] = {}  # fp32, views of flat buffers on the device
         self._filled: set[str] = set()
+        self._counted: dict[int, set[str]] = {}  # by chunk that speculates, gradients that are there
         self._norms: dict[str, Tensor] = {}  # of final gradients that have left the device
         self._on_host: dict[int, HostGradients] = {}
         self.device_bytes = 0
@@ -68,6 +69,9 @@ class Gradients:
                     self._parameters[slot.name].register_post_accumulate_grad_hook(self._sender(each, slot))
             elif self.adds_up and each.is_split:
                 self._accumulate(each)
+            elif each.placement.speculates and not self.adds_up:
+                for slot in each.chunk.slots:
+                    self._parameters[slot.name].register_post_accumulate_grad_hook(self._counter(each, slot.name))
         largest = max((state.chunks[index].chunk.bytes for index in self._on_host), default=0)
         count = min(STAGES, len(self._on_host))
         self._stages = [Stage(torch.empty(largest, dtype=torch.uint8, device=state.device)) for _ in range(count)]
@@ -98,6 +102,20 @@ class Gradients:
                 self._moved.add(name)
 
         return collect
+
+    def _counter(self, state: ChunkState, name: str) -> Callable[[Tensor], None]:
+        """Counts the gradients of a chunk that stay on the device."""
+
+        def count(_parameter: Tensor) -> None:
+            there = self._counted.setdefault(state.index, set())
+            if name in there:
+                self.on_late(state)
+                return
+            there.add(name)
+            if len(there) == len(state.chunk.slots):
+                self.on_complete(state)
+
+        return count
 
     # ------------------------------------------------------------------ on the way to the host
 
@@ -269,6 +287,7 @@ class Gradients:
     def clear(self) -> None:
         """Forgets the step's gradients. Those that an update still works with are kept by it."""
         self._filled.clear()
+        self._counted.clear()
         self._norms.clear()
         self._moved.clear()
         for stage in self._stages:

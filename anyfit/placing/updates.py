@@ -126,16 +126,18 @@ class Load:
     weights: Tensor | None
     moments: dict[str, Tensor]
     gradients: Mapping[str, Tensor]
+    second: Second | None  # where it goes to, if not home
     rest: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class Second:
-    """The second generation of a chunk on the host: what its state will be if the step counts as it is."""
+    """The second generation of a chunk's state, on the host: what it will be if the step counts as it is. Weights that live on
+    the device have theirs here too: backward still reads the old ones."""
 
     def __init__(self, state: ChunkState, slabs: HostSlabs) -> None:
         elements = state.chunk.elements
         self.weights = slabs.zeros(elements, state.dtype, crosses=True)
-        self.low = slabs.zeros(elements if state.is_split else 0, torch.int16, crosses=False)
+        self.low = state.optimizer_zeros(torch.int16, elements=elements if state.is_split else 0)
         self.moments: dict[str, Tensor] = {}
         self.made: dict[str, dict[str, Any]] = {}
         self.ticket: Ticket | None = None  # of the update that fills it; None: not begun in this step
@@ -184,12 +186,16 @@ class Updates:
         if route == "host" and _adam(self.optimizer, self.optimizer.param_groups[state.chunk.group]) is not None:
             return
         bench = self._benches[route]
+        from_host = state.placement.gradients == "host"
         if state.is_split or route != "resident":
             bench.flat("exact", elements)
+        if state.is_split or route != "resident" or from_host:
             bench.flat("gradient", elements)
+        if route == "resident" and from_host and self._device.type != "cpu":
+            bench.flat("landed", elements, torch.float32 if self._gradients.adds_up else state.dtype)
         for carrier in self._carriers if route == "streamed" else ():
             carrier.bench.flat("low", elements if state.is_split else 0, torch.int16)
-            if state.on_device is None:
+            if state.on_device is None or each.second is not None:
                 carrier.bench.flat("weights", elements, state.dtype)
             if state.placement.gradients == "host":
                 carrier.bench.flat("landed", elements, torch.float32 if self._gradients.adds_up else state.dtype)
@@ -237,11 +243,12 @@ class Updates:
             route = each.state.placement.route
             if route == "resident":
                 with self._lanes.computing(f"update chunk {each.state.index}"):
+                    self._lanes.hold_computation(arrived)
                     self._resident(each, own, factor, groups)
                 continue
             self._residency.drop(each.state)  # the weights that are there will be old
             if route == "streamed":
-                self._streamed(each, own, arrived, factor, groups)
+                self._streamed(each, own, arrived, factor, groups, as_it_is=as_it_is)
             else:
                 self._on_host(each, own, arrived, scale, groups, as_it_is=as_it_is)
 
@@ -262,7 +269,8 @@ class Updates:
         if state.is_split:
             exact = bench.flat("exact", state.chunk.elements)
             merge(weights, state.low, exact)
-            own = self._widened(state, own, bench)
+        if state.is_split or state.placement.gradients == "host":
+            own = self._widened(state, _landed(state, own, bench), bench)
         missing = [name for name in own if name not in each.live]
         entries = each.live | each.entries(each.moments, missing)
         try:
@@ -277,26 +285,61 @@ class Updates:
             split(exact, weights, state.low)
 
     def _streamed(
-        self, each: OptimizerState, own: dict[str, Tensor], arrived: Ticket | None, factor: Tensor | None, groups: Groups
+        self,
+        each: OptimizerState,
+        own: dict[str, Tensor],
+        arrived: Ticket | None,
+        factor: Tensor | None,
+        groups: Groups,
+        *,
+        as_it_is: bool,
     ) -> None:
         """Up, step, down, each on a lane of its own, so that the next chunk comes up while this one is stepped."""
-        state, lanes = each.state, self._lanes
-        ready = lanes.so_far()
+        state = each.state
+        ready = self._lanes.so_far()
 
         def run() -> Ticket:
-            carrier = self._carriers.pop(0)
-            self._carriers.append(carrier)
-            load = Load(state.on_device, {}, own)
-            label = f"chunk {state.index}"
-            free = (carrier.free, None if each.home is None else Over(each.home), arrived)
-            up = lanes.states_up.run(lambda: self._lift(each, carrier, load), free, f"lift state of {label}")
-            step = functools.partial(self._step_lifted, each, carrier, load, factor, groups)
-            stepped = lanes.update.run(step, (up, ready), f"update {label}")
-            down = lanes.states_down.run(lambda: self._lower(each, carrier, load), (stepped,), f"lower state of {label}")
-            carrier.free, each.home = Over(down), down
-            return down
+            return self._stream(each, own, (ready, arrived), factor, groups, None)
 
-        self._start(state, run)
+        state.again = run
+        state.fresh = self._committed(each, own, ready) if as_it_is and self._is_speculated(each) else run()
+
+    def _stream(
+        self,
+        each: OptimizerState,
+        own: Mapping[str, Tensor],
+        after: tuple[Ticket | None, ...],
+        factor: Tensor | None,
+        groups: Groups,
+        second: Second | None,
+    ) -> Ticket:
+        """Starts a streamed update, of the state itself or into its second generation."""
+        lanes = self._lanes
+        carrier = self._carriers.pop(0)
+        self._carriers.append(carrier)
+        load = Load(each.state.on_device, {}, own, second)
+        verb, label = "update" if second is None else "speculate", f"chunk {each.state.index}"
+        free = (carrier.free, None if each.home is None else Over(each.home), *after)
+        up = lanes.states_up.run(lambda: self._lift(each, carrier, load), free, f"lift state of {label}")
+        step = functools.partial(self._step_lifted, each, carrier, load, factor, groups)
+        stepped = lanes.update.run(step, (up, *after), f"{verb} {label}")
+        down = lanes.states_down.run(lambda: self._lower(each, carrier, load), (stepped,), f"lower state of {label}")
+        carrier.free, each.home = Over(down), down
+        return down
+
+    @staticmethod
+    def _is_speculated(each: OptimizerState) -> bool:
+        return each.second is not None and each.second.ticket is not None
+
+    def _committed(self, each: OptimizerState, own: dict[str, Tensor], ready: Ticket) -> Ticket:
+        """Takes over what was speculated, and sends its weights to where they live."""
+        state, second = each.state, each.second
+        assert second is not None
+        label = f"chunk {state.index}"
+        swapped = self._lanes.host.run(lambda: self._commit(each, own), (second.ticket,), f"commit {label}")
+        if state.on_device is None:
+            return swapped
+        return self._lanes.up.run(lambda: self._upload(each), (swapped, ready), f"upload {label}")
 
     def _lift(self, each: OptimizerState, carrier: Carrier, load: Load) -> None:
         state, elements = each.state, each.state.chunk.elements
@@ -328,22 +371,31 @@ class Updates:
         after.keep(load.moments, made, lambda key: carrier.bench.flat(key, elements).zero_())
         load.rest = _moved(after.rest, torch.device("cpu"))
         # Nothing has changed so far that counts; from here on nothing can fail.
+        if load.second is not None and load.weights is state.on_device:
+            load.weights = weights = carrier.bench.flat("weights", elements, state.dtype)
         if state.is_split:
             split(exact, weights, low)
         else:
             weights.copy_(exact)
 
     def _lower(self, each: OptimizerState, carrier: Carrier, load: Load) -> None:
-        state = each.state
+        state, second = each.state, load.second
+        moments = each.moments if second is None else second.moments
         for key, flat in load.moments.items():
-            if key not in each.moments:
-                each.moments[key] = self._zeros(each, key)
-            each.moments[key].copy_(flat, non_blocking=True)
+            if key not in moments:
+                moments[key] = self._zeros(each, key)
+            moments[key].copy_(flat, non_blocking=True)
         if state.is_split:
-            state.low.copy_(carrier.bench.flat("low", state.chunk.elements, torch.int16), non_blocking=True)
-        if state.on_device is None and load.weights is not None:
-            state.weights.copy_(load.weights, non_blocking=True)
-        each.rest |= load.rest
+            low = state.low if second is None else second.low
+            low.copy_(carrier.bench.flat("low", state.chunk.elements, torch.int16), non_blocking=True)
+        assert load.weights is not None
+        if second is not None:
+            second.weights.copy_(load.weights, non_blocking=True)
+            second.made = {name: load.rest[name] for name in load.gradients}
+        else:
+            if state.on_device is None:
+                state.weights.copy_(load.weights, non_blocking=True)
+            each.rest |= load.rest
         load.gradients = {}
 
     def _on_host(
@@ -356,34 +408,28 @@ class Updates:
         *,
         as_it_is: bool,
     ) -> None:
-        state, second = each.state, each.second
+        state = each.state
         ready = self._lanes.so_far()  # the device has read the old weights
 
-        def update() -> Ticket:
+        def run() -> Ticket:
             job = functools.partial(self._host_job, each, own, scale, groups)
-            return self._lanes.host.run(job, after=(arrived,), label=f"update chunk {state.index}")
-
-        def uploaded(updated: Ticket) -> Ticket:
+            updated = self._lanes.host.run(job, (arrived,), f"update chunk {state.index}")
             if state.on_device is None:
                 return updated
-            return self._lanes.up.run(lambda: self._upload(state), after=(updated, ready), label=f"upload chunk {state.index}")
+            return self._lanes.up.run(lambda: self._upload(each), (updated, ready), f"upload chunk {state.index}")
 
-        state.again = lambda: uploaded(update())
-        if second is not None and second.ticket is not None and as_it_is:
-            label = f"commit chunk {state.index}"
-            state.fresh = uploaded(self._lanes.host.run(lambda: self._commit(each), after=(second.ticket,), label=label))
-        else:
-            state.fresh = state.again()
+        state.again = run
+        state.fresh = self._committed(each, own, ready) if as_it_is and self._is_speculated(each) else run()
 
     @staticmethod
-    def _upload(state: ChunkState) -> None:
+    def _upload(each: OptimizerState) -> None:
+        """Fresh weights to the device: from the host's copy, or, of a streamed update, from the generation that was committed."""
+        state, source = each.state, each.state.on_host
+        if source is None:
+            assert each.second is not None
+            source = each.second.weights
         assert state.on_device is not None
-        assert state.on_host is not None
-        state.on_device.copy_(state.on_host, non_blocking=True)
-
-    def _start(self, state: ChunkState, run: Any) -> None:
-        state.again = run
-        state.fresh = run()
+        state.on_device.copy_(source, non_blocking=True)
 
     def _host_job(self, each: OptimizerState, own: Mapping[str, Tensor], scale: Tensor | None, groups: Groups) -> None:
         state, bench = each.state, self._benches["host"]
@@ -457,7 +503,7 @@ class Updates:
     # ------------------------------------------------------------------ speculation
 
     def _speculate(self, state: ChunkState) -> None:
-        """All gradients of the chunk are on their way to the host: steps it there, out of place, as if nothing were clipped."""
+        """All gradients of the chunk are there, or on their way: steps it, out of place, as if nothing were clipped."""
         each = self._by_index.get(state.index)
         if each is None or each.second is None or len(each.rest) != len(state.chunk.slots):
             return  # a first step makes state, which is taken over in place
@@ -465,6 +511,9 @@ class Updates:
         own, arrived = self._gradients.of(state)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
 
+        if state.placement.update == "device":
+            second.ticket = self._stream(each, own, (self._lanes.so_far(), arrived), None, groups, second)
+            return
         settings = _adam(self.optimizer, groups[state.chunk.group])
 
         def job() -> None:
@@ -490,14 +539,15 @@ class Updates:
                 each.second.ticket.wait()
             each.second.ticket = None
 
-    def _commit(self, each: OptimizerState) -> None:
+    def _commit(self, each: OptimizerState, own: dict[str, Tensor]) -> None:
         second, state = each.second, each.state
         assert second is not None
-        assert state.on_host is not None
-        state.on_host, second.weights = second.weights, state.on_host
+        if state.on_host is not None:
+            state.on_host, second.weights = second.weights, state.on_host
         state.low, second.low = second.low, state.low
         each.moments, second.moments = second.moments, each.moments
         each.keep(each.moments, second.made, lambda key: self._zeros(each, key))
+        own.clear()
 
     # ------------------------------------------------------------------ one chunk, wherever its numbers are
 

@@ -101,8 +101,8 @@ class Placement:
             raise ValueError("an update on the host needs gradients and optimizer on the host")
         if self.update == "device" and self.optimizer == "device" and self.weights == "host":
             raise ValueError("an optimizer on the device needs its weights there too")
-        if self.speculates and self.update != "host":
-            raise ValueError("only an update on the host speculates: on the device it waits for the norm")
+        if self.speculates and self.optimizer != "host":
+            raise ValueError("only an optimizer on the host speculates: an update that is resident takes milliseconds, and waits")
 
     @property
     def route(self) -> Literal["resident", "streamed", "host"]:

@@ -21,6 +21,7 @@ ROWS = 4
 SPECULATES = Placement(weights="host", gradients="host", optimizer="host", update="host", speculates=True)
 ROUTES = {
     "streamed": STREAMED, "on host": ON_HOST, "away": AWAY, "away, streamed": AWAY_STREAMED, "speculates": SPECULATES,
+    "streamed, speculates": Placement(optimizer="host", speculates=True),
 }  # fmt: skip
 
 

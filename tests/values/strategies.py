@@ -96,7 +96,7 @@ def placements(draw: st.DrawFn) -> Placement:
         gradients="host" if update == "host" else draw(st.sampled_from(["device", "host"])),
         optimizer=optimizer,
         update=update,
-        speculates=update == "host" and draw(st.booleans()),
+        speculates=optimizer == "host" and draw(st.booleans()),
     )
 
 

@@ -201,7 +201,7 @@ def test_a_slip_in_a_hand_edited_plan_is_named(plan: Plan, tmp_path: Path, edit:
         ({"update": "host"}, "needs gradients and optimizer on the host"),
         ({"update": "host", "optimizer": "host"}, "needs gradients and optimizer on the host"),
         ({"weights": "host"}, "needs its weights there too"),
-        ({"speculates": True}, "only an update on the host speculates"),
+        ({"speculates": True}, "only an optimizer on the host speculates"),
     ],
 )
 def test_a_placement_that_cannot_be_honoured_is_refused(placement: dict[str, Any], says: str) -> None:
