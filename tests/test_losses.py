@@ -23,9 +23,10 @@ from tests.oracle import assert_bit_equal, train_plainly
 from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, RESIDENT, STREAMED, hand_written, random_delays, started
 
 PLACEMENTS = {"resident": RESIDENT, "streamed": STREAMED, "on host": ON_HOST, "away": AWAY, "away, streamed": AWAY_STREAMED}
-# Normwise. Of fp32 the order of sums is left; of bf16, a rounding of each slice's part of the weight's gradient, and one of what
-# the incoming gradient multiplies, each up to 2**-9. Measured: 4e-7 and 7e-3.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
+# Shares of what is added up. Of fp32 the order of sums is left; of bf16, a rounding of each slice's part of the weight's
+# gradient, and those of what is multiplied by the incoming gradient after and not before them, each up to 2**-9.
+# The worst of 40,000 examples were 2.6e-6 and 1.8e-2.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
 def plain(
@@ -87,16 +88,26 @@ def test_loss_and_gradients_are_those_of_whole_logits(data: st.DataObject) -> No
     expected = plain(hidden, weight, targets, **options)
     loss = sliced_cross_entropy(hidden, weight, targets, slice_rows=data.draw(st.sampled_from([None, 1, 2, 5, 64])), **options)
     assert loss.dtype == torch.float32
-    assert apart(loss.detach(), expected.detach()) < TOLERANCE[torch.float32]
-    for ours, theirs in zip(
-        torch.autograd.grad(loss * times, learnt), torch.autograd.grad(expected * times, learnt), strict=True
-    ):
-        assert ours.dtype == theirs.dtype
-        size = theirs.double().norm()
-        hypothesis.note(f"{apart(ours, theirs):.1e} of {size:.1e}")
-        # A gradient that cancels to little has the rounding of what cancelled: a share of the tokens, each at most one.
-        least = 1e-2 * times * (len(targets.flatten()) if options["reduction"] == "sum" else 1)
-        assert (ours.double() - theirs.double()).norm() <= TOLERANCE[dtype] * max(size, least)
+    tokens = targets.numel() if options["reduction"] == "sum" else 1
+    assert abs(loss.item() - expected.item()) < TOLERANCE[torch.float32] * (expected.item() + 0.1 * tokens)
+    ours, theirs = (torch.autograd.grad(each * times, learnt) for each in (loss, expected))
+    sizes = sizes_of_gradients(hidden, weight, targets, **options)
+    off = [
+        float((a.double() - b.double()).abs().div(times * size).max()) for a, b, size in zip(ours, theirs, sizes, strict=False)
+    ]
+    assert max(off) < TOLERANCE[dtype]
+    assert [each.dtype for each in ours] == [each.dtype for each in theirs]
+
+
+def sizes_of_gradients(hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None, **options: Any) -> list[Tensor]:
+    """What each element of the gradients would be, were all that is added up for it of one sign: rounding is a share of that."""
+    logits = F.linear(hidden, weight, bias).detach().requires_grad_()
+    nothing = torch.eye(weight.shape[0], dtype=weight.dtype)
+    (gradient,) = torch.autograd.grad(plain(logits, nothing, targets, **options), logits)
+    share = 1 if options["reduction"] == "sum" else 1 / float((targets != options["ignore_index"]).sum())
+    size = gradient.double().abs() + 0.1 * share  # of softmax less one, which may be next to nothing
+    rows, columns = (each.detach().double().abs().flatten(0, -2) for each in (hidden, weight))
+    return [size @ columns, size.flatten(0, -2).t() @ rows, size.flatten(0, -2).sum(0)]
 
 
 @pytest.mark.parametrize("slice_rows", [None, 5])
