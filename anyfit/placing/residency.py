@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .chunks import ChunkState, ModelState, quietly
 from .lanes import Lanes, Ticket
@@ -339,6 +340,7 @@ class Residency:
             "keeps weights); use a plan with more slots, or with smaller chunks"
         )
 
+    @_disable_current_modes()  # whoever watches the model's ops (selective recomputation counts them) is not to see these
     def _load(self, state: ChunkState, slot: DeviceSlot) -> DeviceSlot:
         self.fetches += 1
         slot.state, self._slot_of[state.index] = state, slot
@@ -355,8 +357,11 @@ class Residency:
     def drop(self, state: ChunkState) -> None:
         """The chunk's weights leave the device."""
         slot = self._slot_of.pop(state.index, None)
-        if slot is None:
-            return
+        if slot is not None:
+            self._empty(slot, state)
+
+    @_disable_current_modes()
+    def _empty(self, slot: DeviceSlot, state: ChunkState) -> None:
         if slot.ticket is not None:
             with contextlib.suppress(BaseException):  # whoever waits for the update that failed gets it
                 slot.ticket.reach()  # its job holds a view of the slot
