@@ -49,28 +49,32 @@ def sliced_cross_entropy(
     hidden       what the head reads, (..., width)
     weight       of the head, (vocabulary, width); may be tied to the embedding, frozen, or away on the host
     targets      the right words, (...); those of `ignore_index` do not count
-    slice_rows   tokens whose logits exist at a time; as many as 256 MiB hold in fp32 when not given
+    slice_rows   tokens whose logits exist at a time; when not given, as many as 256 MiB hold in fp32, or all where slices would
+                 not save memory
     softcap      logits are `softcap * tanh(logits / softcap)`, as Gemma's
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} is not known; 'mean' and 'sum' are")
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(f"targets of shape {tuple(targets.shape)} do not belong to hidden states of {tuple(hidden.shape)}")
-    if slice_rows is None:
-        slice_rows = default_slice_rows(weight.shape[0])
-    elif slice_rows < 1:
-        raise ValueError(f"slice_rows must be at least 1, got {slice_rows}")
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     learns = torch.is_grad_enabled()  # inside the function it never is
+    if slice_rows is None:
+        vocabulary, width = weight.shape
+        slice_rows = default_slice_rows(len(rows), vocabulary, width if learns and weight.requires_grad else 0)
+    elif slice_rows < 1:
+        raise ValueError(f"slice_rows must be at least 1, got {slice_rows}")
     apply: Any = _Sliced.apply
     loss: Tensor = apply(rows, weight, bias, wanted, ignore_index, slice_rows, reduction, softcap, learns)
     return loss
 
 
-def default_slice_rows(vocabulary: int) -> int:
-    """As many as SLICE_BYTES hold."""
-    rows = SLICE_BYTES // (4 * vocabulary)
-    return max(rows - rows % TILE if rows > TILE else rows, 1)
+def default_slice_rows(rows: int, vocabulary: int, learnt_width: int) -> int:
+    """As many as SLICE_BYTES hold; all, where their logits (8 bytes each, log-softmax included) would take no more than a slice's
+    and the sum of the weight's gradient over slices (4 bytes for each element of the width that is learnt)."""
+    fitting = SLICE_BYTES // (4 * vocabulary)
+    fitting = max(fitting - fitting % TILE if fitting > TILE else fitting, 1)
+    return max(rows, 1) if rows <= fitting + learnt_width // 2 else fitting
 
 
 class _Sliced(torch.autograd.Function):

@@ -204,10 +204,17 @@ def test_a_target_outside_the_vocabulary_is_refused_as_torch_does() -> None:
 
 @pytest.mark.parametrize("vocabulary", [2, 256, 50257, 262144, 2**27])
 def test_a_default_slice_is_as_large_as_it_may_be_and_no_larger(vocabulary: int) -> None:
-    rows = default_slice_rows(vocabulary)
+    rows = default_slice_rows(2**40, vocabulary, 4096)
     assert rows == 1 or 4 * rows * vocabulary <= SLICE_BYTES
     assert 4 * 2 * rows * vocabulary > SLICE_BYTES
-    assert rows % 128 == 0 or rows < 128 or vocabulary == 2**27
+    assert rows % 128 == 0 or rows < 128
+    assert default_slice_rows(rows, vocabulary, 0) == rows
+
+
+def test_slices_that_would_save_nothing_are_not_made() -> None:
+    assert default_slice_rows(2048, 128256, 4096) == 2048  # their sum in fp32 would take 2 GiB
+    assert default_slice_rows(2048, 128256, 0) == 512  # nothing is summed
+    assert default_slice_rows(8192, 128256, 4096) == 512
 
 
 def test_a_large_vocabulary_takes_a_slices_memory_and_not_the_logits() -> None:
