@@ -21,6 +21,7 @@ from anyfit.values.units import show_bytes, show_seconds
 
 from .offload import Offload, offloads
 
+OFFLOAD_PEAK_ERROR = 0.08  # of peak memory: gradients that go down early are counted as if they all stayed to the peak, at most
 OFFLOAD_ERROR = 0.6  # of step time, where part of the state is on the host: the shares that hide are rough
 TIE = 0.05  # two forecasts closer than this are not told apart: the one with fewer passes has less that can go wrong
 
@@ -144,6 +145,7 @@ def _forecast_offloaded(profile: Profile, each: Pass, placed: Offload) -> Foreca
         step_error=max(plain.step_error, OFFLOAD_ERROR),
         split_seconds=seconds,
         peak_bytes={"device": placed.device_bytes, "host": placed.host_bytes, "disk": 0},
+        peak_error=max(plain.peak_error, OFFLOAD_PEAK_ERROR),
         reserved_bytes=placed.device_bytes + added + profile.context_bytes,
         samples_per_second=plain.samples_per_second * share,
         tokens_per_second=plain.tokens_per_second * share,
