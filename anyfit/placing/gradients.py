@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from anyfit.values.layout import Slot
+from anyfit.values.layout import ALIGN_ELEMENTS, Slot
 
 from .chunks import ChunkState, ModelState, quietly
 from .lanes import Lanes, Ticket
@@ -311,7 +311,7 @@ def _stretches(slots: Sequence[Slot]) -> Iterator[tuple[int, int]]:
     ordered = sorted(slots, key=lambda slot: slot.offset)
     start = end = None
     for slot in ordered:
-        if end is not None and start is not None and slot.offset - end >= ALIGN_GAP:
+        if end is not None and start is not None and slot.offset - end >= ALIGN_ELEMENTS:  # more than padding lies between
             yield start, end
             start = None
         if start is None:
@@ -319,9 +319,6 @@ def _stretches(slots: Sequence[Slot]) -> Iterator[tuple[int, int]]:
         end = slot.offset + slot.elements
     if start is not None and end is not None:
         yield start, end
-
-
-ALIGN_GAP = 128  # elements: as much as a parameter's padding, or more, and another parameter lies between
 
 
 def total_norm(norms: Mapping[str, Tensor], device: torch.device) -> Tensor:

@@ -4,8 +4,8 @@ Any optimizer that treats each parameter by itself works. For each chunk its mas
 copy of the optimizer that sees these parameters alone steps them there, and they are taken apart again: no fp32 copy of the
 model ever exists. Moments of a parameter's own shape lie in flat buffers that share the chunk's offsets.
 
-Chunks whose optimizer state is on the device are updated at once. The others are updated on a lane, in the order the next
-step will use them, while the computation goes on; whoever uses one first waits for it. Until its last line such a job changes
+Chunks whose optimizer state is on the device are updated at once. The others are updated on a lane, in the layout's order,
+while the computation goes on; whoever uses one first waits for it. Until its last line such a job changes
 nothing that counts, so one that fails can be started again.
 """
 
@@ -154,14 +154,13 @@ class Updates:
         slabs: HostSlabs,
     ) -> None:
         self.optimizer = optimizer
-        self._gradients, self._residency, self._lanes, self._slabs = gradients, residency, lanes, slabs
+        self._gradients, self._residency, self._lanes = gradients, residency, lanes
         self._chunks = [OptimizerState(chunk) for chunk in state.chunks if chunk.chunk.is_updated]
         self._by_index = {each.state.index: each for each in self._chunks}
         self._benches = {"resident": Bench(state.device), "streamed": Bench(state.device), "host": Bench(torch.device("cpu"))}
         self._carriers = [Carrier(Bench(state.device)) for _ in range(CARRIERS)]
         self._device = state.device
         self.names = {slot.name: each for each in self._chunks for slot in each.state.chunk.slots}
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._working: dict[tuple[str, int], list[nn.Parameter]] = {}
         self._broken: str | None = None
         self._all_on_device = all(each.state.placement.update == "device" for each in self._chunks)
@@ -233,7 +232,7 @@ class Updates:
         """One optimizer step with the gradients at hand (times `factor`) on every parameter that has one."""
         self._check()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers, which would warn
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        groups = self._settings()
         as_it_is = factor is None or all(each.second is None for each in self._chunks) or bool(factor == 1)
         scale = None if factor is None or self._all_on_device else factor.cpu()  # once, before the device is given more
         for each in self._chunks:
@@ -251,6 +250,10 @@ class Updates:
                 self._streamed(each, own, arrived, factor, groups, as_it_is=as_it_is)
             else:
                 self._on_host(each, own, arrived, scale, groups, as_it_is=as_it_is)
+
+    def _settings(self) -> Groups:
+        """Learning rates and the like of every group as they are now: a scheduler may change them while an update runs."""
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
 
     def forget(self) -> None:
         """The step is over, however it ended: what was speculated in it is not to be used by another."""
@@ -509,7 +512,7 @@ class Updates:
             return  # a first step makes state, which is taken over in place
         second = each.second
         own, arrived = self._gradients.of(state)
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        groups = self._settings()
 
         if state.placement.update == "device":
             second.ticket = self._stream(each, own, (self._lanes.so_far(), arrived), None, groups, second)
