@@ -179,6 +179,24 @@ def test_infinities_nans_and_denormals_are_as_in_torch(update: Update, decoupled
         assert_is(state, plain)
 
 
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_kernel_and_twin_stay_the_same_over_a_thousand_steps(weight_decay: float) -> None:
+    """From masters that are special, lie half-way between two weights, or are plain; with gradients that are special at times."""
+    settings = Settings(lr=1e-3, beta2=0.95, weight_decay=weight_decay)
+    middles = ((torch.arange(0x3F00, 0x3F80) << 16) + 0x8000).to(torch.int32).view(torch.float32)
+    masters = torch.cat([torch.tensor(SPECIAL), middles, -middles, torch.randn(500) * 0.02, torch.randn(61) * 1e-39])
+    one, other = (state_of(masters, is_split=True) for _ in range(2))
+    for step in range(1, 1001):
+        gradient = torch.randn(len(masters)) * 10.0 ** torch.randint(-30, 1, (len(masters),))
+        gradient[11:139] = 0  # half-way they stay, but for weight decay
+        if step % 100 == 0:
+            gradient[-len(SPECIAL) :] = torch.tensor(SPECIAL)
+        for update, state in ((adamw, one), (adamw_in_torch, other)):
+            update(state, gradient.bfloat16(), settings, step)
+        if step % 100 == 0:
+            assert_same_state(one, other)
+
+
 def test_a_gradient_that_is_not_finite_spoils_only_its_own_element() -> None:
     state = state_of(torch.ones(100), is_split=True)
     gradient = torch.ones(100).bfloat16()
