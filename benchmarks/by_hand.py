@@ -16,6 +16,7 @@ def hand_written(
     prefetch: int = 2,
     accumulation: int = 1,
     activations: Mapping[str, Activations] | None = None,
+    compiled: tuple[str, ...] = (),
     device_bytes: int = 2**33,
     host_bytes: int = 2**33,
 ) -> Plan:
@@ -30,7 +31,7 @@ def hand_written(
         micro_batch=job.batch_size // accumulation,
         accumulation=accumulation,
         mesh=dict.fromkeys(AXES, 1),
-        stages=(Stage(0, 0, activations or {}),),
+        stages=(Stage(0, 0, activations or {}, compiled),),
         chunk_bytes=chunk_bytes,
         chunks=chunks,
         slots=slots,

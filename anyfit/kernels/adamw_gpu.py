@@ -51,18 +51,16 @@ def adamw_on_gpu(
     step: int,
     *,
     out: State | None = None,
-    scale: Tensor | None = None,
+    scale: float | None = None,
     ranges: Ranges | None = None,
 ) -> None:
-    """One update of a chunk, as `adamw` does it, on the current stream of the GPU that holds the tensors.
-
-    scale      one fp32 number on that GPU. It is read when the kernel runs, so nothing waits for it here
-    ranges     those that touch take one launch together
+    """One update of a chunk, as `adamw` does it, on the current stream of the GPU that holds the tensors. Ranges that touch take
+    one launch together.
 
     Never waits for the GPU. Written behind autograd's back, as in `adamw`.
     """
     out = out or state
-    stretches = _checked(state, out, gradient, step, scale, ranges)
+    stretches = _checked(state, out, gradient, step, ranges)
     decoupled, lerp_weight = settings.decoupled, ctypes.c_float(1 - settings.beta1).value
     leans_on_old = lerp_weight < 0.5
     l2 = 0.0 if decoupled else settings.weight_decay
@@ -80,11 +78,10 @@ def adamw_on_gpu(
                 out.low,
                 out.m,
                 out.v,
-                scale,
                 first_block,
                 start,
                 end,
-                -1.0 if settings.maximize else 1.0,
+                (-1.0 if settings.maximize else 1.0) * (1.0 if scale is None else scale),
                 1 - settings.lr * settings.weight_decay if decoupled else 1.0,
                 l2,
                 lerp_weight if leans_on_old else lerp_weight - 1,
@@ -117,9 +114,7 @@ def _carry_over(state: State, out: State, stretches: list[tuple[int, int]]) -> N
 # ---------------------------------------------------------------------- what is asked for
 
 
-def _checked(
-    state: State, out: State, gradient: Tensor, step: int, scale: Tensor | None, ranges: Ranges | None
-) -> list[tuple[int, int]]:
+def _checked(state: State, out: State, gradient: Tensor, step: int, ranges: Ranges | None) -> list[tuple[int, int]]:
     """The stretches to update: ascending, with something between them."""
     for which in (state,) if out is state else (state, out):
         _check("weights", which.weights, state, torch.float32 if which.low is None else torch.bfloat16)
@@ -131,8 +126,6 @@ def _checked(
         raise ValueError("the masters of state and out must both be split (bf16 weights with low), or both be fp32")
     _check("gradient", gradient, state, torch.bfloat16, torch.float32)
     _refuse_overlaps(state, out, gradient)
-    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != state.weights.device):
-        raise ValueError(f"scale must be one float32 number on {state.weights.device}; it is {scale!r}")
     if step < 1:
         raise ValueError(f"step={step}: it counts from 1")
     elements, done = state.weights.numel(), 0
@@ -172,11 +165,10 @@ def _update(
     out_low: pointer,
     out_m: pointer,
     out_v: pointer,
-    scale: pointer,
     first_block: int64,
     start: int64,
     end: int64,
-    sign: float32,
+    factor: float32,
     decay: float32,
     l2: float32,
     coefficient: float32,
@@ -192,9 +184,6 @@ def _update(
     """Blocks begin at multiples of their size, wherever a stretch does: loads and stores stay wide but at its two ends."""
     first = (first_block + tl.program_id(0)) * size
     part = first + tl.arange(0, size)
-    factor = sign
-    if scale is not None:
-        factor = sign * tl.load(scale)
     # fmt: off
     if (first >= start) & (first + size <= end):
         _update_part(
@@ -267,8 +256,8 @@ def _kernel() -> Any:
             triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
             types = {"pointer": tl.tensor, "int64": tl.int64, "float32": tl.float32, "constexpr": tl.constexpr}
             globals().update(types, tl=tl, _update_part=triton.jit(_update_part))
-            # an int that is 1 or a multiple of 16 would be compiled for by itself, and so would a scale that lies on 16 bytes
-            _kernels.append(triton.jit(_update, do_not_specialize=["first_block", "start", "end", "scale"]))
+            # an int that is 1 or a multiple of 16 would be compiled for by itself
+            _kernels.append(triton.jit(_update, do_not_specialize=["first_block", "start", "end"]))
         return _kernels[0]
 
 

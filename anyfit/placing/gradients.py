@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from anyfit.values.layout import ALIGN_ELEMENTS, Slot
 
@@ -53,10 +54,12 @@ class Gradients:
         self.on_complete: Callable[[ChunkState], None] = lambda _state: None
         self.on_late: Callable[[ChunkState], None] = lambda _state: None
         self._sums: dict[str, Tensor] = {}  # fp32, views of flat buffers on the device
+        self._flat_sums: dict[int, Tensor] = {}  # these, by chunk
         self._filled: set[str] = set()
         self._counted: dict[int, set[str]] = {}  # by chunk that speculates, gradients that are there
         self._norms: dict[str, Tensor] = {}  # of final gradients that have left the device
         self._on_host: dict[int, HostGradients] = {}
+        self._hooks: list[RemovableHandle] = []
         self.device_bytes = 0
         self._frozen = [slot.name for each in state.chunks if not each.chunk.trainable for slot in each.chunk.slots]
         for each in state.chunks:
@@ -66,12 +69,12 @@ class Gradients:
                 dtype = torch.float32 if self.adds_up else each.dtype
                 self._on_host[each.index] = HostGradients(slabs.zeros(each.chunk.elements, dtype, crosses=not self.adds_up))
                 for slot in each.chunk.slots:
-                    self._parameters[slot.name].register_post_accumulate_grad_hook(self._sender(each, slot))
+                    self._hook(slot.name, self._sender(each, slot))
             elif self.adds_up and each.is_split:
                 self._accumulate(each)
             elif each.placement.speculates and not self.adds_up:
                 for slot in each.chunk.slots:
-                    self._parameters[slot.name].register_post_accumulate_grad_hook(self._counter(each, slot.name))
+                    self._hook(slot.name, self._counter(each, slot.name))
         largest = max((state.chunks[index].chunk.bytes for index in self._on_host), default=0)
         count = min(STAGES, len(self._on_host))
         self._stages = [Stage(torch.empty(largest, dtype=torch.uint8, device=state.device)) for _ in range(count)]
@@ -80,14 +83,23 @@ class Gradients:
             self._landings = [(slabs.zeros(largest, torch.uint8, crosses=True), None) for _ in range(count)]
         self.device_bytes += sum(stage.flat.nbytes for stage in self._stages)
 
+    def _hook(self, name: str, hook: Callable[[Tensor], None]) -> None:
+        self._hooks.append(self._parameters[name].register_post_accumulate_grad_hook(hook))
+
+    def close(self) -> None:
+        """Gradients are autograd's again."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
     # ------------------------------------------------------------------ on the device
 
     def _accumulate(self, state: ChunkState) -> None:
         flat = torch.zeros(state.chunk.elements, dtype=torch.float32, device=self._state.device)
         self.device_bytes += flat.nbytes
+        self._flat_sums[state.index] = flat
         for slot in state.chunk.slots:
             self._sums[slot.name] = state.view(flat, slot)
-            self._parameters[slot.name].register_post_accumulate_grad_hook(self._collector(slot.name))
+            self._hook(slot.name, self._collector(slot.name))
 
     def _collector(self, name: str) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
@@ -280,9 +292,10 @@ class Gradients:
                     own[slot.name] = gradient
         return own, None
 
-    def flat_on_host(self, state: ChunkState) -> Tensor:
-        """The buffer that a chunk's gradients come to on the host."""
-        return self._on_host[state.index].flat
+    def flat(self, state: ChunkState) -> Tensor | None:
+        """The buffer that holds a chunk's gradients at its offsets, where autograd's own are not used as they are."""
+        home = self._on_host.get(state.index)
+        return self._flat_sums.get(state.index) if home is None else home.flat
 
     def clear(self) -> None:
         """Forgets the step's gradients. Those that an update still works with are kept by it."""

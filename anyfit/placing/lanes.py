@@ -1,9 +1,12 @@
 """Lanes: where copies and updates run beside the computation, in an order that tickets keep.
 
-A lane does one job after another on a thread of its own. With a stream (on a GPU) the thread only issues the job, and the GPU
-does it in its own time; without one the thread does the work itself. Either way a job starts after the tickets it was given,
-and its own ticket says when it is done. The computation is not a lane: it is whatever the calling thread does, on its
-current stream.
+A lane does one job after another on a thread of its own, the most urgent first. With a stream (on a GPU) the thread only
+issues the job, and the GPU does it in its own time; without one the thread does the work itself. Either way a job starts after
+the tickets it was given, and its own ticket says when it is done. The computation is not a lane: it is whatever the calling
+thread does, on its current stream.
+
+The jobs of a lane of several tracks have as many parts, each on a stream of its own: the first part of one job then runs beside
+the second of the job before.
 
 Tests give a `delay`, called before every job: an ordering that only held by luck then shows as wrong numbers.
 
@@ -13,9 +16,13 @@ told when each begins and ends.
 
 from __future__ import annotations
 
+import itertools
+import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,7 +30,9 @@ import torch
 from torch import Tensor
 
 _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
-Job = tuple[Callable[[], None], tuple["Ticket", ...], "Ticket"]
+STREAMED_DEPTH = 3  # chunks: one comes up, one is stepped, one goes down
+Part = tuple[Callable[[], None], str]  # and its label
+Job = tuple[Sequence[Part], tuple["Ticket", ...], "Ticket"]
 Mark = Callable[[str], Callable[[], None]]  # told of a label that it begins; gives what is to be called when it ends
 
 
@@ -72,19 +81,12 @@ class Over(Ticket):
             return None
 
 
-class Lane:
-    def __init__(self, name: str, stream: Any, delay: Callable[[], None] | None) -> None:
-        self.name, self.stream, self._delay = name, stream, delay
-        self.mark: Mark | None = None
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"anyfit {name}", daemon=True)
-        self._thread.start()
+class Track:
+    """Where one part of a lane's jobs is done: a stream, or the lane's thread itself."""
 
-    def run(self, work: Callable[[], None], after: Iterable[Ticket | None] = (), label: str = "") -> Ticket:
-        """Queues a job, to start when all of `after` are done."""
-        ticket = Ticket(label)
-        self._jobs.put((work, tuple(each for each in after if each is not None), ticket))
-        return ticket
+    def __init__(self, name: str, stream: Any) -> None:
+        self.name, self.stream = name, stream
+        self.mark: Mark | None = None
 
     def uses(self, tensors: Iterable[Tensor]) -> None:
         """To be said inside a job of tensors that the computation made: their memory is not reused before the job is done."""
@@ -93,42 +95,79 @@ class Lane:
                 if tensor.is_cuda:
                     tensor.record_stream(self.stream)
 
-    def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        if self.stream is not None:
-            _cuda.set_device(self.stream.device)
-        while (job := self._jobs.get()) is not None:
-            work, after, ticket = job
-            event, error = None, None
-            try:
-                events = [each.reach() for each in after]
-                if self._delay is not None:
-                    self._delay()
-                event = self._do(work, [each for each in events if each is not None], ticket.label)
-            except BaseException as raised:  # the thread lives on, and whoever waits for the ticket gets it
-                error = raised
-            del job, work, after  # whatever tensors they hold are let go before anybody is told
-            ticket.resolve(event, error)
-            del ticket, error
-
     @torch.no_grad()
-    def _do(self, work: Callable[[], None], events: list[Any], label: str) -> Any:
+    def do(self, work: Callable[[], None], label: str, events: Iterable[Any]) -> list[Any]:
+        """Starts a part after these events; the event of its end, where the GPU does it."""
         if self.stream is None:
             for event in events:
                 event.synchronize()
             with _marked(self.mark, label):
                 work()
-            return None
+            return []
         for event in events:
             self.stream.wait_event(event)
         with _cuda.stream(self.stream), _marked(self.mark, label):
             work()
-        done = _cuda.Event()
+        done = _cuda.Event(blocking=True)  # whoever waits on the host leaves its core to others
         done.record(self.stream)
-        return done
+        return [done]
+
+
+class Lane:
+    """With a `depth`, so many jobs may be under way on the GPU before the next is chosen: an urgent one is then not late."""
+
+    def __init__(self, delay: Callable[[], None] | None, *tracks: Track, depth: int | None = None) -> None:
+        self.tracks, self._delay, self._depth = tracks, delay, depth
+        self._under_way: deque[Any] = deque()  # events
+        self._jobs: queue.PriorityQueue[tuple[float, int, Job | None]] = queue.PriorityQueue()
+        self._count = itertools.count()
+        self._thread = threading.Thread(target=self._work, name=f"anyfit {tracks[0].name}", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], None], after: Iterable[Ticket | None] = (), label: str = "", order: float = 0) -> Ticket:
+        """Queues a job, to start when all of `after` are done. Of those that wait, the one of the least `order` is next; a job
+        must not depend on one of this lane whose order is greater."""
+        return self.run_parts([(work, label)], after, order)
+
+    def run_parts(self, parts: Sequence[Part], after: Iterable[Ticket | None] = (), order: float = 0) -> Ticket:
+        """The same, with a part for each track."""
+        ticket = Ticket(parts[-1][1])
+        self._jobs.put((order, next(self._count), (parts, tuple(each for each in after if each is not None), ticket)))
+        return ticket
+
+    def uses(self, tensors: Iterable[Tensor]) -> None:
+        self.tracks[0].uses(tensors)
+
+    def close(self) -> None:
+        self._jobs.put((math.inf, next(self._count), None))
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _work(self) -> None:
+        stream = self.tracks[0].stream
+        if stream is not None:
+            _cuda.set_device(stream.device)
+        while (job := self._next()) is not None:
+            parts, after, ticket = job
+            events, error = [], None
+            try:
+                events = [event for event in (each.reach() for each in after) if event is not None]
+                for track, (work, label) in zip(self.tracks, parts, strict=False):
+                    if self._delay is not None:
+                        self._delay()
+                    events = track.do(work, label, events)
+                    del work
+            except BaseException as raised:  # the thread lives on, and whoever waits for the ticket gets it
+                error = raised
+            del job, parts, after  # whatever tensors they hold are let go before anybody is told
+            self._under_way.extend(events)
+            ticket.resolve(events[0] if events and error is None else None, error)
+            del ticket, error, events
+
+    def _next(self) -> Job | None:
+        while self._depth is not None and len(self._under_way) >= self._depth:
+            self._under_way.popleft().synchronize()
+        return self._jobs.get()[2]
 
 
 class Lanes:
@@ -142,15 +181,21 @@ class Lanes:
         def stream() -> Any:
             return _cuda.Stream(device) if self._on_gpu else None
 
-        self.up = Lane("uploads", stream(), delay)
-        self.down = Lane("downloads", stream(), delay)
-        # Streamed updates have uploads and downloads of their own: in one queue with those of weights and gradients, a state that
-        # waits for its turn would keep back a weight that the computation waits for.
-        self.states_up = Lane("state uploads", stream(), delay)
-        self.update = Lane("updates", stream(), delay)
-        self.states_down = Lane("state downloads", stream(), delay)
-        self.host = Lane("host updates", None, delay)
-        self.all = (self.up, self.down, self.states_up, self.update, self.states_down, self.host)
+        self.up = Lane(delay, Track("uploads", stream()))
+        self.down = Lane(delay, Track("downloads", stream()))
+        self.host = Lane(delay, Track("host updates", None))
+        # In one queue with these, what waits for its update would keep back a weight that the computation waits for.
+        self.fresh = Lane(delay, Track("fresh weights", stream()))
+        self.streamed = Lane(
+            delay,
+            Track("state uploads", stream()),
+            Track("updates", stream()),
+            Track("state downloads", stream()),
+            depth=STREAMED_DEPTH,
+        )
+        self.all = (self.up, self.down, self.host, self.fresh, self.streamed)
+        # Threads that are still there when Python ends are torn out of whatever C++ they are in, which ends the process badly.
+        self.close = weakref.finalize(self, _close, self.all)
 
     def so_far(self) -> Ticket:
         """All that the computation has been given up to now."""
@@ -181,9 +226,14 @@ class Lanes:
         """Around a part of the computation, for whoever records it."""
         return _marked(self.mark, label)
 
-    def close(self) -> None:
-        for lane in self.all:
-            lane.close()
+    @property
+    def tracks(self) -> list[Track]:
+        return [track for lane in self.all for track in lane.tracks]
+
+
+def _close(lanes: Sequence[Lane]) -> None:
+    for lane in lanes:
+        lane.close()
 
 
 NOT_MARKED = nullcontext()

@@ -61,6 +61,7 @@ class Placed:
         try:
             self.residency.close()
         finally:
+            self.gradients.close()
             self.activations.close()
             self.lanes.close()
             self.slabs.close()

@@ -11,6 +11,7 @@ late to launch counts as busy inside a forward or backward, and as still between
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +53,7 @@ class Timeline:
         self._done = 0  # steps
         self._began: Moment = None
         self._steps: list[Span] = []
-        self._spans: dict[str, list[Span]] = {COMPUTE: [], **{lane.name: [] for lane in lanes.all}}
+        self._spans: dict[str, list[Span]] = {COMPUTE: [], **{track.name: [] for track in lanes.tracks}}
         self._inside: list[str] = []  # what the computation is in, outermost first
         self._since: Moment = None  # the innermost of them, or again
         self._reference: tuple[Any, float] | None = None  # the same moment on both clocks
@@ -91,13 +92,13 @@ class Timeline:
             event.synchronize()
         self._reference = event, (before + time.perf_counter()) / 2
         self._lanes.mark = self._mark_computation
-        for lane in self._lanes.all:
-            lane.mark = self._lane_mark(self._spans[lane.name], lane.stream is not None)
+        for track in self._lanes.tracks:
+            track.mark = self._lane_mark(self._spans[track.name], track.stream is not None)
 
     def _detach(self) -> None:
         self._lanes.mark = None
-        for lane in self._lanes.all:
-            lane.mark = None
+        for track in self._lanes.tracks:
+            track.mark = None
 
     def _moment(self, on_gpu: bool) -> Moment:
         if not on_gpu:
@@ -135,7 +136,7 @@ class Timeline:
         """The recorded steps as a Chrome trace. Waits for all that is under way."""
         self._detach()
         for lane in self._lanes.all:
-            lane.run(lambda: None).wait()
+            lane.run(lambda: None, order=math.inf).wait()
         if self._on_gpu:
             _cuda.synchronize(self._lanes.device)
         steps = self._in_seconds(self._steps)

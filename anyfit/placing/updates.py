@@ -4,16 +4,21 @@ Any optimizer that treats each parameter by itself works. For each chunk its mas
 copy of the optimizer that sees these parameters alone steps them there, and they are taken apart again: no fp32 copy of the
 model ever exists. Moments of a parameter's own shape lie in flat buffers that share the chunk's offsets.
 
+torch's Adam and AdamW are stepped by one-pass kernels instead (kernels/), which need no such scratch: on the host, and on a GPU.
+
 Chunks whose optimizer state is on the device are updated at once. The others are updated on a lane, in the layout's order,
 while the computation goes on; whoever uses one first waits for it. Until its last line such a job changes
 nothing that counts, so one that fails can be started again.
+
+A plan may have chunks updated before the norm is known, into a second generation of their state: it is taken over when nothing
+was clipped, and the update done anew when something was. Where that happens often, updates wait for the norm.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,17 +28,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anyfit.kernels.adamw import Settings, State, adamw
+from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
 from anyfit.kernels.split import merge, split
 
 from .chunks import ChunkState, ModelState
 from .gradients import Gradients
-from .lanes import Lanes, Over, Ticket
+from .lanes import STREAMED_DEPTH, Lanes, Over, Ticket
 from .residency import Residency
 from .tiers import HostSlabs
 
 ADAM_KEYS = ("exp_avg", "exp_avg_sq")
-CARRIERS = 3  # of streamed updates: one chunk comes up, one is stepped, one goes down
 SPARED_CORES = 2  # of those that torch may use, by the host's updates: for launching, and for the other lanes
+CLIPPED_SHARE = 0.5  # of late steps: with more, no update begins before the norm is known
+LATE_STEPS = 8  # about so many count in that share
 Groups = list[dict[str, Any]]
 
 
@@ -112,21 +119,15 @@ class _Flat:
 
 
 @dataclass(eq=False)
-class Carrier:
-    """Buffers on the device in which one chunk's state is there for its streamed update."""
-
-    bench: Bench
-    free: Ticket | None = None
-
-
-@dataclass(eq=False)
 class Load:
-    """What a carrier holds of a chunk on its way."""
+    """A chunk on its way to a streamed update and back."""
 
-    weights: Tensor | None
-    moments: dict[str, Tensor]
-    gradients: Mapping[str, Tensor]
+    gradients: dict[str, Tensor]
     second: Second | None  # where it goes to, if not home
+    carrier: Bench | None = None  # on the device
+    weights: Tensor | None = None  # before the step, and then after it
+    flat: Tensor | None = None  # the gradients, where they lie in one
+    moments: dict[str, Tensor] = field(default_factory=dict)
     rest: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -158,13 +159,13 @@ class Updates:
         self._chunks = [OptimizerState(chunk) for chunk in state.chunks if chunk.chunk.is_updated]
         self._by_index = {each.state.index: each for each in self._chunks}
         self._benches = {"resident": Bench(state.device), "streamed": Bench(state.device), "host": Bench(torch.device("cpu"))}
-        self._carriers = [Carrier(Bench(state.device)) for _ in range(CARRIERS)]
+        self._carriers = deque(Bench(state.device) for _ in range(STREAMED_DEPTH))
         self._device = state.device
         self.names = {slot.name: each for each in self._chunks for slot in each.state.chunk.slots}
         self._working: dict[tuple[str, int], list[nn.Parameter]] = {}
         self._broken: str | None = None
-        self._all_on_device = all(each.state.placement.update == "device" for each in self._chunks)
         self._threads = max(1, torch.get_num_threads() - SPARED_CORES)
+        self._clipped = 0.0  # share of late steps
         self._adopt_made_by_constructor(state)
         if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
             for each in self._chunks:
@@ -182,24 +183,35 @@ class Updates:
         """Takes the scratch that the chunk's update will want, so that a step takes nothing."""
         state, elements = each.state, each.state.chunk.elements
         route = state.placement.route
-        if route == "host" and _adam(self.optimizer, self.optimizer.param_groups[state.chunk.group]) is not None:
-            return
         bench = self._benches[route]
+        in_one_pass = self._settings_of(state, self.optimizer.param_groups) is not None
         from_host = state.placement.gradients == "host"
-        if state.is_split or route != "resident":
+        came_in = torch.float32 if self._gradients.adds_up else state.dtype
+        if in_one_pass and route != "host" and self._gradients.flat(state) is None:
+            bench.flat("gathered", elements, state.dtype)
+        if not in_one_pass and (state.is_split or route != "resident"):
             bench.flat("exact", elements)
-        if state.is_split or route != "resident" or from_host:
+        if not in_one_pass and (state.is_split or route != "resident" or from_host):
             bench.flat("gradient", elements)
         if route == "resident" and from_host and self._device.type != "cpu":
-            bench.flat("landed", elements, torch.float32 if self._gradients.adds_up else state.dtype)
+            bench.flat("landed", elements, came_in)
         for carrier in self._carriers if route == "streamed" else ():
-            carrier.bench.flat("low", elements if state.is_split else 0, torch.int16)
+            carrier.flat("low", elements if state.is_split else 0, torch.int16)
             if state.on_device is None or each.second is not None:
-                carrier.bench.flat("weights", elements, state.dtype)
-            if state.placement.gradients == "host":
-                carrier.bench.flat("landed", elements, torch.float32 if self._gradients.adds_up else state.dtype)
+                carrier.flat("weights", elements, state.dtype)
+            if from_host and self._device.type != "cpu":
+                carrier.flat("landed", elements, came_in)
             for key in each.moments:
-                carrier.bench.flat(key, elements)
+                carrier.flat(key, elements)
+
+    def _settings_of(self, state: ChunkState, groups: Sequence[Mapping[str, Any]]) -> Settings | None:
+        """Where a one-pass kernel steps the chunk: its group's settings."""
+        route = state.placement.route
+        if route == "resident" and self._device.type == "cpu":  # forecasts of the CPU device rest on torch's own
+            return None
+        if route != "host" and self._device.type == "cuda" and not can_run_on_gpu(self._device):
+            return None
+        return _adam(self.optimizer, groups[state.chunk.group])
 
     def _zeros(self, each: OptimizerState, _key: str) -> Tensor:
         return each.state.optimizer_zeros(torch.float32)
@@ -210,10 +222,15 @@ class Updates:
         keys = (*ADAM_KEYS, "max_exp_avg_sq") if group["amsgrad"] else ADAM_KEYS
         for key in keys:
             each.moments[key] = self._zeros(each, key)
-        on_device = group["fused"] or group["capturable"]
-        where = self._device if on_device and each.state.placement.update == "device" else torch.device("cpu")
+        where = self._device if self._counts_on_device(each.state) else torch.device("cpu")
         for slot in each.state.chunk.slots:
             each.rest[slot.name] = {"step": torch.zeros((), device=where), **{key: _Flat() for key in keys}}
+
+    def _counts_on_device(self, state: ChunkState) -> bool:
+        """Whether torch's optimizer wants its step counts there."""
+        groups = self.optimizer.param_groups
+        wanted = groups[state.chunk.group].get("fused") or groups[state.chunk.group].get("capturable")
+        return bool(wanted) and state.placement.update == "device" and self._settings_of(state, groups) is None
 
     def _adopt_made_by_constructor(self, state: ModelState) -> None:
         """What an optimizer made before its first step, as Adagrad does."""
@@ -228,28 +245,29 @@ class Updates:
 
     # ------------------------------------------------------------------ a step
 
-    def apply(self, factor: Tensor | None) -> None:
+    def apply(self, factor: float | None) -> None:
         """One optimizer step with the gradients at hand (times `factor`) on every parameter that has one."""
         self._check()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers, which would warn
         groups = self._settings()
-        as_it_is = factor is None or all(each.second is None for each in self._chunks) or bool(factor == 1)
-        scale = None if factor is None or self._all_on_device else factor.cpu()  # once, before the device is given more
+        self._clipped += ((factor is not None) - self._clipped) / LATE_STEPS
+        before = self._lanes.so_far()  # the old weights have been read
         for each in self._chunks:
             own, arrived = self._gradients.of(each.state)
-            if not own:
-                continue
-            route = each.state.placement.route
-            if route == "resident":
+            if own and each.state.placement.route == "resident":
                 with self._lanes.computing(f"update chunk {each.state.index}"):
                     self._lanes.hold_computation(arrived)
                     self._resident(each, own, factor, groups)
+        for each in self._chunks:
+            state, second = each.state, each.second
+            own, arrived = self._gradients.of(state)
+            if not own or state.placement.route == "resident":
                 continue
-            self._residency.drop(each.state)  # the weights that are there will be old
-            if route == "streamed":
-                self._streamed(each, own, arrived, factor, groups, as_it_is=as_it_is)
-            else:
-                self._on_host(each, own, arrived, scale, groups, as_it_is=as_it_is)
+            self._residency.drop(state)  # the weights that are there will be old
+            start = self._streamed if state.placement.route == "streamed" else self._on_host
+            state.again = functools.partial(start, each, own, (arrived, before), factor, groups)
+            is_speculated = factor is None and second is not None and second.ticket is not None
+            state.fresh = self._committed(each, own, before) if is_speculated else state.again()
 
     def _settings(self) -> Groups:
         """Learning rates and the like of every group as they are now: a scheduler may change them while an update runs."""
@@ -265,15 +283,25 @@ class Updates:
         if self._broken is not None:
             raise RuntimeError(f"{self._broken}; go on from the last checkpoint: anyfit.start(job, resume=...)")
 
-    def _resident(self, each: OptimizerState, own: Mapping[str, Tensor], factor: Tensor | None, groups: Groups) -> None:
+    def _resident(self, each: OptimizerState, own: Mapping[str, Tensor], factor: float | None, groups: Groups) -> None:
         state, bench = each.state, self._benches["resident"]
         assert state.on_device is not None
+        flat = self._gradients.flat(state)
+        if flat is not None and flat.device != self._device:
+            flat = bench.flat("landed", state.chunk.elements, flat.dtype).copy_(flat, non_blocking=True)
+            own = _views(state, own, flat)
+        settings = self._settings_of(state, groups)
+        if settings is not None:
+            flat = self._gathered(state, own, bench) if flat is None else flat
+            now = State(state.on_device, state.low if state.is_split else None, *(each.moments[key] for key in ADAM_KEYS))
+            each.rest |= self._in_one_pass(each, own, now, None, flat, factor, settings)
+            return
         weights = exact = state.on_device
         if state.is_split:
             exact = bench.flat("exact", state.chunk.elements)
             merge(weights, state.low, exact)
         if state.is_split or state.placement.gradients == "host":
-            own = self._widened(state, _landed(state, own, bench), bench)
+            own = self._widened(state, own, bench)
         missing = [name for name in own if name not in each.live]
         entries = each.live | each.entries(each.moments, missing)
         try:
@@ -287,142 +315,123 @@ class Updates:
         if state.is_split:
             split(exact, weights, state.low)
 
+    # ------------------------------------------------------------------ streamed
+
     def _streamed(
         self,
         each: OptimizerState,
         own: dict[str, Tensor],
-        arrived: Ticket | None,
-        factor: Tensor | None,
+        after: Sequence[Ticket | None],
+        factor: float | None,
         groups: Groups,
-        *,
-        as_it_is: bool,
-    ) -> None:
-        """Up, step, down, each on a lane of its own, so that the next chunk comes up while this one is stepped."""
-        state = each.state
-        ready = self._lanes.so_far()
-
-        def run() -> Ticket:
-            return self._stream(each, own, (ready, arrived), factor, groups, None)
-
-        state.again = run
-        state.fresh = self._committed(each, own, ready) if as_it_is and self._is_speculated(each) else run()
-
-    def _stream(
-        self,
-        each: OptimizerState,
-        own: Mapping[str, Tensor],
-        after: tuple[Ticket | None, ...],
-        factor: Tensor | None,
-        groups: Groups,
-        second: Second | None,
+        second: Second | None = None,
     ) -> Ticket:
-        """Starts a streamed update, of the state itself or into its second generation."""
-        lanes = self._lanes
-        carrier = self._carriers.pop(0)
-        self._carriers.append(carrier)
-        load = Load(each.state.on_device, {}, own, second)
-        verb, label = "update" if second is None else "speculate", f"chunk {each.state.index}"
-        free = (carrier.free, None if each.home is None else Over(each.home), *after)
-        up = lanes.states_up.run(lambda: self._lift(each, carrier, load), free, f"lift state of {label}")
-        step = functools.partial(self._step_lifted, each, carrier, load, factor, groups)
-        stepped = lanes.update.run(step, (up, *after), f"{verb} {label}")
-        down = lanes.states_down.run(lambda: self._lower(each, carrier, load), (stepped,), f"lower state of {label}")
-        carrier.free, each.home = Over(down), down
-        return down
+        """Starts a streamed update, of the state itself or into its second generation. Up, step and down are on streams of their
+        own: the next chunk comes up while this one is stepped."""
+        index = each.state.index
+        load = Load(own, second)
+        home = None if each.home is None else Over(each.home)
+        parts = (
+            (lambda: self._lift(each, load), f"lift state of chunk {index}"),
+            (
+                lambda: self._step_lifted(each, load, factor, groups),
+                f"{'update' if second is None else 'speculate on'} chunk {index}",
+            ),
+            (lambda: self._lower(each, load), f"lower state of chunk {index}"),
+        )
+        each.home = self._lanes.streamed.run_parts(parts, (home, *after), order=index)
+        return each.home
 
-    @staticmethod
-    def _is_speculated(each: OptimizerState) -> bool:
-        return each.second is not None and each.second.ticket is not None
-
-    def _committed(self, each: OptimizerState, own: dict[str, Tensor], ready: Ticket) -> Ticket:
-        """Takes over what was speculated, and sends its weights to where they live."""
-        state, second = each.state, each.second
-        assert second is not None
-        label = f"chunk {state.index}"
-        swapped = self._lanes.host.run(lambda: self._commit(each, own), (second.ticket,), f"commit {label}")
-        if state.on_device is None:
-            return swapped
-        return self._lanes.up.run(lambda: self._upload(each), (swapped, ready), f"upload {label}")
-
-    def _lift(self, each: OptimizerState, carrier: Carrier, load: Load) -> None:
+    def _lift(self, each: OptimizerState, load: Load) -> None:
         state, elements = each.state, each.state.chunk.elements
+        carrier = load.carrier = self._carriers[0]  # whose last chunk has gone: no more are under way than there are carriers
+        self._carriers.rotate(-1)
+        load.weights = state.on_device
         if load.weights is None:
-            load.weights = carrier.bench.flat("weights", elements, state.dtype)
+            load.weights = carrier.flat("weights", elements, state.dtype)
             load.weights.copy_(state.weights, non_blocking=True)
-        load.moments = {key: carrier.bench.flat(key, elements) for key in each.moments}
-        for key, flat in load.moments.items():
-            flat.copy_(each.moments[key], non_blocking=True)
+        for key, flat in each.moments.items():
+            load.moments[key] = carrier.flat(key, elements)
+            load.moments[key].copy_(flat, non_blocking=True)
         if state.is_split:
-            carrier.bench.flat("low", elements, torch.int16).copy_(state.low, non_blocking=True)
-        load.gradients = _landed(state, load.gradients, carrier.bench)
+            carrier.flat("low", elements, torch.int16).copy_(state.low, non_blocking=True)
+        load.flat = self._gradients.flat(state)
+        if load.flat is not None and load.flat.device != self._device:
+            load.flat = carrier.flat("landed", elements, load.flat.dtype).copy_(load.flat, non_blocking=True)
 
-    def _step_lifted(self, each: OptimizerState, carrier: Carrier, load: Load, factor: Tensor | None, groups: Groups) -> None:
-        state, bench = each.state, self._benches["streamed"]
-        elements = state.chunk.elements
-        weights, own = load.weights, load.gradients
-        assert weights is not None
-        self._lanes.update.uses([*own.values(), *([factor] if factor is not None else [])])
+    def _step_lifted(self, each: OptimizerState, load: Load, factor: float | None, groups: Groups) -> None:
+        state, bench, carrier = each.state, self._benches["streamed"], load.carrier
+        elements, own = state.chunk.elements, load.gradients
+        assert carrier is not None
+        assert load.weights is not None
+        old = new = load.weights
+        self._lanes.streamed.tracks[1].uses(own.values())
+        low = carrier.flat("low", elements if state.is_split else 0, torch.int16)
+        if load.second is not None:  # the old weights stay
+            load.weights = new = carrier.flat("weights", elements, state.dtype)
+        settings = self._settings_of(state, groups)
+        if settings is not None:
+            flat = self._gathered(state, own, bench) if load.flat is None else load.flat
+            halves, moments = low if state.is_split else None, [load.moments[key] for key in ADAM_KEYS]
+            now, out = (State(weights, halves, *moments) for weights in (old, new))
+            load.rest = self._in_one_pass(each, own, now, out, flat, factor, settings)
+            return
+        if load.flat is not None:
+            own = _views(state, own, load.flat)
         exact = bench.flat("exact", elements)
-        low = carrier.bench.flat("low", elements if state.is_split else 0, torch.int16)
         if state.is_split:
-            merge(weights, low, exact)
+            merge(old, low, exact)
         else:
-            exact.copy_(weights)
+            exact.copy_(old)
         entries = _moved(each.entries(load.moments, own), self._device)
         made = self._step(each, exact, self._widened(state, own, bench), entries, factor, groups, "streamed")
         after = OptimizerState(state)
-        after.keep(load.moments, made, lambda key: carrier.bench.flat(key, elements).zero_())
+        after.keep(load.moments, made, lambda key: carrier.flat(key, elements).zero_())
         load.rest = _moved(after.rest, torch.device("cpu"))
         # Nothing has changed so far that counts; from here on nothing can fail.
-        if load.second is not None and load.weights is state.on_device:
-            load.weights = weights = carrier.bench.flat("weights", elements, state.dtype)
         if state.is_split:
-            split(exact, weights, low)
+            split(exact, new, low)
         else:
-            weights.copy_(exact)
+            new.copy_(exact)
 
-    def _lower(self, each: OptimizerState, carrier: Carrier, load: Load) -> None:
-        state, second = each.state, load.second
+    def _lower(self, each: OptimizerState, load: Load) -> None:
+        state, second, carrier = each.state, load.second, load.carrier
         moments = each.moments if second is None else second.moments
         for key, flat in load.moments.items():
             if key not in moments:
                 moments[key] = self._zeros(each, key)
             moments[key].copy_(flat, non_blocking=True)
+        assert load.weights is not None
+        assert carrier is not None
         if state.is_split:
             low = state.low if second is None else second.low
-            low.copy_(carrier.bench.flat("low", state.chunk.elements, torch.int16), non_blocking=True)
-        assert load.weights is not None
+            low.copy_(carrier.flat("low", state.chunk.elements, torch.int16), non_blocking=True)
         if second is not None:
             second.weights.copy_(load.weights, non_blocking=True)
-            second.made = {name: load.rest[name] for name in load.gradients}
-        else:
-            if state.on_device is None:
-                state.weights.copy_(load.weights, non_blocking=True)
-            each.rest |= load.rest
-        load.gradients = {}
+            second.made = load.rest
+            return
+        if state.on_device is None:
+            state.weights.copy_(load.weights, non_blocking=True)
+        each.rest |= load.rest
+        load.gradients.clear()
+
+    # ------------------------------------------------------------------ on the host
 
     def _on_host(
         self,
         each: OptimizerState,
         own: dict[str, Tensor],
-        arrived: Ticket | None,
-        scale: Tensor | None,
+        after: Sequence[Ticket | None],
+        factor: float | None,
         groups: Groups,
-        *,
-        as_it_is: bool,
-    ) -> None:
+    ) -> Ticket:
         state = each.state
-        ready = self._lanes.so_far()  # the device has read the old weights
-
-        def run() -> Ticket:
-            job = functools.partial(self._host_job, each, own, scale, groups)
-            updated = self._lanes.host.run(job, (arrived,), f"update chunk {state.index}")
-            if state.on_device is None:
-                return updated
-            return self._lanes.up.run(lambda: self._upload(each), (updated, ready), f"upload chunk {state.index}")
-
-        state.again = run
-        state.fresh = self._committed(each, own, ready) if as_it_is and self._is_speculated(each) else run()
+        arrived, before = after
+        job = functools.partial(self._host_job, each, own, factor, groups)
+        updated = self._lanes.host.run(job, (arrived,), f"update chunk {state.index}", order=state.index)
+        if state.on_device is None:
+            return updated
+        return self._lanes.fresh.run(lambda: self._upload(each), (updated, before), f"upload chunk {state.index}")
 
     @staticmethod
     def _upload(each: OptimizerState) -> None:
@@ -434,20 +443,18 @@ class Updates:
         assert state.on_device is not None
         state.on_device.copy_(source, non_blocking=True)
 
-    def _host_job(self, each: OptimizerState, own: Mapping[str, Tensor], scale: Tensor | None, groups: Groups) -> None:
+    def _host_job(self, each: OptimizerState, own: Mapping[str, Tensor], factor: float | None, groups: Groups) -> None:
         state, bench = each.state, self._benches["host"]
         assert state.on_host is not None
-        settings = _adam(self.optimizer, groups[state.chunk.group])
-        if settings is not None:  # one pass, that cannot fail half-way
-            made = self._in_one_pass(each, own, scale, settings, None)
-            each.keep(each.moments, made, lambda key: self._zeros(each, key))
+        if self._settings_of(state, groups) is not None:  # one pass, that cannot fail half-way
+            each.rest |= self._in_one_pass_on_host(each, own, None, factor, groups)
             return
         before = {}
         for key, flat in each.moments.items():
             before[key] = bench.flat(f"{key} before", flat.numel())
             before[key].copy_(flat)
         try:
-            exact, made = self._host_step(each, each.moments, own, scale, groups)
+            exact, made = self._host_step(each, each.moments, own, factor, groups)
         except BaseException:
             for key, flat in before.items():
                 each.moments[key].copy_(flat)
@@ -458,38 +465,27 @@ class Updates:
         else:
             state.on_host.copy_(exact)
 
-    def _in_one_pass(
-        self, each: OptimizerState, own: Mapping[str, Tensor], scale: Tensor | None, settings: Settings, second: Second | None
+    def _in_one_pass_on_host(
+        self, each: OptimizerState, own: Mapping[str, Tensor], second: Second | None, factor: float | None, groups: Groups
     ) -> dict[str, dict[str, Any]]:
-        """Steps a chunk by the kernel, in place or into its second generation; what is then known of each parameter."""
+        """In place, or into the second generation."""
         state = each.state
+        settings, flat = self._settings_of(state, groups), self._gradients.flat(state)
         assert state.on_host is not None
-        low = state.low if state.is_split else None
-        now = State(state.on_host, low, *(each.moments[key] for key in ADAM_KEYS))
+        assert settings is not None
+        assert flat is not None
+        now = State(state.on_host, state.low if state.is_split else None, *(each.moments[key] for key in ADAM_KEYS))
         out = None
         if second is not None:
             out = State(second.weights, second.low if state.is_split else None, *(second.moments[key] for key in ADAM_KEYS))
-        gradient = self._gradients.flat_on_host(state)
-        made: dict[str, dict[str, Any]] = {}
-        ranges: dict[int, list[tuple[int, int]]] = {}  # by step count: a parameter without a gradient has stayed behind
-        for slot in state.chunk.slots:
-            if slot.name in own:
-                entry = each.rest[slot.name]
-                step = entry["step"] + 1
-                made[slot.name] = {**entry, "step": step}
-                ranges.setdefault(int(step), []).append((slot.offset, slot.offset + slot.elements))
-        factor = None if scale is None else float(scale)
-        for step, stretches in ranges.items():
-            adamw(now, gradient, settings, step, out=out, scale=factor, ranges=stretches, threads=self._threads)
-            now, out = out or now, None
-        return made
+        return self._in_one_pass(each, own, now, out, flat, factor, settings)
 
     def _host_step(
         self,
         each: OptimizerState,
         moments: Mapping[str, Tensor],
         own: Mapping[str, Tensor],
-        scale: Tensor | None,
+        factor: float | None,
         groups: Groups,
     ) -> tuple[Tensor, dict[str, dict[str, Any]]]:
         """The masters after the step, in scratch; moments are updated where they lie."""
@@ -501,27 +497,25 @@ class Updates:
         else:
             exact.copy_(state.on_host)
         widened = self._widened(state, own, bench)
-        return exact, self._step(each, exact, widened, each.entries(moments, own), scale, groups, "host")
+        return exact, self._step(each, exact, widened, each.entries(moments, own), factor, groups, "host")
 
     # ------------------------------------------------------------------ speculation
 
     def _speculate(self, state: ChunkState) -> None:
         """All gradients of the chunk are there, or on their way: steps it, out of place, as if nothing were clipped."""
         each = self._by_index.get(state.index)
-        if each is None or each.second is None or len(each.rest) != len(state.chunk.slots):
+        if each is None or each.second is None or self._clipped > CLIPPED_SHARE or len(each.rest) != len(state.chunk.slots):
             return  # a first step makes state, which is taken over in place
         second = each.second
         own, arrived = self._gradients.of(state)
         groups = self._settings()
-
-        if state.placement.update == "device":
-            second.ticket = self._stream(each, own, (self._lanes.so_far(), arrived), None, groups, second)
+        if state.placement.route == "streamed":
+            second.ticket = self._streamed(each, own, (self._lanes.so_far(), arrived), None, groups, second)
             return
-        settings = _adam(self.optimizer, groups[state.chunk.group])
 
         def job() -> None:
-            if settings is not None:
-                second.made = self._in_one_pass(each, own, None, settings, second)
+            if self._settings_of(state, groups) is not None:
+                second.made = self._in_one_pass_on_host(each, own, second, None, groups)
                 return
             for key, flat in each.moments.items():
                 if key not in second.moments:
@@ -533,7 +527,7 @@ class Updates:
             else:
                 second.weights.copy_(exact)
 
-        second.ticket = self._lanes.host.run(job, after=(arrived,), label=f"speculate on chunk {state.index}")
+        second.ticket = self._lanes.host.run(job, (arrived,), f"speculate on chunk {state.index}", order=state.index)
 
     def _revoke(self, state: ChunkState) -> None:
         each = self._by_index.get(state.index)
@@ -542,23 +536,63 @@ class Updates:
                 each.second.ticket.wait()
             each.second.ticket = None
 
-    def _commit(self, each: OptimizerState, own: dict[str, Tensor]) -> None:
-        second, state = each.second, each.state
+    def _committed(self, each: OptimizerState, own: dict[str, Tensor], before: Ticket) -> Ticket:
+        """Takes over what was speculated, and sends its weights to where they live."""
+        state, second = each.state, each.second
         assert second is not None
-        if state.on_host is not None:
-            state.on_host, second.weights = second.weights, state.on_host
-        state.low, second.low = second.low, state.low
-        each.moments, second.moments = second.moments, each.moments
-        each.keep(each.moments, second.made, lambda key: self._zeros(each, key))
-        own.clear()
+
+        def take_over() -> None:
+            if state.on_host is not None:
+                state.on_host, second.weights = second.weights, state.on_host
+            state.low, second.low = second.low, state.low
+            each.moments, second.moments = second.moments, each.moments
+            each.keep(each.moments, second.made, lambda key: self._zeros(each, key))
+            own.clear()
+            if state.on_device is not None:
+                self._upload(each)
+
+        return self._lanes.fresh.run(take_over, (second.ticket, before), f"commit chunk {state.index}")
 
     # ------------------------------------------------------------------ one chunk, wherever its numbers are
 
+    def _in_one_pass(
+        self,
+        each: OptimizerState,
+        own: Iterable[str],
+        now: State,
+        out: State | None,
+        gradient: Tensor,
+        factor: float | None,
+        settings: Settings,
+    ) -> dict[str, dict[str, Any]]:
+        """Steps these parameters of a chunk by the kernel of where they lie; what is then known of each."""
+        made: dict[str, dict[str, Any]] = {}
+        ranges: dict[int, list[tuple[int, int]]] = {}  # by step count: a parameter without a gradient has stayed behind
+        slots = each.state.chunk.slots
+        for slot in slots:
+            if slot.name in own:
+                entry = each.rest[slot.name]
+                step = entry["step"] + 1
+                made[slot.name] = {**entry, "step": step}
+                ranges.setdefault(int(step), []).append((slot.offset, slot.offset + slot.elements))
+        for step, stretches in ranges.items():
+            parts = stretches if len(stretches) < len(slots) else None  # all of it, and the padding between
+            if now.weights.is_cuda:
+                adamw_on_gpu(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
+            else:
+                adamw(now, gradient, settings, step, out=out, scale=factor, ranges=parts, threads=self._threads)
+            now, out = out or now, None
+        return made
+
+    def _gathered(self, state: ChunkState, own: Mapping[str, Tensor], bench: Bench) -> Tensor:
+        """Gradients that autograd made, side by side at the chunk's offsets."""
+        flat = bench.flat("gathered", state.chunk.elements, next(iter(own.values())).dtype)
+        torch._foreach_copy_(list(_views(state, own, flat).values()), list(own.values()), non_blocking=True)
+        return flat
+
     def _widened(self, state: ChunkState, own: Mapping[str, Tensor], bench: Bench) -> dict[str, Tensor]:
         """The gradients in fp32 on the bench's device, free to be scaled."""
-        flat = bench.flat("gradient", state.chunk.elements)
-        slots = {slot.name: slot for slot in state.chunk.slots}
-        widened = {name: state.view(flat, slots[name]) for name in own}
+        widened = _views(state, own, bench.flat("gradient", state.chunk.elements))
         torch._foreach_copy_(list(widened.values()), list(own.values()), non_blocking=True)
         return widened
 
@@ -568,7 +602,7 @@ class Updates:
         exact: Tensor,
         own: Mapping[str, Tensor],
         entries: Mapping[str, dict[str, Any]],
-        factor: Tensor | None,
+        factor: float | None,
         groups: Groups,
         route: str,
     ) -> dict[str, dict[str, Any]]:
@@ -621,9 +655,8 @@ class Updates:
                 each = self.names[name]
                 on_device = each.state.placement.optimizer == "device"
                 made = _moved({name: dict(entries)}, self._device if on_device else torch.device("cpu"))
-                group = self.optimizer.param_groups[each.state.chunk.group]
-                if each.state.placement.update == "device" and (group.get("fused") or group.get("capturable")):
-                    made[name] = {key: _on(value, self._device) for key, value in made[name].items()}  # step counts too
+                counts = self._device if self._counts_on_device(each.state) else torch.device("cpu")
+                made[name] = {key: _on(value, counts) for key, value in made[name].items()}
                 each.keep(each.moments, made, lambda key, each=each: self._zeros(each, key))
                 each.live.pop(name, None)
 
@@ -632,7 +665,7 @@ class Updates:
         """Held between steps: the optimizer's state and the scratch buffers."""
         states = [tensor for each in self._chunks if each.state.placement.optimizer == "device" for tensor in each.tensors]
         benches = [self._benches[route].bytes for route in ("resident", "streamed")]
-        benches += [carrier.bench.bytes for carrier in self._carriers]
+        benches += [carrier.bytes for carrier in self._carriers]
         return sum(tensor.nbytes for tensor in states) + sum(benches)
 
 
@@ -653,17 +686,9 @@ def _adam(optimizer: Optimizer, group: Mapping[str, Any]) -> Settings | None:
     )
 
 
-def _landed(state: ChunkState, own: Mapping[str, Tensor], bench: Bench) -> Mapping[str, Tensor]:
-    """The gradients on the bench's device, in the dtype they came in."""
-    there = next(iter(own.values()))
-    if there.device == bench.device:
-        return own
-    flat = bench.flat("landed", state.chunk.elements, there.dtype)
+def _views(state: ChunkState, names: Iterable[str], flat: Tensor) -> dict[str, Tensor]:
     slots = {slot.name: slot for slot in state.chunk.slots}
-    landed = {name: state.view(flat, slots[name]) for name in own}
-    for name, gradient in own.items():
-        landed[name].copy_(gradient, non_blocking=True)
-    return landed
+    return {name: state.view(flat, slots[name]) for name in names}
 
 
 def _moved(entries: Mapping[str, dict[str, Any]], device: torch.device) -> dict[str, dict[str, Any]]:

@@ -158,10 +158,10 @@ class Run:
             norms = placed.gradients.finish(self._weight)
             if not norms:
                 raise RuntimeError("no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?")
-            norm = total_norm(norms, placed.device)
+            norm = total_norm(norms, placed.device).cpu()  # what the host decides by: the one wait of a step
         if bool(torch.isfinite(norm)):
-            factor = None if self.job.clip_norm is None else clip_factor(norm, self.job.clip_norm)
-            placed.updates.apply(factor)
+            factor = 1.0 if self.job.clip_norm is None else float(clip_factor(norm, self.job.clip_norm))
+            placed.updates.apply(None if factor == 1.0 else factor)
             if self.scheduler is not None:
                 self.scheduler.step()
         else:

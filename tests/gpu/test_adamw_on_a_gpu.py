@@ -66,25 +66,24 @@ def test_two_hundred_steps_stay_beside_torch_on_the_cpu(device: str) -> None:
 
 def test_the_host_never_waits(device: str) -> None:
     state, gradient = moved(state_of(torch.ones(5000), is_split=True), device), torch.ones(5000, device=device)
-    out, scale = empty_like(state), torch.ones((), device=device)
+    out = empty_like(state)
     with waiting_is_an_error():
         for step in range(1, 4):
-            adamw_on_gpu(state, gradient, SETTINGS, step, out=out, scale=scale, ranges=[(7, 100), (200, 4000)])
-            adamw_on_gpu(state, gradient, SETTINGS, step, scale=scale)
+            adamw_on_gpu(state, gradient, SETTINGS, step, out=out, scale=0.5, ranges=[(7, 100), (200, 4000)])
+            adamw_on_gpu(state, gradient, SETTINGS, step)
 
 
 def test_it_runs_in_the_order_of_the_current_stream(device: str) -> None:
-    """What the stream brings before it is what it updates, and a scale is read when its turn has come."""
+    """What the stream brings before it is what it updates."""
     expected, gradient = state_of(torch.randn(100_000), is_split=True), torch.randn(100_000).bfloat16()
     state, late = moved(expected, device), torch.zeros(100_000, dtype=torch.bfloat16, device=device)
-    scale, ready = torch.ones((), device=device), gradient.to(device)
+    ready = gradient.to(device)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
         late.copy_(ready)
-        scale.fill_(0.5)
-        adamw_on_gpu(state, late, SETTINGS, 1, scale=scale)
+        adamw_on_gpu(state, late, SETTINGS, 1, scale=0.5)
     stream.synchronize()
     adamw(expected, gradient, SETTINGS, 1, scale=0.5)
     assert_same(state, expected)
@@ -92,16 +91,15 @@ def test_it_runs_in_the_order_of_the_current_stream(device: str) -> None:
 
 def test_steps_rates_scales_and_ranges_compile_nothing_anew(device: str) -> None:
     state, gradient = moved(state_of(torch.ones(8192), is_split=True), device), torch.ones(8192, device=device)
-    scales = torch.ones(8, device=device)
 
     def compiled() -> int:
         return len(module._kernel().device_caches[torch.cuda.current_device()][0])
 
-    adamw_on_gpu(state, gradient, SETTINGS, 1, scale=scales[0])
+    adamw_on_gpu(state, gradient, SETTINGS, 1)
     before = compiled()
     for step, start in enumerate((0, 1, 16, 1024, 1025, 2048, 16, 17), 1):
         settings = Settings(lr=1.0 / step, weight_decay=0.1 * step)
-        adamw_on_gpu(state, gradient, settings, step, scale=scales[step - 1], ranges=[(start, start + 1), (4096, 4096 + start)])
+        adamw_on_gpu(state, gradient, settings, step, scale=1 / step, ranges=[(start, start + 1), (4096, 4096 + start)])
     assert compiled() == before
 
 

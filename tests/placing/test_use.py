@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -455,3 +456,22 @@ def test_a_forward_that_is_never_taken_backward_is_forgotten() -> None:
         assert loss.isfinite()
         del loss
         assert saved() == 0
+
+
+SPECULATES = replace(STREAMED, speculates=True)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("placement", [Placement(), SPECULATES, *ALL])
+def test_after_the_end_the_model_is_plain_and_the_state_is_gone(placement: Placement, accumulation: int) -> None:
+    job = job_for(precision="bf16", micro_batch=ROWS // accumulation)
+    batch = byte_batches(1, ROWS)[0]
+    with started(job, hand_written(job, placement, slots=8, accumulation=accumulation)) as run:
+        run.step(batch)
+    model, state, lanes = run.model, weakref.ref(run._placed.state), run._placed.lanes.all
+    del run
+    gc.collect()
+    assert state() is None
+    assert not any(lane._thread.is_alive() for lane in lanes)
+    next_byte_loss(model, batch).backward()  # type: ignore[arg-type]
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -25,9 +25,15 @@ PASS = {"forward", "backward", "norm"}
 KINDS: dict[Placement, dict[str, set[str]]] = {
     RESIDENT: {"compute": PASS | {"update"}},
     STREAMED: {"compute": PASS, "state uploads": {"lift"}, "updates": {"update"}, "state downloads": {"lower"}},
-    ON_HOST: {"compute": PASS, "downloads": {"gradients"}, "host updates": {"update"}, "uploads": {"upload"}},
+    ON_HOST: {"compute": PASS, "downloads": {"gradients"}, "host updates": {"update"}, "fresh weights": {"upload"}},
     AWAY: {"compute": PASS, "downloads": {"gradients"}, "host updates": {"update"}, "uploads": {"fetch"}},
-    SPECULATES: {"compute": PASS, "downloads": {"gradients"}, "host updates": {"speculate", "commit"}, "uploads": {"fetch"}},
+    SPECULATES: {
+        "compute": PASS,
+        "downloads": {"gradients"},
+        "host updates": {"speculate"},
+        "fresh weights": {"commit"},
+        "uploads": {"fetch"},
+    },
 }
 
 
@@ -140,7 +146,7 @@ def test_a_run_that_ends_early_shows_what_it_has_and_nobody_is_marked_afterwards
         document = timeline.document("a test")
         check(document)
         assert document["metadata"]["steps"] == [FIRST, FIRST]
-        assert {lanes.mark, *(lane.mark for lane in lanes.all)} == {None}
+        assert {lanes.mark, *(track.mark for track in lanes.tracks)} == {None}
 
 
 def test_an_error_in_a_recorded_step_leaves_it_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

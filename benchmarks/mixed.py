@@ -1,0 +1,244 @@
+"""How fast does a model train in a fraction of the memory it takes, with the same losses?
+
+    python -m benchmarks.mixed [--only NAME ...] [--steps 10] [--set KEY=VALUE ...] [--timeline FILE] [--record NAME]
+
+(a GPU, and as much host memory as a configuration says.) Each configuration is a plan written by hand and runs in a process of
+its own, under a hard cap on the GPU's memory. The optimizer's state of the model's first parameters is resident: their gradients
+come last in backward and their weights are needed first in forward, so that nothing could hide their update. The rest is
+updated on the host and streamed through the device by turns. Weights and batch are the same in all of one model; losses, median
+step, peak bytes on both sides and the time to start are recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import anyfit
+from anyfit.values.layout import Chunk, Placeable, lay_out
+from anyfit.values.plan import Placement
+
+from . import record
+from .by_hand import hand_written
+from .cases import gpt2
+from .profiler import quickly_built
+
+GIB = 2**30
+CONTEXT_BYTES = 2**29  # what CUDA takes outside torch's allocator
+LENGTH, VOCABULARY = 1024, 50304  # a multiple of 64, as it is usually made
+NEVER, ALWAYS = 1e9, 1e-9  # norms to clip at
+MODELS = {"4b": (32, 3072, 24), "10b": (48, 4096, 32)}  # blocks, width, heads
+
+
+@dataclass(frozen=True)
+class Configuration:
+    model: str
+    batch: int
+    cap: float  # GiB; 0: none
+    clip_norm: float = NEVER
+    resident: float = 0.0  # 10^9 parameters, the model's first, whose state is on the device
+    streamed: float = 0.0  # share of the others that is streamed
+    away: float = 0.0  # 10^9 parameters, the model's last, whose weights are on the host
+    speculates: int = 1
+    slots: int = 8
+    prefetch: int = 4
+    chunk_mib: int = 32
+    kept: int = 0  # blocks, the last, whose activations are kept
+    selective: int = 0  # blocks before those, which are recomputed but for their costly ops
+    compiled: int = 0
+
+
+CONFIGURATIONS = {
+    "4b resident": Configuration("4b", 8, 0, resident=10),
+    "4b resident, compiled": Configuration("4b", 8, 0, resident=10, compiled=1),
+    "4b, 24 GiB": Configuration("4b", 8, 24, resident=0.75, streamed=0.43),
+    "4b, 24 GiB, clipping": Configuration("4b", 8, 24, ALWAYS, resident=0.75, streamed=0.5),
+    "4b, 24 GiB, batch 32": Configuration("4b", 32, 24, resident=0.16, streamed=0.3),
+    "4b, 24 GiB, batch 32, clipping": Configuration("4b", 32, 24, ALWAYS, resident=0.16, streamed=0.5),
+    "4b, 12 GiB": Configuration("4b", 8, 12, resident=0.16, streamed=0.25, away=2.0),
+    "10b, 24 GiB": Configuration("10b", 8, 24, resident=0.2, streamed=0.45, away=7.0, speculates=0),
+    "10b, 24 GiB, batch 16": Configuration("10b", 16, 24, resident=0.2, streamed=0.45, away=7.0, speculates=0),
+}
+
+
+def job_of(configuration: Configuration) -> anyfit.Job:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        "gpt2", **gpt2(*MODELS[configuration.model]), resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, vocab_size=VOCABULARY
+    )
+    return anyfit.Job.from_huggingface(
+        config,
+        batch_size=configuration.batch,
+        micro_batch=configuration.batch,
+        length=LENGTH,
+        precision="bf16",
+        clip_norm=configuration.clip_norm,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+    )
+
+
+def with_norms(model: nn.Module) -> nn.Module:
+    """Norms as they are initialised, so that the model learns."""
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.weight = nn.Parameter(torch.ones_like(module.weight))
+            module.bias = nn.Parameter(torch.zeros_like(module.bias))
+    return model
+
+
+def placements(configuration: Configuration, layout: list[Chunk]) -> list[Placement]:
+    found: list[Placement] = []
+    total, before, streamed, others = sum(chunk.elements for chunk in layout), 0, 0.0, 0.0
+    for chunk in layout:
+        before += chunk.elements
+        if before <= configuration.resident * 1e9:
+            found.append(Placement())
+            continue
+        others += chunk.elements
+        is_away = total - before < configuration.away * 1e9
+        weights, speculates = ("host" if is_away else "device"), bool(configuration.speculates)
+        if streamed + chunk.elements / 2 <= configuration.streamed * others:
+            streamed += chunk.elements
+            found.append(Placement(weights=weights, optimizer="host", update="device", speculates=speculates))  # type: ignore[arg-type]
+        else:
+            found.append(
+                Placement(weights=weights, gradients="host", optimizer="host", update="host", speculates=speculates)  # type: ignore[arg-type]
+            )
+    return found
+
+
+def plan_of(configuration: Configuration, job: anyfit.Job) -> anyfit.Plan:
+    with torch.device("meta"):
+        model = job.build()
+    layout = lay_out(
+        (Placeable(name, tuple(parameter.shape), "bfloat16", 2, True, 0) for name, parameter in model.named_parameters()),
+        configuration.chunk_mib * 2**20,
+    )
+    blocks = [f"transformer.h.{index}" for index in range(MODELS[configuration.model][0])]
+    first_kept = len(blocks) - configuration.kept
+    choices = ["recompute"] * (first_kept - configuration.selective) + ["selective"] * configuration.selective
+    return hand_written(
+        job,
+        *placements(configuration, list(layout)),
+        chunk_bytes=configuration.chunk_mib * 2**20,
+        slots=configuration.slots,
+        prefetch=configuration.prefetch,
+        activations=dict(zip(blocks, choices, strict=False)),  # type: ignore[arg-type]
+        compiled=tuple(blocks) if configuration.compiled else (),
+        device_bytes=int((configuration.cap or 1024) * GIB),
+        host_bytes=2**40,
+    )
+
+
+def measure(
+    name: str, steps: int, warmup: int, changes: dict[str, Any] | None = None, timeline: Path | None = None
+) -> dict[str, Any]:
+    configuration = replace(CONFIGURATIONS[name], **changes or {})
+    began = time.perf_counter()
+    if configuration.cap:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((configuration.cap * GIB - CONTEXT_BYTES) / total)
+    job = job_of(configuration)
+    plan = plan_of(configuration, job)
+    run = anyfit.start(replace(job, model=lambda: with_norms(quickly_built(job).build())), plan, anyfit.Machine.load("h200"))
+    started = time.perf_counter() - began
+    recorded = run.record() if timeline is not None else None
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (configuration.batch, LENGTH), generator=generator)  # one batch, to see it being learnt
+    losses, seconds, clipped = [], [], 0
+    for _ in range(warmup + steps):
+        begun = time.perf_counter()
+        losses.append(float(run.step({"input_ids": ids, "labels": ids})))
+        seconds.append(time.perf_counter() - begun)
+        clipped += run.metrics.gradient_norm > configuration.clip_norm
+    if recorded is not None and timeline is not None:
+        timeline.write_text(json.dumps(recorded.document(name)))
+    placed = run._placed
+    median = statistics.median(seconds[warmup:])
+    row = {
+        "system": "anyfit",
+        "job": name,
+        "configuration": vars(configuration),
+        "parameters": sum(each.chunk.elements for each in placed.state.chunks),
+        "by_route": {
+            route: sum(each.chunk.elements for each in placed.state.chunks if each.placement.route == route)
+            for route in ("resident", "streamed", "host")
+        },
+        "losses": losses,
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "step_seconds": median,
+        "step_seconds_all": seconds,
+        "tokens_per_second": configuration.batch * LENGTH / median,
+        "start_seconds": started,
+        "first_step_seconds": seconds[0],
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "host_bytes": placed.host_bytes,
+        "most_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "clipped_share": clipped / len(losses),
+        "fetches": placed.residency.fetches,
+        "misses": placed.residency.misses,
+        "error": None,
+    }
+    run.close()
+    return row
+
+
+def line_of(row: dict[str, Any]) -> str:
+    gib = {key: row[f"{key}_bytes"] / GIB for key in ("reserved", "host", "most_resident")}
+    routes = " ".join(f"{route} {count / 1e9:.2f}" for route, count in row["by_route"].items())
+    every = " ".join(f"{seconds:.2f}" for seconds in row["step_seconds_all"])
+    return (
+        f"{row['job']:32} {row['step_seconds']:6.3f} s {row['tokens_per_second']:7.0f} tok/s  GPU {gib['reserved']:5.1f} GiB  "
+        f"host {gib['host']:5.1f}, {gib['most_resident']:.1f} in all  start {row['start_seconds']:4.1f} s  {routes}  "
+        f"clipped {row['clipped_share']:.0%}  misses {row['misses']}/{row['fetches']}\n"
+        f"    losses {row['loss_first']:.4f} {row['loss_last']:.4f}  steps {every}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=list(CONFIGURATIONS))
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other values of a configuration")
+    parser.add_argument("--timeline", type=Path)
+    parser.add_argument("--record", metavar="NAME")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        known = {field.name: {"int": int, "float": float, "str": str}[str(field.type)] for field in fields(Configuration)}
+        changes = {key: known[key](value) for key, _, value in (each.partition("=") for each in options.set)}
+        print("ROW" + json.dumps(measure(options.one, options.steps, options.warmup, changes, options.timeline)), flush=True)
+        return
+    rows = []
+    for name in options.only or CONFIGURATIONS:
+        command = [sys.executable, "-m", "benchmarks.mixed", "--one", name, "--steps", str(options.steps)]
+        command += ["--warmup", str(options.warmup), "--set", *options.set]
+        command += ["--timeline", str(options.timeline)] if options.timeline else []
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        row = next((json.loads(line[3:]) for line in done.stdout.splitlines() if line.startswith("ROW")), None)
+        if row is None:
+            print(f"{name}: failed\n{done.stderr[-3000:]}", flush=True)
+            continue
+        rows.append(row)
+        print(line_of(row), flush=True)
+        if options.record:
+            record.write(options.record, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
