@@ -18,6 +18,7 @@ from anyfit.values.plan import Placement
 from .lanes import Ticket
 from .tiers import HostSlabs
 
+WRITTEN_AT_ONCE = 2**22  # elements: scratch is little, and stays in the cache
 quietly = torch._C.DisableTorchFunctionSubclass  # parameters that watch their use do not watch the engine's
 
 
@@ -67,12 +68,16 @@ class ChunkState:
             for home in homes:
                 home.copy_(value)
             return
-        low = self.view(self.low, slot)
-        exact = value.to(low.device, torch.float32, copy=True).contiguous()
-        high = torch.empty_like(exact, dtype=torch.bfloat16)
-        split(exact, high, low)
-        for home in homes:
-            home.copy_(high)
+        given, low = value.detach().reshape(-1), self.view(self.low, slot).view(-1)
+        scratch = torch.empty(min(WRITTEN_AT_ONCE, slot.elements), dtype=torch.float32, device=low.device)
+        halves = torch.empty_like(scratch, dtype=torch.bfloat16)
+        for start in range(0, slot.elements, WRITTEN_AT_ONCE):
+            part = slice(start, start + WRITTEN_AT_ONCE)
+            exact, high = (buffer[: len(given[part])] for buffer in (scratch, halves))
+            exact.copy_(given[part])
+            split(exact, high, low[part])
+            for home in homes:
+                home.view(-1)[part].copy_(high)
 
     def read(self, slot: Slot) -> Tensor:
         """One parameter on the host: the fp32 master where the chunk has masters, a copy in any case."""

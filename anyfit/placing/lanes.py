@@ -1,9 +1,9 @@
 """Lanes: where copies and updates run beside the computation, in an order that tickets keep.
 
-A lane does one job after another on a thread of its own, the most urgent first. With a stream (on a GPU) the thread only
-issues the job, and the GPU does it in its own time; without one the thread does the work itself. Either way a job starts after
-the tickets it was given, and its own ticket says when it is done. The computation is not a lane: it is whatever the calling
-thread does, on its current stream.
+A lane does one job after another on a thread of its own. With a stream (on a GPU) the thread only issues the job, and the GPU
+does it in its own time; without one the thread does the work itself. Either way a job starts after the tickets it was given,
+and its own ticket says when it is done. The computation is not a lane: it is whatever the calling thread does, on its
+current stream, and it is often given far more than the GPU has done.
 
 The jobs of a lane of several tracks have as many parts, each on a stream of its own: the first part of one job then runs beside
 the second of the job before.
@@ -16,14 +16,13 @@ told when each begins and ends.
 
 from __future__ import annotations
 
-import itertools
-import math
 import queue
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from torch import Tensor
 _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
 STREAMED_DEPTH = 3  # chunks: one comes up, one is stepped, one goes down
 Part = tuple[Callable[[], None], str]  # and its label
-Job = tuple[Sequence[Part], tuple["Ticket", ...], "Ticket"]
 Mark = Callable[[str], Callable[[], None]]  # told of a label that it begins; gives what is to be called when it ends
 
 
@@ -63,8 +61,9 @@ class Ticket:
             event.synchronize()
 
     @property
-    def is_reached(self) -> bool:
-        return self._reached.is_set()
+    def is_over(self) -> bool:
+        """Done, or failed."""
+        return self._reached.is_set() and (self._event is None or bool(self._event.query()))
 
 
 class Over(Ticket):
@@ -74,11 +73,23 @@ class Over(Ticket):
         super().__init__(ticket.label)
         self._ticket = ticket
 
+    @property
+    def is_over(self) -> bool:
+        return self._ticket.is_over
+
     def reach(self) -> Any:
         try:
             return self._ticket.reach()
         except BaseException:  # whoever waits for the job itself gets it
             return None
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    parts: Sequence[Part]
+    after: tuple[Ticket, ...]
+    ticket: Ticket
+    order: float
 
 
 class Track:
@@ -114,32 +125,32 @@ class Track:
 
 
 class Lane:
-    """With a `depth`, so many jobs may be under way on the GPU before the next is chosen: an urgent one is then not late."""
+    """Jobs are done in the order they were given. With a `depth` they are done by urgency: no more than so many are under way on
+    the GPU when the next is chosen, the most urgent of those that could start at once."""
 
     def __init__(self, delay: Callable[[], None] | None, *tracks: Track, depth: int | None = None) -> None:
         self.tracks, self._delay, self._depth = tracks, delay, depth
         self._under_way: deque[Any] = deque()  # events
-        self._jobs: queue.PriorityQueue[tuple[float, int, Job | None]] = queue.PriorityQueue()
-        self._count = itertools.count()
+        self._given: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._waiting: list[Job | None] = []  # given, and looked at
         self._thread = threading.Thread(target=self._work, name=f"anyfit {tracks[0].name}", daemon=True)
         self._thread.start()
 
     def run(self, work: Callable[[], None], after: Iterable[Ticket | None] = (), label: str = "", order: float = 0) -> Ticket:
-        """Queues a job, to start when all of `after` are done. Of those that wait, the one of the least `order` is next; a job
-        must not depend on one of this lane whose order is greater."""
+        """Queues a job, to start when all of `after` are done. The least `order` is the most urgent."""
         return self.run_parts([(work, label)], after, order)
 
     def run_parts(self, parts: Sequence[Part], after: Iterable[Ticket | None] = (), order: float = 0) -> Ticket:
         """The same, with a part for each track."""
         ticket = Ticket(parts[-1][1])
-        self._jobs.put((order, next(self._count), (parts, tuple(each for each in after if each is not None), ticket)))
+        self._given.put(Job(parts, tuple(each for each in after if each is not None), ticket, order))
         return ticket
 
     def uses(self, tensors: Iterable[Tensor]) -> None:
         self.tracks[0].uses(tensors)
 
     def close(self) -> None:
-        self._jobs.put((math.inf, next(self._count), None))
+        self._given.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -148,26 +159,37 @@ class Lane:
         if stream is not None:
             _cuda.set_device(stream.device)
         while (job := self._next()) is not None:
-            parts, after, ticket = job
-            events, error = [], None
+            ticket, events, error = job.ticket, [], None
             try:
-                events = [event for event in (each.reach() for each in after) if event is not None]
-                for track, (work, label) in zip(self.tracks, parts, strict=False):
+                events = [event for event in (each.reach() for each in job.after) if event is not None]
+                for track, (work, label) in zip(self.tracks, job.parts, strict=False):
                     if self._delay is not None:
                         self._delay()
                     events = track.do(work, label, events)
                     del work
             except BaseException as raised:  # the thread lives on, and whoever waits for the ticket gets it
                 error = raised
-            del job, parts, after  # whatever tensors they hold are let go before anybody is told
-            self._under_way.extend(events)
+            del job  # whatever tensors it holds are let go before anybody is told
+            self._under_way.extend(events if self._depth is not None else ())
             ticket.resolve(events[0] if events and error is None else None, error)
             del ticket, error, events
 
     def _next(self) -> Job | None:
-        while self._depth is not None and len(self._under_way) >= self._depth:
+        if self._depth is None:
+            return self._given.get()
+        while len(self._under_way) >= self._depth:
             self._under_way.popleft().synchronize()
-        return self._jobs.get()[2]
+        while True:
+            while not self._waiting or not self._given.empty():
+                self._waiting.append(self._given.get())
+            ready = [job for job in self._waiting if job is not None and all(ticket.is_over for ticket in job.after)]
+            first = self._waiting[0]
+            if ready or first is None:
+                job = min(ready, key=lambda job: job.order, default=None)
+                self._waiting.remove(job)
+                return job
+            for ticket in first.after:  # what was given first can start first
+                Over(ticket).wait()
 
 
 class Lanes:
@@ -183,7 +205,7 @@ class Lanes:
 
         self.up = Lane(delay, Track("uploads", stream()))
         self.down = Lane(delay, Track("downloads", stream()))
-        self.host = Lane(delay, Track("host updates", None))
+        self.host = Lane(delay, Track("host updates", None), depth=1)
         # In one queue with these, what waits for its update would keep back a weight that the computation waits for.
         self.fresh = Lane(delay, Track("fresh weights", stream()))
         self.streamed = Lane(
