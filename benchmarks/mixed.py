@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import anyfit
 from anyfit.values.layout import Chunk, Placeable, lay_out
@@ -31,22 +30,14 @@ from anyfit.values.plan import Placement
 
 from . import record
 from .by_hand import hand_written
-from .cases import gpt2
+from .peers import CONTEXT_BYTES, GIB, JOBS, LR, MODELS, VOCABULARY, WEIGHT_DECAY, Job, with_norms
 from .profiler import quickly_built
-
-GIB = 2**30
-CONTEXT_BYTES = 2**29  # what CUDA takes outside torch's allocator
-LENGTH, VOCABULARY = 1024, 50304  # a multiple of 64, as it is usually made
-NEVER, ALWAYS = 1e9, 1e-9  # norms to clip at
-MODELS = {"4b": (32, 3072, 24), "10b": (48, 4096, 32)}  # blocks, width, heads
 
 
 @dataclass(frozen=True)
 class Configuration:
-    model: str
-    batch: int
-    cap: float  # GiB; 0: none
-    clip_norm: float = NEVER
+    """How a job of benchmarks/peers.py is placed."""
+
     resident: float = 0.0  # 10^9 parameters, the model's first, whose state is on the device
     streamed: float = 0.0  # share of the others that is streamed
     away: float = 0.0  # 10^9 parameters, the model's last, whose weights are on the host
@@ -60,42 +51,32 @@ class Configuration:
 
 
 CONFIGURATIONS = {
-    "4b resident": Configuration("4b", 8, 0, resident=10),
-    "4b resident, compiled": Configuration("4b", 8, 0, resident=10, compiled=1),
-    "4b, 24 GiB": Configuration("4b", 8, 24, resident=0.75, streamed=0.43),
-    "4b, 24 GiB, clipping": Configuration("4b", 8, 24, ALWAYS, resident=0.75, streamed=0.5),
-    "4b, 24 GiB, batch 32": Configuration("4b", 32, 24, resident=0.16, streamed=0.3),
-    "4b, 24 GiB, batch 32, clipping": Configuration("4b", 32, 24, ALWAYS, resident=0.16, streamed=0.5),
-    "4b, 12 GiB": Configuration("4b", 8, 12, resident=0.16, streamed=0.25, away=2.0),
-    "10b, 24 GiB": Configuration("10b", 8, 24, resident=0.2, streamed=0.45, away=7.0, speculates=0),
-    "10b, 24 GiB, batch 16": Configuration("10b", 16, 24, resident=0.2, streamed=0.45, away=7.0, speculates=0),
+    "4b batch 8 no cap": Configuration(resident=10),
+    "4b batch 8 no cap compiled": Configuration(resident=10, compiled=1),
+    "4b batch 32 no cap": Configuration(resident=10),
+    "4b batch 8 cap 24": Configuration(resident=0.65, streamed=0.57),
+    "4b batch 8 cap 24 clipping": Configuration(resident=0.65, streamed=0.6),
+    "4b batch 32 cap 24": Configuration(resident=0.16, streamed=0.3),
+    "4b batch 32 cap 24 clipping": Configuration(resident=0.16, streamed=0.5),
+    "4b batch 8 cap 12": Configuration(resident=0.16, streamed=0.25, away=2.0),
+    "10b batch 8 cap 24": Configuration(resident=0.2, streamed=0.45, away=7.0, speculates=0),
+    "10b batch 16 cap 24": Configuration(resident=0.2, streamed=0.45, away=7.0, speculates=0),
 }
 
 
-def job_of(configuration: Configuration) -> anyfit.Job:
+def job_of(job: Job) -> anyfit.Job:
+    """With the loss in slices, as anyfit trains a Hugging Face model."""
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(
-        "gpt2", **gpt2(*MODELS[configuration.model]), resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, vocab_size=VOCABULARY
-    )
     return anyfit.Job.from_huggingface(
-        config,
-        batch_size=configuration.batch,
-        micro_batch=configuration.batch,
-        length=LENGTH,
+        AutoConfig.for_model("gpt2", **MODELS[job.model]),
+        batch_size=job.batch,
+        micro_batch=job.batch,
+        length=job.case.length,
         precision="bf16",
-        clip_norm=configuration.clip_norm,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+        clip_norm=job.clip_norm,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY),
     )
-
-
-def with_norms(model: nn.Module) -> nn.Module:
-    """Norms as they are initialised, so that the model learns."""
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.weight = nn.Parameter(torch.ones_like(module.weight))
-            module.bias = nn.Parameter(torch.zeros_like(module.bias))
-    return model
 
 
 def placements(configuration: Configuration, layout: list[Chunk]) -> list[Placement]:
@@ -119,25 +100,25 @@ def placements(configuration: Configuration, layout: list[Chunk]) -> list[Placem
     return found
 
 
-def plan_of(configuration: Configuration, job: anyfit.Job) -> anyfit.Plan:
+def plan_of(job: Job, configuration: Configuration, training: anyfit.Job) -> anyfit.Plan:
     with torch.device("meta"):
-        model = job.build()
+        model = training.build()
     layout = lay_out(
         (Placeable(name, tuple(parameter.shape), "bfloat16", 2, True, 0) for name, parameter in model.named_parameters()),
         configuration.chunk_mib * 2**20,
     )
-    blocks = [f"transformer.h.{index}" for index in range(MODELS[configuration.model][0])]
+    blocks = [f"transformer.h.{index}" for index in range(MODELS[job.model]["n_layer"])]
     first_kept = len(blocks) - configuration.kept
     choices = ["recompute"] * (first_kept - configuration.selective) + ["selective"] * configuration.selective
     return hand_written(
-        job,
+        training,
         *placements(configuration, list(layout)),
         chunk_bytes=configuration.chunk_mib * 2**20,
         slots=configuration.slots,
         prefetch=configuration.prefetch,
         activations=dict(zip(blocks, choices, strict=False)),  # type: ignore[arg-type]
         compiled=tuple(blocks) if configuration.compiled else (),
-        device_bytes=int((configuration.cap or 1024) * GIB),
+        device_bytes=job.cap_bytes or 2**40,
         host_bytes=2**40,
     )
 
@@ -145,24 +126,25 @@ def plan_of(configuration: Configuration, job: anyfit.Job) -> anyfit.Plan:
 def measure(
     name: str, steps: int, warmup: int, changes: dict[str, Any] | None = None, timeline: Path | None = None
 ) -> dict[str, Any]:
-    configuration = replace(CONFIGURATIONS[name], **changes or {})
+    job, configuration = JOBS[name], replace(CONFIGURATIONS[name], **changes or {})
     began = time.perf_counter()
-    if configuration.cap:
+    if job.cap_bytes is not None:
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction((configuration.cap * GIB - CONTEXT_BYTES) / total)
-    job = job_of(configuration)
-    plan = plan_of(configuration, job)
-    run = anyfit.start(replace(job, model=lambda: with_norms(quickly_built(job).build())), plan, anyfit.Machine.load("h200"))
+        torch.cuda.set_per_process_memory_fraction((job.cap_bytes - CONTEXT_BYTES) / total)
+    training = job_of(job)
+    plan = plan_of(job, configuration, training)
+    building = replace(training, model=lambda: with_norms(quickly_built(training).build()))
+    run = anyfit.start(building, plan, anyfit.Machine.load("h200"))
     started = time.perf_counter() - began
     recorded = run.record() if timeline is not None else None
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, (configuration.batch, LENGTH), generator=generator)  # one batch, to see it being learnt
+    ids = torch.randint(0, VOCABULARY, (job.batch, job.case.length), generator=generator)  # one batch, to see it being learnt
     losses, seconds, clipped = [], [], 0
     for _ in range(warmup + steps):
         begun = time.perf_counter()
         losses.append(float(run.step({"input_ids": ids, "labels": ids})))
         seconds.append(time.perf_counter() - begun)
-        clipped += run.metrics.gradient_norm > configuration.clip_norm
+        clipped += run.metrics.gradient_norm > job.clip_norm
     if recorded is not None and timeline is not None:
         timeline.write_text(json.dumps(recorded.document(name)))
     placed = run._placed
@@ -181,7 +163,7 @@ def measure(
         "loss_last": losses[-1],
         "step_seconds": median,
         "step_seconds_all": seconds,
-        "tokens_per_second": configuration.batch * LENGTH / median,
+        "tokens_per_second": job.tokens / median,
         "start_seconds": started,
         "first_step_seconds": seconds[0],
         "allocated_bytes": torch.cuda.max_memory_allocated(),

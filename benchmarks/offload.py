@@ -31,8 +31,7 @@ from xml.sax.saxutils import escape
 import psutil
 
 from . import peers, record
-from .capped import CONTEXT_BYTES, GIB
-from .peers import JOBS, SYSTEMS, Job
+from .peers import CONTEXT_BYTES, GIB, JOBS, SYSTEMS, Job
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "offload.svg"
@@ -193,22 +192,9 @@ def bounds(job: Job, medians: Iterable[Row]) -> dict[str, Row]:
 def measure_anyfit(job_name: str, steps: int, warmup: int) -> Row:
     from . import mixed
 
-    job = JOBS[job_name]
-
-    def is_of_job(each: mixed.Configuration) -> bool:
-        alike = (each.model, each.batch, each.cap * GIB, bool(each.compiled)) == (
-            job.model,
-            job.batch,
-            job.cap_bytes or 0,
-            job.compiled,
-        )
-        return alike and (each.clip_norm < 1) == (job.clip_norm < 1)
-
-    name = next((name for name, each in mixed.CONFIGURATIONS.items() if is_of_job(each)), None)
-    if name is None:
+    if job_name not in mixed.CONFIGURATIONS:
         return peers.empty_row("anyfit", job_name) | {"error": "no configuration in benchmarks/mixed.py"}
-    row = mixed.measure(name, steps, warmup, {"clip_norm": job.clip_norm})
-    return peers.empty_row("anyfit", job_name) | row | {"system": "anyfit", "job": job_name}
+    return peers.empty_row("anyfit", job_name) | mixed.measure(job_name, steps, warmup)
 
 
 def systems_for(job: Job, asked: Sequence[str]) -> list[str]:

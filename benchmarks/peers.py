@@ -25,19 +25,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from .capped import CONTEXT_BYTES, GIB, with_norms
 from .cases import Case, gpt2, job_of
 from .profiler import quickly_built
 
+GIB = 2**30
+CONTEXT_BYTES = 2**29  # what CUDA takes outside torch's allocator
 LR, WEIGHT_DECAY = 1e-4, 0.01
+VOCABULARY = 50304  # a multiple of 64, as it is usually made: products with 50257 columns are slow
 NEVER, ALWAYS = 1e6, 1e-2  # limits of the norm that no step is over, and that every step is over
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
 MODELS = {
-    "4b": gpt2(32, 3072, 24, vocab_size=50257, n_positions=1024, **NO_DROPOUT),
-    "10b": gpt2(48, 4096, 32, vocab_size=50257, n_positions=1024, **NO_DROPOUT),
+    "4b": gpt2(32, 3072, 24, vocab_size=VOCABULARY, n_positions=1024, **NO_DROPOUT),
+    "10b": gpt2(48, 4096, 32, vocab_size=VOCABULARY, n_positions=1024, **NO_DROPOUT),
     "tiny": gpt2(2, 64, 4, vocab_size=257, n_positions=64, bos_token_id=0, eos_token_id=0, **NO_DROPOUT),
 }
 
@@ -98,6 +100,16 @@ JOBS = {
     "tiny": Job("tiny", 4),
     "tiny clipping": Job("tiny", 4, clip_norm=ALWAYS),
 }
+
+
+def with_norms(model: nn.Module) -> nn.Module:
+    """Norms as they are initialised, so that the model learns."""
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.weight = nn.Parameter(torch.ones_like(module.weight))
+            module.bias = nn.Parameter(torch.zeros_like(module.bias))
+    return model
+
 
 Step = Callable[[], tuple[Tensor, Any]]  # the loss, and the norm of the gradients before they were clipped
 

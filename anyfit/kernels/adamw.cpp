@@ -4,9 +4,10 @@
 // same order, fused multiply-adds where torch's code has them and nowhere else (-ffp-contract=off), and the square roots that
 // torch takes. The scalars come rounded from adamw.py.
 //
-// A thread takes one contiguous stretch of the chunk, block by block: each number is read from memory once and written once.
+// A thread goes through a contiguous stretch of the chunk block by block: each number is read from memory once and written once.
 
 #include <algorithm>
+#include <atomic>
 #include <cfenv>
 #include <cmath>
 #include <condition_variable>
@@ -14,6 +15,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <pthread.h>
 #include <thread>
@@ -28,6 +30,7 @@ namespace {
 
 constexpr int64_t BLOCK = 64;                  // elements: whole cache lines, and few enough that blocks overlap in the processor
 constexpr int64_t AHEAD = 8 * BLOCK;           // elements: how far ahead of the work memory is asked for
+constexpr int64_t GRAIN = 32 * 1024;           // elements that a thread takes at once
 constexpr int64_t WORTH_A_THREAD = 16 * 1024;  // elements: less takes no longer than waking a thread
 
 }  // namespace
@@ -286,20 +289,58 @@ void do_stretch(const Update& u, int64_t from, int64_t to) {
 
 // ---------------------------------------------------------------------- threads
 
-struct Latch {
+// One update on its threads. A thread takes what it can of its own stretch of the chunk, whose memory stays near it, and then of
+// the others': nobody waits for one that the system has taken off its core. Late ones find nothing left, and only this.
+struct Work {
+    struct alignas(64) Stretch {
+        std::atomic<int64_t> next{0};
+        int64_t end = 0;
+    };
+
+    Work(const Update& asked, int64_t threads) : update(asked), left(asked.elements), stretches(size_t(threads)) {
+        std::fegetenv(&environment);
+        int64_t size = (update.elements + threads - 1) / threads;
+        size = (size + BLOCK - 1) / BLOCK * BLOCK;
+        for (int64_t each = 0; each < threads; each++) {
+            stretches[size_t(each)].next = std::min(each * size, update.elements);
+            stretches[size_t(each)].end = std::min((each + 1) * size, update.elements);
+        }
+    }
+
+    void help(size_t own) {
+        int64_t done = 0;
+        for (size_t each = 0; each < stretches.size(); each++) {
+            Stretch& stretch = stretches[(own + each) % stretches.size()];
+            for (int64_t from; (from = stretch.next.fetch_add(GRAIN)) < stretch.end;) {
+                const int64_t to = std::min(from + GRAIN, stretch.end);
+                do_stretch(update, from, to);
+                done += to - from;
+            }
+        }
+        if (!done || left.fetch_sub(done) != done) return;
+        std::lock_guard<std::mutex> lock(mutex);
+        all_done.notify_one();
+    }
+
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex);
+        all_done.wait(lock, [this] { return left.load() == 0; });
+    }
+
+    const Update update;
+    fenv_t environment;  // the caller's treatment of denormals
+    std::atomic<int64_t> left;  // elements
+    std::vector<Stretch> stretches;
     std::mutex mutex;
-    std::condition_variable done;
-    int waiting_for = 0;
+    std::condition_variable all_done;
 };
 
 struct Task {
-    const Update* update;
-    int64_t from, to;
-    fenv_t environment;  // the caller's treatment of denormals
-    Latch* latch;
+    std::shared_ptr<Work> work;
+    size_t own;
 };
 
-// A worker has its own queue: the n-th stretch of a chunk is always done by the n-th worker, whose memory it stays.
+// A worker has its own queue: the n-th stretch of a chunk is always begun by the n-th worker.
 class Worker {
 public:
     Worker() {
@@ -326,13 +367,11 @@ private:
         for (;;) {
             std::unique_lock<std::mutex> lock(mutex_);
             arrived_.wait(lock, [this] { return !tasks_.empty(); });
-            const Task task = tasks_.front();
+            const Task task = std::move(tasks_.front());
             tasks_.pop_front();
             lock.unlock();
-            std::fesetenv(&task.environment);
-            do_stretch(*task.update, task.from, task.to);
-            std::lock_guard<std::mutex> ending(task.latch->mutex);  // the latch is gone once its owner has this lock
-            if (--task.latch->waiting_for == 0) task.latch->done.notify_one();
+            std::fesetenv(&task.work->environment);
+            task.work->help(task.own);
         }
     }
 
@@ -361,27 +400,13 @@ Pool* pool = [] {
 }  // namespace
 
 extern "C" void anyfit_adamw(const Update* update) {
-    const Update& u = *update;
-    const int64_t useful = std::max<int64_t>(1, u.elements / WORTH_A_THREAD);
-    const int64_t threads = std::min<int64_t>(u.threads, useful);
-    int64_t stretch = (u.elements + threads - 1) / threads;
-    stretch = (stretch + BLOCK - 1) / BLOCK * BLOCK;
-    Latch latch;
-    latch.waiting_for = int(threads - 1);
-    Task task{update, 0, 0, {}, &latch};
-    std::fegetenv(&task.environment);
-    for (int64_t each = 1; each < threads; each++) {
-        task.from = std::min(each * stretch, u.elements);
-        task.to = std::min(task.from + stretch, u.elements);
-        try {
-            pool->worker(size_t(each - 1))->take(task);
-        } catch (...) {  // no more threads or memory to be had
-            do_stretch(u, task.from, task.to);
-            std::lock_guard<std::mutex> lock(latch.mutex);
-            latch.waiting_for--;
-        }
+    const int64_t useful = std::max<int64_t>(1, update->elements / WORTH_A_THREAD);
+    const auto threads = size_t(std::min<int64_t>(update->threads, useful));
+    const auto work = std::make_shared<Work>(*update, int64_t(threads));
+    try {
+        for (size_t each = 1; each < threads; each++) pool->worker(each - 1)->take({work, each});
+    } catch (...) {  // no more threads or memory to be had: fewer do it
     }
-    do_stretch(u, 0, std::min(stretch, u.elements));
-    std::unique_lock<std::mutex> lock(latch.mutex);
-    latch.done.wait(lock, [&] { return latch.waiting_for == 0; });
+    work->help(0);
+    work->wait();
 }

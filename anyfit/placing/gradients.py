@@ -23,7 +23,7 @@ from .chunks import ChunkState, ModelState, quietly
 from .lanes import Lanes, Ticket
 from .tiers import HostSlabs
 
-STAGES = 2  # staging buffers: one fills while the other goes down
+STAGES = 3  # staging buffers: one fills while others go down
 
 
 @dataclass(eq=False)

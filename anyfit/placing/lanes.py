@@ -17,6 +17,7 @@ told when each begins and ends.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import weakref
 from collections import deque
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
+SWITCH_SECONDS = 1e-4
 STREAMED_DEPTH = 3  # chunks: one comes up, one is stepped, one goes down
 Part = tuple[Callable[[], None], str]  # and its label
 Mark = Callable[[str], Callable[[], None]]  # told of a label that it begins; gives what is to be called when it ends
@@ -216,6 +218,8 @@ class Lanes:
             depth=STREAMED_DEPTH,
         )
         self.all = (self.up, self.down, self.host, self.fresh, self.streamed)
+        # A thread that wants Python's lock gets it after 5 ms if its holder does not rest: an age for a lane, and for backward.
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         # Threads that are still there when Python ends are torn out of whatever C++ they are in, which ends the process badly.
         self.close = weakref.finalize(self, _close, self.all)
 

@@ -111,6 +111,7 @@ def place(job: Job, plan: Plan, model: nn.Module, device: torch.device, delay: C
         gradients = Gradients(state, lanes, slabs, plan.accumulation, residency.moved_gradients)
         updates = Updates(optimizer, state, gradients, residency, lanes, slabs)
         activations = Activations(model, stage.activations, lanes, slabs, residency)
+        slabs.prepared()
     except BaseException:
         lanes.close()
         slabs.close()

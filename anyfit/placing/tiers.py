@@ -2,7 +2,7 @@
 
 `HostSlabs` takes host memory in large slabs and hands out stretches of them. Those that cross to a GPU are pinned, a slab at
 a time: torch's own pinned allocator would round every request up to a power of two. Beside a GPU slabs lie in huge pages, which
-are touched at once by all threads: the first step is not to wait for them, and pinning them is quick.
+are touched at once by several threads while the model is being placed: no step is to wait for them, and pinning is quick.
 
 On a GPU torch's allocator knows what is held. On the CPU device nobody does, so a `LiveBytes` mode watches the storages of a
 step: it slows that step a little and is used on few.
@@ -11,9 +11,11 @@ step: it slows that step a little and is used on few.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -25,8 +27,10 @@ from anyfit.values.units import show_bytes
 _cuda: Any = torch.cuda
 
 
-SLAB_BYTES = {True: 2**30, False: 2**24}  # beside a GPU, where they are touched at once, and elsewhere
+SLAB_BYTES = {True: 2**30, False: 2**24}  # beside a GPU, and elsewhere
 ALIGN_BYTES = 4096
+PREPARERS = 8  # threads: one does not keep up with the memory
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python does not name it
 
 
 class HostSlabs:
@@ -35,25 +39,38 @@ class HostSlabs:
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
         self._pins = device.type == "cuda"
         self._limit = limit_bytes
-        self._slabs: dict[bool, tuple[torch.Tensor, int]] = {}  # pinned or not: the open slab, and how much of it is taken
+        self._open: dict[bool, list[tuple[torch.Tensor, int]]] = {True: [], False: []}  # pinned or not: slabs, how much is taken
         self._pinned: list[torch.Tensor] = []
+        self._preparing: list[Future[None]] = []
+        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(PREPARERS, "anyfit slabs") if self._pins else None
         self.bytes = 0  # handed out
 
     def zeros(self, elements: int, dtype: torch.dtype, *, crosses: bool) -> torch.Tensor:
-        """A flat tensor; one that `crosses` is copied to or from the device."""
+        """A flat tensor; one that `crosses` is copied to or from the device, and may be once `prepared` has returned."""
         size = -(-elements * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
         if self._limit is not None and self.bytes + size > self._limit:
             raise MemoryError(
                 f"the plan's host memory is {show_bytes(self._limit)}, of which {show_bytes(self.bytes)} are taken, and "
                 f"{show_bytes(size)} more are needed; allow more (host_memory=), or place less on the host"
             )
-        pinned = crosses and self._pins
-        slab, taken = self._slabs.get(pinned, (None, 0))
-        if slab is None or taken + size > slab.numel():
-            slab, taken = self._new_slab(max(size, SLAB_BYTES[self._pins]), pinned), 0
-        self._slabs[pinned] = slab, taken + size
+        slabs = self._open[crosses and self._pins]
+        place = next((place for place, (slab, taken) in enumerate(slabs) if taken + size <= slab.numel()), len(slabs))
+        if place == len(slabs):
+            slabs.append((self._new_slab(max(size, SLAB_BYTES[self._pins]), crosses and self._pins), 0))
+        slab, taken = slabs[place]
+        slabs[place] = slab, taken + size
+        if taken + size == slab.numel():
+            del slabs[place]
         self.bytes += size
         return slab[taken : taken + elements * dtype.itemsize].view(dtype)
+
+    def prepared(self) -> None:
+        """Waits until all memory is there, and pinned where it crosses. What is taken later is so at once."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+        while self._preparing:
+            self._preparing.pop().result()
 
     def _new_slab(self, size: int, pinned: bool) -> torch.Tensor:
         memory = mmap.mmap(-1, max(size, 1))
@@ -61,20 +78,30 @@ class HostSlabs:
             with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
         slab = torch.frombuffer(memory, dtype=torch.uint8)
-        if self._pins:
-            slab.zero_()
         if pinned:
-            error = int(_cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
-            if error:
-                raise MemoryError(
-                    f"{show_bytes(slab.numel())} of host memory could not be pinned (CUDA error {error}) after "
-                    f"{show_bytes(sum(each.numel() for each in self._pinned))}; try: ulimit -l unlimited"
-                )
             self._pinned.append(slab)
+        if self._pool is not None:
+            self._preparing.append(self._pool.submit(self._prepare, slab, pinned))
+        elif self._pins:
+            self._prepare(slab, pinned)
         return slab
+
+    def _prepare(self, slab: torch.Tensor, pinned: bool) -> None:
+        """Touches all pages, which keep what is written meanwhile; where the kernel cannot, whoever writes first does."""
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(slab.data_ptr()), ctypes.c_size_t(slab.numel()), MADV_POPULATE_WRITE)
+        if not pinned:
+            return
+        error = int(_cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
+        if error:
+            raise MemoryError(
+                f"{show_bytes(slab.numel())} of host memory could not be pinned (CUDA error {error}), of "
+                f"{show_bytes(sum(each.numel() for each in self._pinned))} in all; try: ulimit -l unlimited"
+            )
 
     def close(self) -> None:
         """Unpins. What was handed out stays readable."""
+        with contextlib.suppress(MemoryError):  # which whoever prepared has met
+            self.prepared()
         if self._pinned:
             _cuda.synchronize()
         while self._pinned:

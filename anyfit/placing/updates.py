@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import defaultdict, deque
+import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,7 +160,8 @@ class Updates:
         self._chunks = [OptimizerState(chunk) for chunk in state.chunks if chunk.chunk.is_updated]
         self._by_index = {each.state.index: each for each in self._chunks}
         self._benches = {"resident": Bench(state.device), "streamed": Bench(state.device), "host": Bench(torch.device("cpu"))}
-        self._carriers = deque(Bench(state.device) for _ in range(STREAMED_DEPTH))
+        self._carriers = [Bench(state.device) for _ in range(STREAMED_DEPTH)]
+        self._next_carrier = itertools.cycle(self._carriers)
         self._device = state.device
         self.names = {slot.name: each for each in self._chunks for slot in each.state.chunk.slots}
         self._working: dict[tuple[str, int], list[nn.Parameter]] = {}
@@ -344,20 +346,20 @@ class Updates:
 
     def _lift(self, each: OptimizerState, load: Load) -> None:
         state, elements = each.state, each.state.chunk.elements
-        carrier = load.carrier = self._carriers[0]  # whose last chunk has gone: no more are under way than there are carriers
-        self._carriers.rotate(-1)
-        load.weights = state.on_device
+        # Its last chunk has gone: no more are under way than there are carriers.
+        carrier = load.carrier = next(self._next_carrier)
+        load.weights, load.flat = state.on_device, self._gradients.flat(state)
+        load.moments = {key: carrier.flat(key, elements) for key in each.moments}
+        copies = [(load.moments[key], flat) for key, flat in each.moments.items()]
         if load.weights is None:
             load.weights = carrier.flat("weights", elements, state.dtype)
-            load.weights.copy_(state.weights, non_blocking=True)
-        for key, flat in each.moments.items():
-            load.moments[key] = carrier.flat(key, elements)
-            load.moments[key].copy_(flat, non_blocking=True)
+            copies.append((load.weights, state.weights))
         if state.is_split:
-            carrier.flat("low", elements, torch.int16).copy_(state.low, non_blocking=True)
-        load.flat = self._gradients.flat(state)
+            copies.append((carrier.flat("low", elements, torch.int16), state.low))
         if load.flat is not None and load.flat.device != self._device:
-            load.flat = carrier.flat("landed", elements, load.flat.dtype).copy_(load.flat, non_blocking=True)
+            copies.append((carrier.flat("landed", elements, load.flat.dtype), load.flat))
+            load.flat = copies[-1][0]
+        _copy_all(copies)
 
     def _step_lifted(self, each: OptimizerState, load: Load, factor: float | None, groups: Groups) -> None:
         state, bench, carrier = each.state, self._benches["streamed"], load.carrier
@@ -396,24 +398,26 @@ class Updates:
 
     def _lower(self, each: OptimizerState, load: Load) -> None:
         state, second, carrier = each.state, load.second, load.carrier
-        moments = each.moments if second is None else second.moments
-        for key, flat in load.moments.items():
-            if key not in moments:
-                moments[key] = self._zeros(each, key)
-            moments[key].copy_(flat, non_blocking=True)
         assert load.weights is not None
         assert carrier is not None
+        moments = each.moments if second is None else second.moments
+        for key in load.moments:
+            if key not in moments:
+                moments[key] = self._zeros(each, key)
+        copies = [(moments[key], flat) for key, flat in load.moments.items()]
         if state.is_split:
             low = state.low if second is None else second.low
-            low.copy_(carrier.flat("low", state.chunk.elements, torch.int16), non_blocking=True)
+            copies.append((low, carrier.flat("low", state.chunk.elements, torch.int16)))
         if second is not None:
-            second.weights.copy_(load.weights, non_blocking=True)
+            copies.append((second.weights, load.weights))
+        elif state.on_device is None:
+            copies.append((state.weights, load.weights))
+        _copy_all(copies)
+        if second is not None:
             second.made = load.rest
-            return
-        if state.on_device is None:
-            state.weights.copy_(load.weights, non_blocking=True)
-        each.rest |= load.rest
-        load.gradients.clear()
+        else:
+            each.rest |= load.rest
+            load.gradients.clear()
 
     # ------------------------------------------------------------------ on the host
 
@@ -684,6 +688,11 @@ def _adam(optimizer: Optimizer, group: Mapping[str, Any]) -> Settings | None:
         decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))),
         maximize=group["maximize"],
     )
+
+
+def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """In one call: Python's lock is asked for once, and not by each of them."""
+    torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies], non_blocking=True)
 
 
 def _views(state: ChunkState, names: Iterable[str], flat: Tensor) -> dict[str, Tensor]:
