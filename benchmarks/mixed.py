@@ -44,7 +44,7 @@ class Configuration:
     speculates: int = 1
     slots: int = 8
     prefetch: int = 4
-    chunk_mib: int = 32
+    chunk_mib: int = 80  # a block of 4b makes three chunks
     kept: int = 0  # blocks, the last, whose activations are kept
     selective: int = 0  # blocks before those, which are recomputed but for their costly ops
     compiled: int = 0
@@ -54,13 +54,13 @@ CONFIGURATIONS = {
     "4b batch 8 no cap": Configuration(resident=10),
     "4b batch 8 no cap compiled": Configuration(resident=10, compiled=1),
     "4b batch 32 no cap": Configuration(resident=10),
-    "4b batch 8 cap 24": Configuration(resident=0.65, streamed=0.57),
-    "4b batch 8 cap 24 clipping": Configuration(resident=0.65, streamed=0.6),
-    "4b batch 32 cap 24": Configuration(resident=0.16, streamed=0.3),
-    "4b batch 32 cap 24 clipping": Configuration(resident=0.16, streamed=0.5),
-    "4b batch 8 cap 12": Configuration(resident=0.16, streamed=0.25, away=2.0),
-    "10b batch 8 cap 24": Configuration(resident=0.2, streamed=0.45, away=7.0, speculates=0),
-    "10b batch 16 cap 24": Configuration(resident=0.2, streamed=0.45, away=7.0, speculates=0),
+    "4b batch 8 cap 24": Configuration(resident=0.75, streamed=0.39),
+    "4b batch 8 cap 24 clipping": Configuration(resident=0.65, streamed=0.5),
+    "4b batch 32 cap 24": Configuration(resident=0.16, streamed=0.4, away=3.0),
+    "4b batch 32 cap 24 clipping": Configuration(resident=0.16, streamed=0.4, away=3.0),
+    "4b batch 8 cap 12": Configuration(resident=0.16, away=1.8),
+    "10b batch 8 cap 24": Configuration(resident=0.36, streamed=0.45, away=9.0, speculates=0, chunk_mib=130),
+    "10b batch 16 cap 24": Configuration(resident=0.36, streamed=0.45, away=9.0, speculates=0, chunk_mib=130),
 }
 
 

@@ -23,7 +23,7 @@ from .chunks import ChunkState, ModelState, quietly
 from .lanes import Lanes, Ticket
 from .tiers import HostSlabs
 
-STAGES = 3  # staging buffers: one fills while others go down
+STAGES = 5  # staging buffers: one fills while others go down, behind whatever else is on its way
 
 
 @dataclass(eq=False)

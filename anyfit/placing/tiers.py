@@ -27,7 +27,8 @@ from anyfit.values.units import show_bytes
 _cuda: Any = torch.cuda
 
 
-SLAB_BYTES = {True: 2**30, False: 2**24}  # beside a GPU, and elsewhere
+SLAB_BYTES = {True: 2**28, False: 2**24}  # beside a GPU, and elsewhere
+LEAST_IN_A_SLAB = 16
 ALIGN_BYTES = 4096
 PREPARERS = 8  # threads: one does not keep up with the memory
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python does not name it
@@ -39,7 +40,7 @@ class HostSlabs:
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
         self._pins = device.type == "cuda"
         self._limit = limit_bytes
-        self._open: dict[bool, list[tuple[torch.Tensor, int]]] = {True: [], False: []}  # pinned or not: slabs, how much is taken
+        self._open: dict[bool, tuple[torch.Tensor, int]] = {}  # pinned or not: the slab at hand, and how much of it is taken
         self._pinned: list[torch.Tensor] = []
         self._preparing: list[Future[None]] = []
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(PREPARERS, "anyfit slabs") if self._pins else None
@@ -53,15 +54,14 @@ class HostSlabs:
                 f"the plan's host memory is {show_bytes(self._limit)}, of which {show_bytes(self.bytes)} are taken, and "
                 f"{show_bytes(size)} more are needed; allow more (host_memory=), or place less on the host"
             )
-        slabs = self._open[crosses and self._pins]
-        place = next((place for place, (slab, taken) in enumerate(slabs) if taken + size <= slab.numel()), len(slabs))
-        if place == len(slabs):
-            slabs.append((self._new_slab(max(size, SLAB_BYTES[self._pins]), crosses and self._pins), 0))
-        slab, taken = slabs[place]
-        slabs[place] = slab, taken + size
-        if taken + size == slab.numel():
-            del slabs[place]
         self.bytes += size
+        pinned = crosses and self._pins
+        if size * LEAST_IN_A_SLAB > SLAB_BYTES[self._pins]:  # a few of these would leave much of a slab over
+            return self._new_slab(size, pinned)[: elements * dtype.itemsize].view(dtype)
+        slab, taken = self._open.get(pinned, (None, 0))
+        if slab is None or taken + size > slab.numel():
+            slab, taken = self._new_slab(SLAB_BYTES[self._pins], pinned), 0
+        self._open[pinned] = slab, taken + size
         return slab[taken : taken + elements * dtype.itemsize].view(dtype)
 
     def prepared(self) -> None:

@@ -576,9 +576,9 @@ class Updates:
         for slot in slots:
             if slot.name in own:
                 entry = each.rest[slot.name]
-                step = entry["step"] + 1
-                made[slot.name] = {**entry, "step": step}
-                ranges.setdefault(int(step), []).append((slot.offset, slot.offset + slot.elements))
+                step = int(entry["step"]) + 1
+                made[slot.name] = {**entry, "step": self._count(step)}
+                ranges.setdefault(step, []).append((slot.offset, slot.offset + slot.elements))
         for step, stretches in ranges.items():
             parts = stretches if len(stretches) < len(slots) else None  # all of it, and the padding between
             if now.weights.is_cuda:
@@ -587,6 +587,12 @@ class Updates:
                 adamw(now, gradient, settings, step, out=out, scale=factor, ranges=parts, threads=self._threads)
             now, out = out or now, None
         return made
+
+    @staticmethod
+    @functools.lru_cache(8)
+    def _count(step: int) -> Tensor:
+        """As torch keeps it, one for all: it is replaced and not changed."""
+        return torch.tensor(float(step))
 
     def _gathered(self, state: ChunkState, own: Mapping[str, Tensor], bench: Bench) -> Tensor:
         """Gradients that autograd made, side by side at the chunk's offsets."""

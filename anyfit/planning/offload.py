@@ -25,7 +25,7 @@ FROZEN_AWAY = Placement(weights="host", optimizer="host")
 ON_HOST = Placement(gradients="host", optimizer="host", update="host")
 AWAY = Placement(weights="host", gradients="host", optimizer="host", update="host")
 SLOTS, PREFETCH = 4, 2
-STAGES = 3  # buffers in which gradients gather before they go down
+STAGES = 5  # buffers in which gradients gather before they go down
 SCRATCH_BYTES = 8  # an element of the largest resident chunk with masters: those and the gradient, in fp32
 
 
