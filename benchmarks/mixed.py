@@ -39,6 +39,7 @@ class Configuration:
     """How a job of benchmarks/peers.py is placed."""
 
     resident: float = 0.0  # 10^9 parameters, the model's first, whose state is on the device
+    host_first: float = 0.0  # 10^9 parameters after these that the host updates: a chunk is back from it soonest
     streamed: float = 0.0  # share of the others that is streamed
     away: float = 0.0  # 10^9 parameters, the model's last, whose weights are on the host
     speculates: int = 1
@@ -87,10 +88,11 @@ def placements(configuration: Configuration, layout: list[Chunk]) -> list[Placem
         if before <= configuration.resident * 1e9:
             found.append(Placement())
             continue
-        others += chunk.elements
+        is_first = before <= (configuration.resident + configuration.host_first) * 1e9
+        others += 0 if is_first else chunk.elements
         is_away = total - before < configuration.away * 1e9
         weights, speculates = ("host" if is_away else "device"), bool(configuration.speculates)
-        if streamed + chunk.elements / 2 <= configuration.streamed * others:
+        if not is_first and streamed + chunk.elements / 2 <= configuration.streamed * others:
             streamed += chunk.elements
             found.append(Placement(weights=weights, optimizer="host", update="device", speculates=speculates))  # type: ignore[arg-type]
         else:
