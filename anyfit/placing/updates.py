@@ -698,7 +698,8 @@ def _adam(optimizer: Optimizer, group: Mapping[str, Any]) -> Settings | None:
 
 def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
     """In one call: Python's lock is asked for once, and not by each of them."""
-    torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies], non_blocking=True)
+    if copies:
+        torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies], non_blocking=True)
 
 
 def _views(state: ChunkState, names: Iterable[str], flat: Tensor) -> dict[str, Tensor]:
