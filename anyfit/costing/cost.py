@@ -11,7 +11,7 @@ from anyfit.values.machine import Machine
 from anyfit.values.profile import BlockCost, HostRates, Pass, Profile, UpdateCost
 
 from .choices import choice_costs
-from .memory import chunk_costs, chunks_of, live_bytes, reserved_bytes, state_bytes, update_scratch_bytes
+from .memory import chunk_costs, chunks_of, live_bytes, reserved_bytes, segments, state_bytes, update_scratch_bytes
 from .times import copy_seconds, device_seconds, measured_share, pass_seconds, rough_share, update_seconds
 
 # How far measured steps lay from their forecasts over the recorded cases, rounded up: on a GPU those of tests/golden, on a CPU
@@ -145,6 +145,7 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: i
             )
             for index, block in enumerate(graph.blocks)
         ),
+        segments=segments(graph, all_seconds, live_bytes(graph, machine.device, "consumed")),
         peak_bytes=live[peak],
         peak_bytes_accumulating=max(live_bytes(graph, machine.device, "consumed")),
         peak_at=graph.ops[peak].module or graph.model,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from anyfit.values.graph import Graph, UpdateRule
 from anyfit.values.layout import CHUNK_BYTES, Chunk, Placeable, lay_out
 from anyfit.values.machine import Device
-from anyfit.values.profile import ChunkCost, StateBytes
+from anyfit.values.profile import ChunkCost, Segment, StateBytes
 
 from .allocator import MIB, CachingAllocator, Piece
 from .workspaces import workspaces
@@ -72,12 +73,14 @@ def chunk_costs(graph: Graph, chunks: Sequence[Chunk]) -> tuple[ChunkCost, ...]:
     """Each chunk's share of the state, to be placed by itself."""
     rule = graph.update
     used = {parameter.name for parameter in graph.parameters if parameter.used}
+    block_of = {parameter.name: parameter.block for parameter in graph.parameters}
     costs = []
     for chunk in chunks:
         low = 2 if chunk.dtype == "bfloat16" else 0
         optimizer = chunk.elements * (rule.state_bytes_per_element[chunk.group] + low) if chunk.is_updated else 0
         gradient = sum(slot.elements for slot in chunk.slots if slot.name in used) * chunk.element_bytes
-        costs.append(ChunkCost(chunk.bytes, chunk.elements, chunk.trainable, gradient, int(optimizer)))
+        blocks = tuple(sorted({block_of[slot.name] for slot in chunk.slots}))
+        costs.append(ChunkCost(chunk.bytes, chunk.elements, chunk.trainable, gradient, int(optimizer), blocks))
     return tuple(costs)
 
 
@@ -98,6 +101,29 @@ def live_bytes(graph: Graph, device: Device, gradients: Literal["kept", "consume
         return live
     most = [max((each.bytes for each in workspaces(text)), default=0) for text in graph.calls]
     return [bytes + most[op.call] for bytes, op in zip(live, graph.ops, strict=True)]
+
+
+def segments(graph: Graph, seconds: Sequence[float], live: Sequence[int]) -> tuple[Segment, ...]:
+    """The pass cut wherever another block begins. `live` are the bytes during each op without gradients of parameters."""
+    changes: dict[int, list[tuple[int, int]]] = {}  # by op: (block, bytes) that a block begins or ceases to keep for backward
+    for value in graph.values:
+        if graph.kept(value) and graph.blocks[value.block].name:
+            changes.setdefault(value.born, []).append((value.block, value.bytes))
+            changes.setdefault(value.dies + 1, []).append((value.block, -value.bytes))
+    kept = [0] * len(graph.blocks)
+    in_all = 0
+    found: list[Segment] = []
+    for index, op in enumerate(graph.ops):
+        for block, change in changes.get(index, ()):
+            kept[block] += change
+            in_all += change
+        work = live[index] - in_all + kept[op.block]
+        if found and (found[-1].block, found[-1].phase) == (op.block, op.phase):
+            last = found[-1]
+            found[-1] = replace(last, seconds=last.seconds + seconds[index], work_bytes=max(last.work_bytes, work))
+        else:
+            found.append(Segment(op.block, op.phase, seconds[index], work))
+    return tuple(found)
 
 
 def reserved_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device, *, accumulating: bool) -> int:

@@ -37,12 +37,24 @@ class BlockCost:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """A stretch of a pass inside one block, or between blocks."""
+
+    block: int  # index into Pass.blocks
+    phase: Literal["forward", "backward"]
+    seconds: float
+    # Live at its peak: without what other blocks keep, but with what is kept outside all blocks; without parameters' gradients.
+    work_bytes: int
+
+
+@dataclass(frozen=True)
 class Pass:
     """Forward and backward of one micro-batch."""
 
     micro_batch: int
     tokens: int
     blocks: tuple[BlockCost, ...]
+    segments: tuple[Segment, ...]  # of all of it, in order
     peak_bytes: int  # live at once beyond the model state, this pass's own gradients included
     peak_bytes_accumulating: int  # the same when gradients of earlier micro-batches are already held
     peak_at: str  # the module where the peak is
@@ -97,6 +109,7 @@ class ChunkCost:
     trainable: bool
     gradient_bytes: int  # of parameters that get one; 0 where the chunk is frozen or unused
     optimizer_bytes: int  # low halves and moments; 0 where it is not updated
+    blocks: tuple[int, ...]  # whose parameters it holds, ascending
 
 
 @dataclass(frozen=True)
@@ -112,7 +125,7 @@ class HostRates:
 @dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     model: str
     machine: str

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from anyfit.values.profile import BlockCost, ChoiceCost, Pass, Profile, StateBytes, UpdateCost
+from anyfit.planning.simulate import Candidate
+from anyfit.values.plan import Placement
+from anyfit.values.profile import BlockCost, ChoiceCost, ChunkCost, Pass, Profile, Segment, StateBytes, UpdateCost
 
 MIB, GIB = 2**20, 2**30
 
@@ -37,6 +40,7 @@ def one_pass(micro_batch: int, **changes: Any) -> Pass:
         "micro_batch": micro_batch,
         "tokens": 100 * micro_batch,
         "blocks": (block(),),
+        "segments": (Segment(0, "forward", 0.010, 20 * MIB), Segment(0, "backward", 0.020, 30 * MIB)),
         "peak_bytes": 100 * MIB * micro_batch,
         "peak_bytes_accumulating": 90 * MIB * micro_batch,
         "peak_at": "layers.0",
@@ -104,3 +108,64 @@ def profiles(draw: st.DrawFn) -> Profile:
         workspace_bytes=draw(st.integers(0, GIB)),
         reserved_error=draw(st.floats(0, 0.2)),
     )
+
+
+PLACEMENTS = [
+    Placement(),
+    Placement(optimizer="host"),
+    Placement(gradients="host", optimizer="host", update="host"),
+    Placement(weights="host", gradients="host", optimizer="host", update="host"),
+    Placement(weights="host", optimizer="host"),
+]
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> Candidate:
+    """A chain of up to five blocks between an embedding and a head, in up to seven chunks, placed in any way."""
+    count = draw(st.integers(1, 5))
+    milliseconds, size = st.floats(0.0001, 0.05), st.integers(1, 50)
+    blocks = []
+    for index in range(count):
+        kept, again = draw(size) * MIB, draw(milliseconds)
+        choices = {
+            "keep": ChoiceCost(kept, 0, 0.0),
+            "recompute": ChoiceCost(kept // 10, 0, again),
+            "selective": ChoiceCost(kept // 2, 0, again / 3),
+            "offload": ChoiceCost(0, kept, 2 * kept / 1e9),
+        }
+        blocks.append(block(f"layers.{index}", kept_bytes=kept, choices=choices))
+    blocks.append(block("", kept_bytes=MIB, choices={}))
+    forward = [count, *range(count), count]
+
+    def segment(phase: Any, index: int) -> Segment:
+        return Segment(index, phase, draw(milliseconds), blocks[index].kept_bytes + draw(size) * MIB)
+
+    segments = tuple(segment("forward", index) for index in forward) + tuple(
+        segment("backward", index) for index in reversed(forward)
+    )
+    seconds = {
+        phase: [
+            sum(each.seconds for each in segments if (each.block, each.phase) == (index, phase)) for index in range(count + 1)
+        ]
+        for phase in ("forward", "backward")
+    }
+    blocks = [
+        replace(each, seconds_forward=seconds["forward"][index], seconds_backward=seconds["backward"][index])
+        for index, each in enumerate(blocks)
+    ]
+    chunks, placements = [], []
+    for index in [count, *range(count)]:
+        for _ in range(draw(st.integers(1, 2))):
+            elements = draw(st.integers(1, 20)) * 100_000
+            trainable = draw(st.booleans()) or draw(st.booleans())
+            gradient, optimizer = (2 * elements, 10 * elements) if trainable else (0, 0)
+            chunks.append(ChunkCost(2 * elements, elements, trainable, gradient, optimizer, (index,)))
+            placement = draw(st.sampled_from(PLACEMENTS))
+            if placement.optimizer == "host" and draw(st.booleans()):
+                placement = replace(placement, speculates=True)
+            placements.append(placement)
+    activations = tuple(draw(st.sampled_from(sorted(each.choices))) if each.choices else "keep" for each in blocks)
+    accumulation = draw(st.integers(1, 3))
+    each = one_pass(4, blocks=tuple(blocks), segments=segments)
+    slots = draw(st.integers(2, 6))
+    return Candidate(each, accumulation, activations, tuple(chunks), tuple(placements), slots, draw(st.integers(0, slots)))  # type: ignore[arg-type]

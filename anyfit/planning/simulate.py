@@ -1,0 +1,428 @@
+"""A step on its streams: what a candidate plan would take, played through event by event.
+
+The computation goes through its segments, and waits where the engine would: for the weights of a block (their update, or their
+way up), for a stage to put gradients in. Beside it work the two copy engines and the host's update, each on one thing at a time:
+
+    up      weights to slots, fresh weights, states that are lifted; these take turns, copy by copy
+    down    gradients, states that are lowered, activations; likewise
+    host    updates, the most urgent of those whose gradients have come
+
+Updates that do not speculate begin when the norm is known. A chunk's weights are ready for the next forward when its update is
+over and they are where they live. The first steps fill the lanes; the last one is the figure.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from anyfit.values.plan import Activations, Placement
+from anyfit.values.profile import ChunkCost, HostRates, Pass
+
+STEPS = 3
+STAGES = 5  # buffers in which gradients gather before they go down
+STREAMED_DEPTH = 3  # chunks that are under way at once
+HAND_OUT_SECONDS = 1e-4  # that the host takes to start one chunk's update, while the device has nothing to do
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """All that decides the time of a step."""
+
+    each: Pass
+    accumulation: int
+    activations: tuple[Activations, ...]  # a block each
+    chunks: tuple[ChunkCost, ...]
+    placements: tuple[Placement, ...]
+    slots: int
+    prefetch: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    host: HostRates
+    norm_seconds: float  # of gradients that are on the device, each parameter
+    update_seconds: float  # of a resident parameter, or one that was lifted
+
+
+Waits = Literal["fetch", "update", "gradients", "activations"]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    step_seconds: float
+    compute_seconds: float  # without what is recomputed
+    recompute_seconds: float
+    update_seconds: float  # of resident chunks, and the norm
+    waits_seconds: Mapping[Waits, float]
+
+
+def simulate(candidate: Candidate, rates: Rates) -> Simulated:
+    return _Play(candidate, rates).result()
+
+
+class _Signal:
+    """Something that will have happened."""
+
+    def __init__(self, *, happened: bool = False) -> None:
+        self.happened = happened
+        self._then: list[Callable[[], None]] = []
+
+    def fire(self) -> None:
+        self.happened = True
+        waiting, self._then = self._then, []
+        for then in waiting:
+            then()
+
+    def then(self, call: Callable[[], None]) -> None:
+        if self.happened:
+            call()
+        else:
+            self._then.append(call)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def at(self, seconds: float, call: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (self.now + seconds, self._count, call))
+
+    def run(self, until: _Signal) -> None:
+        while not until.happened:
+            self.now, _, call = heapq.heappop(self._events)
+            call()
+
+
+class _Server:
+    """One thing at a time; of several queues each in turn, and of a queue the most urgent."""
+
+    def __init__(self, clock: _Clock, *queues: str) -> None:
+        self._clock = clock
+        self._queues: dict[str, list[tuple[float, int, float, Callable[[], None]]]] = {name: [] for name in queues}
+        self._turns = list(queues)
+        self._count = 0
+        self._busy = False
+
+    def add(self, queue: str, seconds: float, done: Callable[[], None], order: float = 0) -> None:
+        self._count += 1
+        heapq.heappush(self._queues[queue], (order, self._count, seconds, done))
+        self._start()
+
+    def _start(self) -> None:
+        if self._busy:
+            return
+        for name in self._turns:
+            if self._queues[name]:
+                self._turns.remove(name)
+                self._turns.append(name)
+                _, _, seconds, done = heapq.heappop(self._queues[name])
+                self._busy = True
+                self._clock.at(seconds, functools.partial(self._finish, done))
+                return
+
+    def _finish(self, done: Callable[[], None]) -> None:
+        self._busy = False
+        done()
+        self._start()
+
+
+@dataclass(eq=False)
+class _Chunk:
+    index: int
+    cost: ChunkCost
+    placement: Placement
+    missing: int = 0  # backward segments of this micro-batch until its gradients are complete
+    fresh: _Signal = field(default_factory=lambda: _Signal(happened=True))  # its weights are those of the last step
+
+    @property
+    def is_away(self) -> bool:
+        return self.placement.weights == "host"
+
+
+class _Play:
+    def __init__(self, candidate: Candidate, rates: Rates) -> None:
+        self._candidate, self._rates = candidate, rates
+        self._clock = _Clock()
+        self._up = _Server(self._clock, "fetch", "fresh", "lift", "activations")
+        self._down = _Server(self._clock, "gradients", "lower", "activations")
+        self._host = _Server(self._clock, "update")
+        self._chunks = [
+            _Chunk(index, *pair) for index, pair in enumerate(zip(candidate.chunks, candidate.placements, strict=True))
+        ]
+        blocks = len(candidate.each.blocks)
+        self._of_block: list[list[_Chunk]] = [[] for _ in range(blocks)]
+        for chunk in self._chunks:
+            for block in chunk.cost.blocks:
+                self._of_block[block].append(chunk)
+        backwards = [segment.block for segment in candidate.each.segments if segment.phase == "backward"]
+        self._backward_segments = {
+            chunk.index: sum(backwards.count(block) for block in set(chunk.cost.blocks)) for chunk in self._chunks
+        }
+        self._norm = _Signal()
+        self._stages = 0  # gradients under way
+        self._stage_free = _Signal(happened=True)
+        self._lifted: list[tuple[int, int, Callable[[], None]]] = []  # that wait for a carrier
+        self._carriers = STREAMED_DEPTH
+        self._count = 0
+        self._slots: dict[int, _Signal] = {}  # by chunk: its weights are there
+        self._touches = self._order_of_touches()
+        self._position = 0
+        self._returned: dict[int, _Signal] = {}  # offloaded blocks: their activations are back
+        self._returning: set[int] = set()
+        self._waits: dict[Waits, float] = {"fetch": 0.0, "update": 0.0, "gradients": 0.0, "activations": 0.0}
+        self._debt = 0.0  # seconds that host and copies take from the computation, where they share its cores
+        self._steps: list[float] = []
+
+    def result(self) -> Simulated:
+        over = _Signal()
+        self._resume(self._compute(over))
+        self._clock.run(over)
+        candidate = self._candidate
+        recompute = sum(
+            block.choices[choice].seconds
+            for block, choice in zip(candidate.each.blocks, candidate.activations, strict=True)
+            if choice in ("recompute", "selective")
+        )
+        return Simulated(
+            step_seconds=self._steps[-1],
+            compute_seconds=candidate.accumulation * candidate.each.seconds,
+            recompute_seconds=candidate.accumulation * recompute,
+            update_seconds=self._norm_seconds() + self._resident_seconds(),
+            waits_seconds=dict(self._waits),
+        )
+
+    # ------------------------------------------------------------------ the computation
+
+    def _resume(self, compute: Generator[float | _Signal]) -> None:
+        """Lets the computation go on to where it next takes time, or waits."""
+        for wanted in compute:
+            if isinstance(wanted, _Signal):
+                if not wanted.happened:
+                    wanted.then(lambda: self._resume(compute))
+                    return
+            elif wanted + self._debt > 0:
+                seconds, self._debt = wanted + self._debt, 0.0
+                self._clock.at(seconds, lambda: self._resume(compute))
+                return
+
+    def _compute(self, over: _Signal) -> Generator[float | _Signal]:
+        for _ in range(STEPS):
+            began = self._clock.now
+            self._norm = _Signal()
+            self._waits = dict.fromkeys(self._waits, 0.0)
+            for micro_batch in range(self._candidate.accumulation):
+                self._position = 0
+                yield from self._one_pass(is_last=micro_batch == self._candidate.accumulation - 1)
+            yield self._norm_seconds()
+            self._norm.fire()
+            yield self._resident_seconds()
+            yield HAND_OUT_SECONDS * sum(chunk.placement.route != "resident" for chunk in self._chunks)
+            self._steps.append(self._clock.now - began)
+        over.fire()
+
+    def _one_pass(self, *, is_last: bool) -> Generator[float | _Signal]:
+        candidate = self._candidate
+        offloaded = [block for block, choice in enumerate(candidate.activations) if choice == "offload"]
+        self._returned, self._returning = {block: _Signal() for block in offloaded}, set()
+        for chunk in self._chunks:
+            chunk.missing = self._backward_segments[chunk.index]
+        for segment in candidate.each.segments:
+            block, choice = segment.block, candidate.activations[segment.block]
+            yield from self._ready(block)
+            costs = candidate.each.blocks[block].choices.get(choice)
+            seconds = segment.seconds
+            if segment.phase == "backward" and costs is not None:
+                if choice == "offload":
+                    self._bring_back(block)
+                    yield from self._wait("activations", self._returned[block])
+                    earlier = [other for other in offloaded if other < block]
+                    if earlier:
+                        self._bring_back(earlier[-1])
+                else:
+                    seconds += costs.seconds
+            yield seconds
+            if segment.phase == "forward":
+                if choice == "offload" and costs is not None:
+                    self._copy(self._down, "activations", costs.moved_bytes, self._rates.host.down_bytes_per_second)
+                continue
+            for chunk in self._of_block[block]:
+                chunk.missing -= 1
+                if chunk.missing == 0 and chunk.cost.gradient_bytes:
+                    yield from self._complete(chunk, is_last=is_last)
+
+    def _ready(self, block: int) -> Generator[float | _Signal]:
+        """The block's weights are there."""
+        for chunk in self._of_block[block]:
+            if not chunk.is_away:
+                yield from self._wait("update", chunk.fresh)
+                continue
+            if chunk.index not in self._slots:
+                self._fetch(chunk, at_all_costs=True)
+            yield from self._wait("fetch", self._slots[chunk.index])
+            self._position += 1
+        self._fetch_ahead()
+
+    def _wait(self, kind: Waits, signal: _Signal) -> Generator[float | _Signal]:
+        began = self._clock.now
+        yield signal
+        self._waits[kind] += self._clock.now - began
+
+    def _norm_seconds(self) -> float:
+        return self._rates.norm_seconds * sum(chunk.cost.elements for chunk in self._chunks if chunk.cost.gradient_bytes)
+
+    def _resident_seconds(self) -> float:
+        resident = (chunk.cost.elements for chunk in self._chunks if self._is_resident(chunk))
+        return self._rates.update_seconds * sum(resident)
+
+    @staticmethod
+    def _is_resident(chunk: _Chunk) -> bool:
+        return chunk.placement.route == "resident" and chunk.cost.optimizer_bytes > 0
+
+    # ------------------------------------------------------------------ gradients and updates
+
+    def _complete(self, chunk: _Chunk, *, is_last: bool) -> Generator[float | _Signal]:
+        """All gradients of a chunk are there."""
+        route = chunk.placement.route
+        arrived = _Signal()
+        if chunk.placement.gradients == "host":
+            yield from self._wait("gradients", self._stage_free)
+            self._stages += 1
+            if self._stages == STAGES:
+                self._stage_free = _Signal()
+
+            def landed() -> None:
+                self._stages -= 1
+                if not self._stage_free.happened:
+                    self._stage_free.fire()
+                arrived.fire()
+
+            self._copy(self._down, "gradients", chunk.cost.gradient_bytes, self._rates.host.down_bytes_per_second, landed)
+        else:
+            arrived.fire()
+        if not is_last or not chunk.cost.optimizer_bytes or route == "resident":
+            return
+        chunk.fresh = _Signal()
+        self._norm.then(lambda: self._drop(chunk))  # the weights that are there will be old
+        speculates = chunk.placement.speculates and self._candidate.accumulation == 1
+        norm = self._norm
+
+        def start() -> None:
+            if speculates:
+                update(lambda: norm.then(lambda: self._send_up(chunk)))
+            else:
+                norm.then(lambda: update(chunk.fresh.fire if route == "streamed" else lambda: self._send_up(chunk)))
+
+        def update(done: Callable[[], None]) -> None:
+            if route == "host":
+                seconds = chunk.cost.elements / self._rates.host.updates_per_second
+                self._serve(self._host, "update", seconds, done, chunk.index)
+            else:
+                self._stream(chunk, done, speculates=speculates)
+
+        arrived.then(start)
+
+    def _send_up(self, chunk: _Chunk) -> None:
+        """Fresh weights to where they live."""
+        if chunk.is_away:
+            chunk.fresh.fire()
+        else:
+            self._copy(self._up, "fresh", chunk.cost.weights_bytes, self._rates.host.up_bytes_per_second, chunk.fresh.fire)
+
+    def _stream(self, chunk: _Chunk, done: Callable[[], None], *, speculates: bool) -> None:
+        host, cost = self._rates.host, chunk.cost
+        weights_up = cost.weights_bytes if chunk.is_away else 0
+        weights_down = cost.weights_bytes if chunk.is_away or speculates else 0
+
+        def begin() -> None:
+            self._carriers -= 1
+            self._in_parts(self._up, "lift", cost.optimizer_bytes + weights_up, host.up_bytes_per_second, chunk.index, lower)
+
+        def lower() -> None:
+            self._in_parts(
+                self._down, "lower", cost.optimizer_bytes + weights_down, host.down_bytes_per_second, chunk.index, free
+            )
+
+        def free() -> None:
+            self._carriers += 1
+            done()
+            if self._lifted:
+                heapq.heappop(self._lifted)[2]()
+
+        if self._carriers:
+            begin()
+        else:
+            self._count += 1
+            heapq.heappush(self._lifted, (chunk.index, self._count, begin))
+
+    def _in_parts(self, server: _Server, queue: str, size: float, rate: float, order: int, done: Callable[[], None]) -> None:
+        """Moments and low halves are copies of their own: others come in between."""
+
+        def part(left: int) -> None:
+            self._serve(server, queue, size / 3 / rate, done if left == 1 else lambda: part(left - 1), order)
+
+        part(3)
+
+    def _copy(
+        self, server: _Server, queue: str, size: float, rate: float, done: Callable[[], None] = lambda: None, order: float = 0
+    ) -> None:
+        self._serve(server, queue, size / rate, done, order)
+
+    def _serve(self, server: _Server, queue: str, seconds: float, done: Callable[[], None], order: float) -> None:
+        if self._rates.host.overlaps:
+            server.add(queue, seconds, done, order)
+        else:
+            self._debt += seconds
+            done()
+
+    # ------------------------------------------------------------------ slots
+
+    def _order_of_touches(self) -> list[_Chunk]:
+        return [chunk for segment in self._candidate.each.segments for chunk in self._of_block[segment.block] if chunk.is_away]
+
+    def _next_use(self, index: int) -> int:
+        """Position in the touches, of this pass or the next."""
+        later = range(self._position, len(self._touches))
+        found = next((at for at in later if self._touches[at].index == index), None)
+        if found is None:
+            found = next(at for at, chunk in enumerate(self._touches) if chunk.index == index) + len(self._touches)
+        return found
+
+    def _fetch_ahead(self) -> None:
+        coming: list[_Chunk] = []
+        for chunk in self._touches[self._position :]:
+            if chunk not in coming:
+                coming.append(chunk)
+                if len(coming) >= self._candidate.prefetch:
+                    break
+        for chunk in coming:
+            if chunk.index not in self._slots and not self._fetch(chunk, at_all_costs=False):
+                return
+
+    def _fetch(self, chunk: _Chunk, *, at_all_costs: bool) -> bool:
+        if len(self._slots) >= self._candidate.slots:
+            last = max(self._slots, key=self._next_use)
+            if not at_all_costs and self._next_use(last) <= self._next_use(chunk.index):
+                return False
+            del self._slots[last]
+        there = self._slots[chunk.index] = _Signal()
+        size, rate = chunk.cost.weights_bytes, self._rates.host.up_bytes_per_second
+        chunk.fresh.then(lambda: self._copy(self._up, "fetch", size, rate, there.fire))
+        return True
+
+    def _drop(self, chunk: _Chunk) -> None:
+        self._slots.pop(chunk.index, None)
+
+    # ------------------------------------------------------------------ offloaded activations
+
+    def _bring_back(self, block: int) -> None:
+        if block not in self._returning:
+            self._returning.add(block)
+            size = self._candidate.each.blocks[block].choices["offload"].moved_bytes
+            self._copy(self._up, "activations", size, self._rates.host.up_bytes_per_second, self._returned[block].fire)

@@ -1,0 +1,116 @@
+"""What a candidate holds: bytes on the device at the fullest moment of a step, and on the host.
+
+    device = pools + the most that is live at once
+    pools  = weights and optimizers that live there, slots, stages, carriers, scratch, sums of gradients
+    live   = over the segments: what other blocks keep for backward + the segment's own work + gradients that stay on the device
+
+Pools are exact; work is the pass's as it was traced: a block that is made again holds in backward what one that kept holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from anyfit.values.plan import Placement
+from anyfit.values.profile import ChunkCost, Profile
+
+from .simulate import STAGES, STREAMED_DEPTH, Candidate
+
+Pair = tuple[ChunkCost, Placement]
+
+
+@dataclass(frozen=True)
+class Weight:
+    pool_bytes: int  # of the device, held between steps
+    live_bytes: int  # on top, at the fullest moment
+    host_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        return self.pool_bytes + self.live_bytes
+
+
+def weigh(profile: Profile, candidate: Candidate) -> Weight:
+    pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
+    adds_up = candidate.accumulation > 1
+    return Weight(
+        pool_bytes=profile.state.buffers + profile.workspace_bytes + _pools(pairs, candidate.slots, adds_up=adds_up),
+        live_bytes=max(_live(candidate)),
+        host_bytes=_host(pairs, adds_up=adds_up),
+    )
+
+
+def _largest(pairs: list[Pair]) -> int:
+    return max((chunk.weights_bytes for chunk, _ in pairs), default=0)
+
+
+def _pools(pairs: list[Pair], slots: int, *, adds_up: bool) -> int:
+    of_route = {
+        route: [pair for pair in pairs if pair[1].route == route and pair[0].optimizer_bytes]
+        for route in ("resident", "streamed", "host")
+    }
+    away = [pair for pair in pairs if pair[1].weights == "host"]
+    sent = [pair for pair in pairs if pair[1].gradients == "host" and pair[0].trainable]
+    found = sum(chunk.weights_bytes for chunk, placement in pairs if placement.weights == "device")
+    found += sum(chunk.optimizer_bytes for chunk, _ in of_route["resident"])
+    found += min(slots, len(away)) * _largest(away) + min(STAGES, len(sent)) * _largest(sent)
+    found += sum(_largest(of_route[route]) for route in ("resident", "streamed"))  # gradients side by side
+    found += STREAMED_DEPTH * max(
+        (
+            chunk.optimizer_bytes + (chunk.weights_bytes if placement.weights == "host" or placement.speculates else 0)
+            for chunk, placement in of_route["streamed"]
+        ),
+        default=0,
+    )
+    if adds_up:
+        found += sum(4 * chunk.elements for chunk, placement in pairs if placement.gradients == "device" and chunk.gradient_bytes)
+    return found
+
+
+def _live(candidate: Candidate) -> Iterator[int]:
+    each, adds_up = candidate.each, candidate.accumulation > 1
+    keeps = [
+        block.choices[choice].kept_bytes if block.name else 0  # a segment's work has what is kept outside blocks
+        for block, choice in zip(each.blocks, candidate.activations, strict=True)
+    ]
+    backwards_left = Counter(segment.block for segment in each.segments if segment.phase == "backward")
+    begun: set[int] = set()
+    gradients, kept = 0, 0
+    staying: list[list[int]] = [[] for _ in each.blocks]  # by block: chunks whose gradients stay on the device
+    for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
+        for block in chunk.blocks if placement.gradients == "device" and chunk.gradient_bytes and not adds_up else ():
+            staying[block].append(index)
+    held: set[int] = set()  # blocks
+    for segment in each.segments:
+        block = segment.block
+        if segment.phase == "backward":
+            for index in staying[block]:
+                if index not in begun:
+                    begun.add(index)
+                    gradients += candidate.chunks[index].gradient_bytes
+        yield kept - (keeps[block] if block in held else 0) + segment.work_bytes + gradients
+        if segment.phase == "forward" and block not in held:
+            held.add(block)
+            kept += keeps[block]
+        if segment.phase == "backward":
+            backwards_left[block] -= 1
+            if backwards_left[block] == 0 and block in held:
+                held.remove(block)
+                kept -= keeps[block]
+    yield gradients  # when all are there, to be updated
+
+
+def _host(pairs: list[Pair], *, adds_up: bool) -> int:
+    found = 0
+    sent = [pair for pair in pairs if pair[1].gradients == "host" and pair[0].trainable]
+    for chunk, placement in pairs:
+        if placement.weights == "host" or (placement.update == "host" and chunk.optimizer_bytes):
+            found += chunk.weights_bytes
+        if placement.optimizer == "host":
+            found += chunk.optimizer_bytes
+            if placement.speculates and not adds_up and chunk.optimizer_bytes:
+                found += chunk.weights_bytes + chunk.optimizer_bytes
+    found += sum(4 * chunk.elements if adds_up else chunk.weights_bytes for chunk, _ in sent)
+    return found + (min(STAGES, len(sent)) * _largest(sent) if adds_up else 0)

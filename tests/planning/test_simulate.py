@@ -1,0 +1,114 @@
+"""The simulator and the scales: against steps that were measured on a GPU, and against what holds of any candidate."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anyfit.costing import cost
+from anyfit.costing.memory import chunk_costs, chunks_of
+from anyfit.planning.simulate import HAND_OUT_SECONDS, Candidate, Rates, Simulated, simulate
+from anyfit.planning.weigh import Weight, weigh
+from anyfit.tracing import trace
+from anyfit.values.machine import Machine
+from anyfit.values.plan import Placement
+from anyfit.values.profile import HostRates
+from benchmarks import mixed, peers
+from tests.planning.profiles import candidates
+
+ROOT = Path(__file__).parents[2]
+ROWS = {row["job"]: row for row in json.loads((ROOT / "benchmarks/results/mixed.json").read_text())["figures"]["rows"]}
+# What the timeline of "4b batch 8 cap 24" shows of that box, with everything at work at once.
+H200 = Rates(HostRates(4.9e9, 46e9, 46e9, overlaps=True), norm_seconds=2.2e-3 / 3.78e9, update_seconds=30 / 4e12)
+EASY = Rates(HostRates(1e9, 1e9, 1e9, overlaps=True), norm_seconds=1e-12, update_seconds=1e-11)
+
+
+@cache
+def predicted(job_name: str) -> tuple[Weight, Simulated]:
+    row, job = ROWS[job_name], peers.JOBS[job_name]
+    configuration = mixed.Configuration(**row["configuration"])
+    graph = trace(mixed.job_of(job), job.batch, "cuda")
+    profile = cost([graph], Machine.load(ROOT / "tests/golden/h200/machine.json"), job.batch)
+    layout = chunks_of(graph, configuration.chunk_mib * 2**20)
+    each = profile.passes[0]
+
+    def candidate(**changes: Any) -> Candidate:
+        placements = mixed.placements(replace(configuration, **changes), list(layout))
+        choices = tuple("recompute" if "recompute" in block.choices else "keep" for block in each.blocks)
+        chunks = chunk_costs(graph, layout)
+        return Candidate(each, 1, choices, chunks, tuple(placements), configuration.slots, configuration.prefetch)
+
+    # Where every step clips, the engine waits for the norm.
+    return weigh(profile, candidate()), simulate(candidate(**{"speculates": 0} if row["clipped_share"] == 1 else {}), H200)
+
+
+@pytest.mark.parametrize("job", ROWS)
+def test_measured_peaks_are_forecast_within_three_percent_and_without_the_pools_within_five(job: str) -> None:
+    weight, _ = predicted(job)
+    measured = ROWS[job]["allocated_bytes"]
+    assert weight.device_bytes == pytest.approx(measured, rel=0.03)
+    assert weight.live_bytes == pytest.approx(measured - weight.pool_bytes, rel=0.05)
+    assert weight.host_bytes == pytest.approx(ROWS[job]["host_bytes"], rel=1e-4)  # but for pages
+
+
+def test_measured_steps_are_simulated_with_their_order() -> None:
+    off = {job: predicted(job)[1].step_seconds / row["step_seconds"] - 1 for job, row in ROWS.items()}
+    assert statistics.median(map(abs, off.values())) < 0.08, off
+    assert max(map(abs, off.values())) < 0.25, off
+
+
+def resident(candidate: Candidate) -> Candidate:
+    return replace(candidate, placements=(Placement(),) * len(candidate.chunks))
+
+
+@given(candidates())
+def test_a_step_is_its_parts(candidate: Candidate) -> None:
+    simulated = simulate(candidate, EASY)
+    handed_out = HAND_OUT_SECONDS * sum(placement.route != "resident" for placement in candidate.placements)
+    parts = simulated.compute_seconds + simulated.recompute_seconds + simulated.update_seconds + handed_out
+    assert simulated.step_seconds == pytest.approx(parts + sum(simulated.waits_seconds.values()))
+    assert simulate(candidate, EASY) == simulated
+
+
+@given(candidates())
+def test_nothing_is_waited_for_where_all_is_on_the_device(candidate: Candidate) -> None:
+    assert not any(
+        seconds for kind, seconds in simulate(resident(candidate), EASY).waits_seconds.items() if kind != "activations"
+    )
+
+
+def loads(candidate: Candidate) -> Iterator[float]:
+    """Seconds that each of host, up and down is busy in a step, at least."""
+    pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
+    updated = [(chunk, placement) for chunk, placement in pairs if chunk.optimizer_bytes and chunk.gradient_bytes]
+    yield sum(chunk.elements for chunk, placement in updated if placement.route == "host") / 1e9
+    streamed = sum(chunk.optimizer_bytes for chunk, placement in updated if placement.route == "streamed")
+    fresh = sum(
+        chunk.weights_bytes for chunk, placement in updated if placement.route == "host" and placement.weights == "device"
+    )
+    yield (streamed + fresh) / 1e9
+    sent = candidate.accumulation * sum(chunk.gradient_bytes for chunk, placement in pairs if placement.gradients == "host")
+    yield (streamed + sent) / 1e9
+
+
+@given(candidates())
+def test_no_step_is_shorter_than_what_any_lane_has_to_do(candidate: Candidate) -> None:
+    assert simulate(candidate, EASY).step_seconds * (1 + 1e-9) >= max(loads(candidate))
+
+
+@given(candidates(), st.floats(1.0, 10.0))
+def test_where_host_and_device_share_cores_all_adds_up(candidate: Candidate, slowness: float) -> None:
+    shared = Rates(HostRates(1e9 / slowness, 1e9, 1e9, overlaps=False), norm_seconds=1e-12, update_seconds=1e-11)
+    simulated = simulate(candidate, shared)
+    alone = simulated.compute_seconds + simulated.recompute_seconds + simulated.update_seconds
+    host, up, down = loads(candidate)
+    assert simulated.step_seconds * (1 + 1e-9) >= alone + host * slowness + up + down
