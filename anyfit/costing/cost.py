@@ -27,7 +27,7 @@ MEASURED_TIME_ERROR = {"cpu": 0.45, "cuda": 0.12}
 LEAST_MEASURED = 0.85
 LEAST_MEASURED_OF_ROUGH = 0.95
 # State that is partly on the host lies in about this many chunks at least, so that some can stay and few be in the way.
-FINE_CHUNKS, LEAST_CHUNK_BYTES = 32, 2**14
+FINE_CHUNKS, MOST_CHUNKS, LEAST_CHUNK_BYTES = 32, 200, 2**14
 HOST_BOUND = 1.2  # a pass that takes this many times the device's own seconds waits for the host
 MEMORY_ERROR = {"cpu": 0.02, "cuda": 0.02}
 RESERVED_ERROR = {"cpu": 0.02, "cuda": 0.05}
@@ -48,7 +48,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
     graph, device = graphs[0], machine.device
     chunks = chunks_of(graph)
     passes = sorted((_pass(each, chunks, machine, batch_size) for each in graphs), key=lambda each: -each.micro_batch)
-    fine = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, sum(chunk.bytes for chunk in chunks) // FINE_CHUNKS))
+    fine = offload_chunk_bytes(graph)
     largest = max(graphs, key=lambda each: each.micro_batch)
     rates = device.matmul.get("bfloat16" if graph.precision == "bf16" else "float32") or device.matmul["float32"]
     return Profile(
@@ -75,11 +75,25 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
         reserved_error=RESERVED_ERROR[device.kind],
         model_fingerprint=graph.fingerprint,
         machine_fingerprint=machine.fingerprint,
+        memory_bytes_per_second=device.memory.peak,
         offload_chunk_bytes=fine,
         chunks=chunk_costs(graph, chunks_of(graph, fine)),
         host=_host_rates(machine),
         notes=tuple(dict.fromkeys(note for each in graphs for note in each.notes)),
     )
+
+
+def offload_chunk_bytes(graph: Graph) -> int:
+    """Of a layout whose chunks can be placed one by one: fine enough, not too many, and few that hold next to nothing because
+    the large parameters on both sides have chunks of their own."""
+    whole = sum(chunk.bytes for chunk in chunks_of(graph))
+    base = max(LEAST_CHUNK_BYTES, whole // MOST_CHUNKS, min(CHUNK_BYTES, whole // FINE_CHUNKS))
+    counts = {}
+    for size in (base, base * 5 // 4, base * 3 // 2):
+        chunks = chunks_of(graph, size)
+        counts[size] = len(chunks), max(chunk.bytes for chunk in chunks)
+    allowed = [size for size, (_, largest) in counts.items() if largest <= max(counts[base][1], base * 5 // 4)]
+    return min(allowed, key=lambda size: (counts[size][0], size))
 
 
 def _time_error(graph: Graph, machine: Machine, seconds: float, spread: float) -> float:

@@ -1,118 +1,343 @@
-"""Model state that does not fit on the device: how much of it stays there, and what the rest costs.
+"""Plans with blocks made again, and with part of the model state on the host: the space of them, and the best of it.
 
-Two sweeps over the chunks, in order of use, each giving what it can to the device:
+A point of the space (Knobs), for one micro-batch size:
 
-    optimizers      all weights on the device, optimizers of the first k chunks too; the host updates the others
-    weights         the first k chunks' weights on the device, the others pass through slots; the host updates all
+    a   rung of the ladder of activation choices: which blocks keep, recompute in part, recompute
+    r   chunks, the first in order of use, whose optimizer is on the device: their gradients come last in backward and their
+        weights are needed first in forward, so that nothing could hide their update elsewhere
+    w   chunks, the last, whose weights are on the host
+    f   share of the other updates that the host does, after those r: it is back with a chunk soonest
+    s   share of what is left that is streamed through the device, in turns with the host
+    g   whether updates speculate, into a second generation
 
-    device(k) = kept weights + resident optimizers + slots + gradient stages + what the pass itself holds
-    step(k)   = compute + resident update + what the host's update and the fetches take beyond the compute that hides them
+    minimise    simulated seconds (simulate.py)
+    over        a, r, w, s, f, g
+    subject to  (1 + error) * reserved(a, r, w, s, f, g) <= device limit
+                host(r, w, s, g) <= host limit
 
-The largest k that fits wins in each sweep, and the first sweep over the second. The host's update of a chunk hides in the next
-forward, fetches in all of the pass; on a CPU device, where host and device are the same cores, nothing hides.
+For each (a, s, f, g) the device is filled: as many r as fit; where not even r = 0 does, as few w as it takes, and, for a host
+that is short, all w with as many r as fit. These are taken in the order of a bound that no simulation can be under, until it
+passes the best simulation; the best few are then improved by single steps of every knob for as long as they help.
+
+The ladder is greedy: from all kept, the block and the choice that free most bytes for a second they cost, early blocks first,
+whose activations live longest. It gives up at most one block's worth against the best for its bytes, which the steps at the end
+make up for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
 
-from anyfit.values.plan import Placement
+from anyfit.values.plan import Activations, Placement
 from anyfit.values.profile import ChunkCost, Pass, Profile
+
+from .simulate import HAND_OUT_SECONDS, Candidate, Rates, Simulated, simulate
+from .weigh import Weight, weigh
 
 RESIDENT = Placement()
 FROZEN_AWAY = Placement(weights="host", optimizer="host")
-ON_HOST = Placement(gradients="host", optimizer="host", update="host")
-AWAY = Placement(weights="host", gradients="host", optimizer="host", update="host")
-SLOTS, PREFETCH = 4, 2
-STAGES = 5  # buffers in which gradients gather before they go down
-SCRATCH_BYTES = 8  # an element of the largest resident chunk with masters: those and the gradient, in fp32
+LEAST_SLOTS = 4
+RUNGS = 9  # of a ladder that are tried at first
+STREAMED = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+HOST_FIRST = (0.0, 0.12)
+STARTS, ROUNDS = 6, 12  # that are improved, and by how many single steps at most
+WORTH = 0.002  # of a step: less is no reason to change a plan
+PROCESS_BYTES = 3 * 2**30  # of the host, that a process with a GPU takes besides the plan's
+FRAGMENTATION = 0.3  # of what is live beyond the pools: the most that torch's allocator was seen to add to it
+NORM_BYTES, UPDATE_BYTES = 2, 30  # read, and read and written, of a parameter on the device
 
 
 @dataclass(frozen=True)
-class Offload:
-    """One way to place the chunks."""
+class Knobs:
+    """A point of the space."""
 
-    chunks: tuple[Placement, ...]
-    slots: int
-    prefetch: int
-    device_bytes: int  # at the peak of a step
-    host_bytes: int
-    update_seconds: float  # of resident chunks
-    exposed_update_seconds: float
-    exposed_fetch_seconds: float
-
-
-def offloads(profile: Profile, each: Pass, accumulation: int) -> Iterator[Offload]:
-    """Placements from the most on the device to the least."""
-    chunks = profile.chunks
-    for kept in range(len(chunks) - 1, -1, -1):
-        yield _weighed(profile, each, accumulation, [*[RESIDENT] * kept, *map(_on_host, chunks[kept:])])
-    for kept in range(len(chunks) - 1, -1, -1):
-        yield _weighed(profile, each, accumulation, [*map(_on_host, chunks[:kept]), *map(_away, chunks[kept:])])
+    micro_batch: int
+    rung: int = 0
+    resident: int = 0
+    away: int = 0
+    host_first: float = 0.0
+    streamed: float = 0.0
+    speculates: bool = False
 
 
-def _on_host(chunk: ChunkCost) -> Placement:
-    return ON_HOST if chunk.trainable else RESIDENT
+@dataclass(frozen=True)
+class Offer:
+    """A candidate with all that is known of it."""
+
+    knobs: Knobs
+    candidate: Candidate
+    weight: Weight
+    simulated: Simulated
 
 
-def _away(chunk: ChunkCost) -> Placement:
-    return AWAY if chunk.trainable else FROZEN_AWAY
+class Space:
+    """All candidates of a profile, weighed and simulated when asked for."""
 
+    def __init__(self, profile: Profile) -> None:
+        assert profile.host is not None
+        self.profile = profile
+        self._host = profile.host
+        self._passes = {each.micro_batch: each for each in profile.passes}
+        self._ladders = {size: ladder(each) for size, each in self._passes.items()}
+        self._weights: dict[Knobs, Weight] = {}
+        self._simulated: dict[Knobs, Simulated] = {}
+        memory = profile.memory_bytes_per_second
+        self._rates = Rates(self._host, NORM_BYTES / memory, UPDATE_BYTES / memory)
+        self.is_gpu = self._host.overlaps
+        if not self.is_gpu:  # torch steps resident chunks there
+            self._rates = replace(self._rates, update_seconds=profile.update.seconds / max(profile.trainable, 1))
 
-def _weighed(profile: Profile, each: Pass, accumulation: int, placements: Sequence[Placement]) -> Offload:
-    host = profile.host
-    assert host is not None
-    pairs = list(zip(profile.chunks, placements, strict=True))
-    resident = [chunk for chunk, placement in pairs if placement.optimizer == "device"]
-    sent = [chunk for chunk, placement in pairs if placement.gradients == "host"]
-    fetched = [chunk for chunk, placement in pairs if placement.weights == "host"]
-    slots = min(SLOTS, len(fetched))
-    several = accumulation > 1
+    # ------------------------------------------------------------------ one point
 
-    gradients = sum(chunk.gradient_bytes for chunk in resident)
-    sums = sum(4 * chunk.elements if several else 0 for chunk in resident if chunk.trainable)
-    if several:
-        during = max(each.peak_bytes_accumulating, profile.update.scratch_bytes if resident else 0)
-    else:
-        during = max(
-            min(each.peak_bytes, each.peak_bytes_accumulating + gradients),
-            gradients + (profile.update.scratch_bytes if resident else 0),
+    @cached_property
+    def _slots(self) -> int:
+        """Enough for the weights of one block, all of which one that is made again holds, and for some that come."""
+        counts = [0] * len(self.profile.passes[0].blocks)
+        for chunk in self.profile.chunks:
+            for block in chunk.blocks:
+                counts[block] += 1
+        named = [count for count, block in zip(counts, self.profile.passes[0].blocks, strict=True) if block.name]
+        return max(LEAST_SLOTS, 2 * max(named, default=1) + 1 if self.is_gpu else max(named, default=1) + 1)
+
+    def candidate(self, knobs: Knobs) -> Candidate:
+        chunks = self.profile.chunks
+        return Candidate(
+            each=self._passes[knobs.micro_batch],
+            accumulation=-(-self.profile.batch_size // knobs.micro_batch),
+            activations=self._ladders[knobs.micro_batch][knobs.rung],
+            chunks=chunks,
+            placements=tuple(_placements(chunks, knobs)),
+            slots=min(self._slots, knobs.away) or 0,
+            prefetch=min(max(2, self._slots // 2), max(min(self._slots, knobs.away) - 1, 0)),
         )
-    split = [chunk for chunk in resident if chunk.optimizer_bytes and chunk.weights_bytes == 2 * chunk.elements]
-    device = (
-        profile.state.buffers
-        + profile.workspace_bytes
-        + sum(chunk.weights_bytes for chunk, placement in pairs if placement.weights == "device")
-        + sum(chunk.optimizer_bytes for chunk in resident)
-        + SCRATCH_BYTES * max((chunk.elements for chunk in split), default=0)
-        + slots * max((chunk.weights_bytes for chunk in fetched), default=0)
-        + min(STAGES, len(sent)) * max((chunk.weights_bytes for chunk in sent), default=0)
-        + sums
-        + during
-    )
-    held = sum(chunk.weights_bytes + chunk.optimizer_bytes for chunk in sent)
-    held += sum(chunk.weights_bytes for chunk in fetched if not chunk.trainable)
-    held += sum(4 * chunk.elements if several else chunk.weights_bytes for chunk in sent)
-    held += min(STAGES, len(sent)) * max((chunk.weights_bytes for chunk in sent), default=0) if several else 0
 
-    trained = sum(chunk.elements for chunk in profile.chunks if chunk.optimizer_bytes) or 1
-    on_host = sum(chunk.elements for chunk in sent if chunk.optimizer_bytes)
-    update = on_host / host.updates_per_second
-    fetch = accumulation * 2 * sum(chunk.weights_bytes for chunk in fetched) / host.up_bytes_per_second
-    fetch += sum(chunk.gradient_bytes for chunk in sent) * accumulation / host.down_bytes_per_second
-    passes = profile.batch_size / each.micro_batch
-    if host.overlaps:
-        forward = sum(block.seconds_forward for block in each.blocks)
-        update = max(0.0, update - forward)
-        fetch = max(0.0, fetch - passes * each.seconds)
-    return Offload(
-        chunks=tuple(placements),
-        slots=slots,
-        prefetch=min(PREFETCH, max(slots - 1, 0)),
-        device_bytes=device,
-        host_bytes=held,
-        update_seconds=profile.update.seconds * (1 - on_host / trained),
-        exposed_update_seconds=update,
-        exposed_fetch_seconds=fetch,
+    def weight(self, knobs: Knobs) -> Weight:
+        if knobs not in self._weights:
+            self._weights[knobs] = weigh(self.profile, self.candidate(knobs))
+        return self._weights[knobs]
+
+    def simulated(self, knobs: Knobs) -> Simulated:
+        if knobs not in self._simulated:
+            self._simulated[knobs] = simulate(self.candidate(knobs), self._rates)
+        return self._simulated[knobs]
+
+    def reserved_bytes(self, knobs: Knobs) -> int:
+        weight = self.weight(knobs)
+        added = int(FRAGMENTATION * weight.live_bytes) if self.is_gpu else 0
+        return weight.device_bytes + added + self.profile.context_bytes
+
+    def fits(self, knobs: Knobs) -> bool:
+        return self._fits_device(knobs) and self._host_bytes(knobs) <= self.profile.host_limit_bytes
+
+    def _host_bytes(self, knobs: Knobs) -> int:
+        return self.weight(knobs).host_bytes + (PROCESS_BYTES if self.is_gpu else 0)
+
+    def _fits_device(self, knobs: Knobs) -> bool:
+        needed = int(self.reserved_bytes(knobs) * (1 + self.profile.reserved_error))
+        return needed <= self.profile.device_limit_bytes
+
+    def offer(self, knobs: Knobs) -> Offer:
+        return Offer(knobs, self.candidate(knobs), self.weight(knobs), self.simulated(knobs))
+
+    def least(self, micro_batch: int) -> Knobs:
+        """What needs least of the device."""
+        last = Knobs(micro_batch, rung=len(self._ladders[micro_batch]) - 1)
+        return min((replace(last, away=away) for away in range(len(self.profile.chunks) + 1)), key=self.reserved_bytes)
+
+    def least_host_bytes(self, micro_batch: int) -> int | None:
+        """What the host has to hold at least, of what fits the device; None where nothing does."""
+        rungs, shares = range(len(self._ladders[micro_batch])), STREAMED if self.is_gpu else (0.0,)
+        points = (Knobs(micro_batch, rung, streamed=share) for rung, share in product(rungs, shares))
+        filled = (knobs for point in points for knobs in self._fillings(point))
+        return min(map(self._host_bytes, filled), default=None)
+
+    # ------------------------------------------------------------------ the best
+
+    def best(self, micro_batch: int) -> Offer | None:
+        """The fastest that fits, or None."""
+        tried: list[Knobs] = []
+        least = float("inf")
+        for bound, knobs in sorted(self._filled(micro_batch), key=lambda pair: pair[0]):
+            if bound >= least:
+                break
+            tried.append(knobs)
+            least = min(least, self._seconds(knobs))
+        improved = [self._improved(knobs) for knobs in sorted(tried, key=self._seconds)[:STARTS]]
+        return self.offer(min(improved, key=self._seconds)) if improved else None
+
+    def _seconds(self, knobs: Knobs) -> float:
+        return self.simulated(knobs).step_seconds
+
+    def _is_better(self, knobs: Knobs, than: Knobs) -> bool:
+        return self._seconds(knobs) < self._seconds(than) * (1 - WORTH)
+
+    def _filled(self, micro_batch: int) -> Iterator[tuple[float, Knobs]]:
+        """For every choice of the other knobs, the device as full as it can be."""
+        rungs = len(self._ladders[micro_batch])
+        some = sorted({round(step * (rungs - 1) / (RUNGS - 1)) for step in range(RUNGS)})
+        alone = -(-self.profile.batch_size // micro_batch) == 1
+        speculates = (False, True) if alone and self.is_gpu else (False,)
+        for rung, streamed, first, guess in product(
+            some, STREAMED if self.is_gpu else (0.0,), HOST_FIRST if self.is_gpu else (0.0,), speculates
+        ):
+            for knobs in self._fillings(Knobs(micro_batch, rung, 0, 0, first, streamed, guess)):
+                if self.fits(knobs):
+                    yield self._bound(knobs), knobs
+
+    def _fillings(self, knobs: Knobs) -> Iterator[Knobs]:
+        filled = self._fill(knobs)
+        if filled is not None:
+            yield filled
+        if filled is not None and filled.away:
+            count = len(self.profile.chunks)
+            far = [replace(knobs, resident=r, away=count - r) for r in range(count + 1)]
+            yield far[_most(count, lambda r: self._fits_device(far[r]))]
+
+    def _fill(self, knobs: Knobs) -> Knobs | None:
+        count = len(self.profile.chunks)
+        if self._fits_device(knobs):
+            return replace(knobs, resident=_most(count, lambda r: self._fits_device(replace(knobs, resident=r))))
+        kept = _most(count, lambda kept: self._fits_device(replace(knobs, away=count - kept)))
+        if self._fits_device(replace(knobs, away=count - kept)):
+            return replace(knobs, away=count - kept)
+        least = self.least(knobs.micro_batch)  # a few chunks away take more, in slots, than they leave
+        return least if replace(knobs, away=least.away) == least and self._fits_device(least) else None
+
+    def _bound(self, knobs: Knobs) -> float:
+        """Seconds that no simulation of this is under."""
+        candidate, host = self.candidate(knobs), self._host
+        each, accumulation = candidate.each, candidate.accumulation
+        pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
+        updated = [pair for pair in pairs if pair[0].optimizer_bytes and pair[0].gradient_bytes]
+        again = sum(
+            block.choices[choice].seconds
+            for block, choice in zip(each.blocks, candidate.activations, strict=True)
+            if choice in ("recompute", "selective")
+        )
+        elements = dict.fromkeys(("resident", "streamed", "host"), 0)
+        for chunk, placement in updated:
+            elements[placement.route] += chunk.elements
+        compute = accumulation * (each.seconds + again) + elements["resident"] * self._rates.update_seconds
+        compute += HAND_OUT_SECONDS * sum(placement.route != "resident" for _, placement in pairs)
+        states = sum(chunk.optimizer_bytes for chunk, placement in updated if placement.route == "streamed")
+        sent = accumulation * sum(chunk.gradient_bytes for chunk, placement in pairs if placement.gradients == "host")
+        on_host = elements["host"] / host.updates_per_second
+        if not host.overlaps:
+            return compute + on_host + sent / host.down_bytes_per_second
+        busy = max(on_host, states / host.up_bytes_per_second)
+        if not knobs.speculates:  # begun after backward, over before the last chunk is used in forward
+            forward = sum(segment.seconds for segment in each.segments if segment.phase == "forward")
+            return max(compute, compute - forward + busy)
+        return max(compute, busy, (states + sent) / host.down_bytes_per_second)
+
+    def _improved(self, knobs: Knobs) -> Knobs:
+        for _ in range(ROUNDS):
+            better = [each for each in set(self._neighbours(knobs)) if self.fits(each) and self._is_better(each, knobs)]
+            if not better:
+                break
+            knobs = min(better, key=lambda each: (self._seconds(each), str(each)))
+        return knobs
+
+    def _neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
+        """A step of one knob, or of two that share the memory; the device is filled again where that leaves room."""
+        count, rungs = len(self.profile.chunks), len(self._ladders[knobs.micro_batch])
+        for step in (-4, -2, -1, 1, 2, 4):
+            if 0 <= knobs.resident + step <= count - knobs.away:
+                yield replace(knobs, resident=knobs.resident + step)
+            if 0 <= knobs.away + step <= count - knobs.resident:
+                yield replace(knobs, away=knobs.away + step)
+            if 0 <= knobs.rung + step < rungs:
+                yield replace(knobs, rung=knobs.rung + step)
+                filled = self._fill(replace(knobs, rung=knobs.rung + step, resident=0, away=0))
+                if filled is not None:
+                    yield filled
+        if not self.is_gpu:
+            return
+        for share in (-0.1, -0.05, 0.05, 0.1):
+            for changed in (
+                replace(knobs, streamed=round(min(max(knobs.streamed + share, 0.0), 1.0), 3)),
+                replace(knobs, host_first=round(min(max(knobs.host_first + share, 0.0), 1.0), 3)),
+            ):
+                filled = self._fill(replace(changed, resident=0, away=0))
+                yield changed
+                if filled is not None:
+                    yield filled
+
+
+def _most(count: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `count` that fits, where all smaller ones do; 0 where none does."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def ladder(each: Pass) -> list[tuple[Activations, ...]]:
+    """Choices for all blocks, from all kept to the least that can be kept."""
+    now: list[Activations] = ["keep"] * len(each.blocks)
+    found = [tuple(now)]
+    heap: list[tuple[float, int, Activations]] = []
+    cheaper: tuple[Activations, ...] = ("selective", "recompute")
+
+    def offer(index: int) -> None:
+        """The choice that frees most for what it costs."""
+        choices = each.blocks[index].choices
+        here = choices[now[index]]
+        steps: list[tuple[float, int, Activations]] = [
+            ((choices[name].seconds - here.seconds) / (here.kept_bytes - choices[name].kept_bytes), index, name)
+            for name in cheaper
+            if name in choices and choices[name].kept_bytes < here.kept_bytes
+        ]
+        if steps:
+            heapq.heappush(heap, min(steps))
+
+    for index, block in enumerate(each.blocks):
+        if block.name and "keep" in block.choices:
+            offer(index)
+    while heap:
+        _, index, name = heapq.heappop(heap)
+        now[index] = name
+        found.append(tuple(now))
+        offer(index)
+    return found
+
+
+def _placements(chunks: tuple[ChunkCost, ...], knobs: Knobs) -> Iterator[Placement]:
+    rest = sum(chunk.elements for chunk in chunks[knobs.resident :] if chunk.optimizer_bytes)
+    others, streamed, first = 0, 0.0, 0
+    for index, chunk in enumerate(chunks):
+        is_away = index >= len(chunks) - knobs.away
+        if not chunk.optimizer_bytes:
+            yield FROZEN_AWAY if is_away else RESIDENT
+            continue
+        if index < knobs.resident:
+            yield RESIDENT
+            continue
+        if first + chunk.elements / 2 <= knobs.host_first * rest:
+            first += chunk.elements
+            streams = False
+        else:
+            others += chunk.elements
+            streams = streamed + chunk.elements / 2 <= knobs.streamed * others
+            streamed += chunk.elements if streams else 0
+        yield PLACED[streams, is_away, knobs.speculates]
+
+
+PLACED = {
+    (streams, is_away, guesses): Placement(
+        weights="host" if is_away else "device",
+        gradients="device" if streams else "host",
+        optimizer="host",
+        update="device" if streams else "host",
+        speculates=guesses,
     )
+    for streams, is_away, guesses in product((False, True), repeat=3)
+}

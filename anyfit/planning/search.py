@@ -1,5 +1,4 @@
-"""The search: every micro-batch that was profiled, everything resident on one device; the fastest that fits wins. Where none
-does, the same with part of the model state on the host (offload.py).
+"""The search: every micro-batch that was profiled, first with everything resident on one device and all activations kept.
 
     minimise    seconds(m), and where several are within TIE of the least, the number of passes
     with        seconds(m) = B / m * pass_seconds(m) + update_seconds        (a smaller last micro-batch costs its share)
@@ -9,20 +8,37 @@ does, the same with part of the model state on the host (offload.py).
                 reserved(m) = max(peak(m), what the allocator was seen to reserve) + context
 
 With several micro-batches a step, gradient sums are held all along; with one, each gradient lives from its birth to the update.
+Where the whole batch does not fit in one pass so, plans that make blocks again or have part of the state on the host (offload.py)
+are weighed against these.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
-from anyfit.values.plan import AXES, TIERS, Alternative, Decision, Fingerprint, Forecast, NoPlan, Plan, Stage
+from anyfit.values.plan import (
+    AXES,
+    TIERS,
+    Activations,
+    Alternative,
+    Decision,
+    Fingerprint,
+    Forecast,
+    NoPlan,
+    Placement,
+    Plan,
+    Stage,
+)
 from anyfit.values.profile import Pass, Profile
-from anyfit.values.units import show_bytes, show_seconds
+from anyfit.values.units import show_bytes, show_count, show_seconds
 
-from .offload import Offload, offloads
+from .offload import FRAGMENTATION, Offer, Space
 
-OFFLOAD_PEAK_ERROR = 0.08  # of peak memory: gradients that go down early are counted as if they all stayed to the peak, at most
-OFFLOAD_ERROR = 0.6  # of step time, where part of the state is on the host: the shares that hide are rough
+OFFLOAD_PEAK_ERROR = 0.08  # of peak memory, on a CPU device: a chunk's gradients are counted from the first of them on
+# Of step time, where part of the state is on the host: tests/planning/test_simulate.py has the GPU's; on a CPU all shares cores.
+OFFLOAD_ERROR = {"cuda": 0.25, "cpu": 0.6}
+AGAIN: dict[Activations, str] = {"recompute": "made again in backward", "selective": "made again but for their costly ops"}
 TIE = 0.05  # two forecasts closer than this are not told apart: the one with fewer passes has less that can go wrong
 
 
@@ -32,10 +48,17 @@ def search(profile: Profile) -> Plan:
     limit = profile.device_limit_bytes
 
     fitting = [micro_batch for micro_batch, each in forecasts.items() if each.needed_bytes <= limit]
-    if not fitting:
-        return _offloaded(profile, forecasts)
-    least = min(forecasts[micro_batch].step_seconds for micro_batch in fitting)
-    best = max(each for each in fitting if forecasts[each].step_seconds <= (1 + TIE) * least)
+    offers: dict[int, Offer] = {}
+    if profile.batch_size not in fitting and profile.chunks and profile.host is not None:
+        offers = _offers(profile, forecasts, fitting)
+    if not fitting and not offers:
+        raise _no_plan(profile, forecasts)
+    priced = {size: (_forecast_of(profile, offer), offer) for size, offer in offers.items()}
+    if fitting:
+        least = min(forecasts[micro_batch].step_seconds for micro_batch in fitting)
+        best = max(each for each in fitting if forecasts[each].step_seconds <= (1 + TIE) * least)
+    if not fitting or any(other.step_seconds < forecasts[best].step_seconds * (1 - TIE) for other, _ in priced.values()):
+        return _offloaded(profile, forecasts, priced)
     alternatives = tuple(
         Alternative(
             decision="micro-batch",
@@ -49,18 +72,24 @@ def search(profile: Profile) -> Plan:
     )
     chosen = forecasts[best]
     state = Decision("model state", "all on the device", f"it fits, {show_bytes(limit - chosen.needed_bytes)} to spare")
-    return _plan(profile, best, chosen, state, alternatives)
+    return _plan(profile, best, chosen, (state,), alternatives)
 
 
 def _plan(
     profile: Profile,
     micro_batch: int,
     chosen: Forecast,
-    state: Decision,
+    decisions: tuple[Decision, ...],
     alternatives: tuple[Alternative, ...],
-    placed: Offload | None = None,
+    offer: Offer | None = None,
 ) -> Plan:
     limits = (profile.device_limit_bytes, profile.host_limit_bytes, profile.disk_limit_bytes)
+    activations: dict[str, Activations] = {}
+    placements: tuple[Placement, ...] = ()
+    if offer is not None:
+        pairs = zip(offer.candidate.each.blocks, offer.candidate.activations, strict=True)
+        activations = {block.name: choice for block, choice in pairs if choice != "keep"}
+        placements = offer.candidate.placements
     return Plan(
         model=profile.model,
         machine=profile.machine,
@@ -70,15 +99,15 @@ def _plan(
         micro_batch=micro_batch,
         accumulation=_accumulation(profile.batch_size, micro_batch),
         mesh=dict.fromkeys(AXES, 1),
-        stages=(Stage(0, profile.blocks - 1, {}),),
-        chunk_bytes=profile.offload_chunk_bytes if placed else profile.chunk_bytes,
-        chunks=placed.chunks if placed else (),
-        slots=placed.slots if placed else 0,
-        prefetch=placed.prefetch if placed else 0,
+        stages=(Stage(0, profile.blocks - 1, activations),),
+        chunk_bytes=profile.chunk_bytes if offer is None else profile.offload_chunk_bytes,
+        chunks=placements,
+        slots=0 if offer is None else offer.candidate.slots,
+        prefetch=0 if offer is None else offer.candidate.prefetch,
         limit_bytes=dict(zip(TIERS, limits, strict=True)),
         forecast=chosen,
         decisions=(
-            state,
+            *decisions,
             Decision("micro-batch", _passes(profile.batch_size, micro_batch), _why(chosen, alternatives)),
             *([Decision("trace", "a real run", "; ".join(profile.notes))] if profile.notes else []),
         ),
@@ -87,70 +116,88 @@ def _plan(
     )
 
 
-def _offloaded(profile: Profile, resident: dict[int, Forecast]) -> Plan:
-    """The fastest plan with part of the model state on the host, or NoPlan."""
-    found: dict[int, tuple[Forecast, Offload]] = {}
-    forecasts = dict(resident)  # by micro-batch, the one that needs least
-    least_host = None  # bytes, of those that fit the device
-    for each in profile.passes:
-        accumulation = _accumulation(profile.batch_size, each.micro_batch)
-        for placed in offloads(profile, each, accumulation) if profile.host is not None else ():
-            candidate = _forecast_offloaded(profile, each, placed)
-            if candidate.needed_bytes < forecasts[each.micro_batch].needed_bytes:
-                forecasts[each.micro_batch] = candidate
-            if candidate.needed_bytes > profile.device_limit_bytes:
-                continue
-            if placed.host_bytes <= profile.host_limit_bytes:
-                found[each.micro_batch] = candidate, placed
-                break
-            least_host = min(placed.host_bytes, least_host or placed.host_bytes)
-    if not found and least_host is not None:
-        raise _no_host(profile, least_host)
-    if not found:
-        raise _no_plan(profile, forecasts)
-    best = min(found, key=lambda micro_batch: found[micro_batch][0].step_seconds)
-    chosen, placed = found[best]
-    least = min(each.needed_bytes for each in resident.values())
+def _offers(profile: Profile, forecasts: dict[int, Forecast], fitting: list[int]) -> dict[int, Offer]:
+    """By micro-batch, the best plan that makes blocks again or has state on the host; NoPlan where nothing at all fits."""
+    space = Space(profile)
+    found = {size: offer for size in forecasts if (offer := space.best(size)) is not None}
+    if not found and not fitting:
+        hosts = [size for each in forecasts if (size := space.least_host_bytes(each)) is not None]
+        if hosts:
+            raise _no_host(profile, min(hosts))
+        for size in forecasts:
+            least = _forecast_of(profile, space.offer(space.least(size)))
+            if least.needed_bytes < forecasts[size].needed_bytes:
+                forecasts[size] = least
+    return found
+
+
+def _offloaded(profile: Profile, forecasts: dict[int, Forecast], priced: dict[int, tuple[Forecast, Offer]]) -> Plan:
+    best = min(priced, key=lambda micro_batch: priced[micro_batch][0].step_seconds)
+    chosen, offer = priced[best]
+    least = min(each.needed_bytes for each in forecasts.values())
     alternatives = tuple(
-        Alternative("micro-batch", _passes(profile.batch_size, size), other.step_seconds, other.needed_bytes, size in found)
-        for size, other in ((size, found[size][0] if size in found else forecasts[size]) for size in forecasts)
+        Alternative("micro-batch", _passes(profile.batch_size, size), other.step_seconds, other.needed_bytes, size in priced)
+        for size, other in ((size, priced[size][0] if size in priced else forecasts[size]) for size in forecasts)
         if size != best
     )
-    state = Decision("model state", _where(profile, placed), f"all on the device would need {show_bytes(least)} at least")
-    return _plan(profile, best, chosen, state, alternatives, placed)
+    decisions = [Decision("model state", _where(offer), f"all on the device would need {show_bytes(least)} at least")]
+    again = Counter(offer.candidate.activations)
+    if again["recompute"] or again["selective"]:
+        choice = ", ".join(f"{again[name]} blocks {verb}" for name, verb in AGAIN.items() if again[name])
+        decisions.append(Decision("activations", choice, f"takes {show_seconds(offer.simulated.recompute_seconds)} a step"))
+    return _plan(profile, best, chosen, tuple(decisions), alternatives, offer)
 
 
-def _where(profile: Profile, placed: Offload) -> str:
-    away = sum(chunk.weights_bytes for chunk, where in zip(profile.chunks, placed.chunks, strict=True) if where.weights == "host")
-    there = sum(where.optimizer == "device" for where in placed.chunks)
-    choice = f"optimizer of {there} of {len(placed.chunks)} chunks on the device, of the others on the host"
-    return choice + (f", and {show_bytes(away)} of weights, fetched through {placed.slots} slots" if away else "")
+def _where(offer: Offer) -> str:
+    pairs = [(chunk, placement) for chunk, placement in zip(offer.candidate.chunks, offer.candidate.placements, strict=True)]
+    elements = Counter[str]()
+    for chunk, placement in pairs:
+        if chunk.optimizer_bytes:
+            elements[placement.route] += chunk.elements
+    if set(elements) <= {"resident"}:
+        return "all on the device"
+    routes = {"resident": "on the device", "streamed": "streamed through it", "host": "updated on the host"}
+    choice = ", ".join(f"{show_count(elements[route])} parameters {where}" for route, where in routes.items() if elements[route])
+    if any(placement.speculates for _, placement in pairs):
+        choice += ", before the norm is known"
+    away = sum(chunk.weights_bytes for chunk, placement in pairs if placement.weights == "host")
+    return choice + (f"; {show_bytes(away)} of weights fetched through {offer.candidate.slots} slots" if away else "")
 
 
-def _forecast_offloaded(profile: Profile, each: Pass, placed: Offload) -> Forecast:
+def _forecast_of(profile: Profile, offer: Offer) -> Forecast:
+    each, simulated = offer.candidate.each, offer.simulated
     plain = forecast(profile, each)
+    passes = profile.batch_size / each.micro_batch
+    whole = passes / offer.candidate.accumulation  # of its passes: the last may be smaller
+    waits = simulated.waits_seconds
     seconds = {
-        **plain.split_seconds,
-        "update": placed.update_seconds,
-        "exposed update": placed.exposed_update_seconds,
-        "exposed offload": placed.exposed_fetch_seconds,
+        "compute": whole * (simulated.compute_seconds - passes_recompute(offer)),
+        "recompute": whole * (simulated.recompute_seconds + passes_recompute(offer)),
+        "exposed update": waits["update"] + waits["gradients"],
+        "exposed offload": waits["fetch"] + waits["activations"],
     }
+    seconds["update"] = simulated.step_seconds - (simulated.compute_seconds + simulated.recompute_seconds) - sum(waits.values())
     total = sum(seconds.values())
     share = plain.step_seconds / total
-    # What the allocator adds comes from the pass, not from the pools.
-    added = plain.reserved_bytes - profile.context_bytes - plain.peak_bytes["device"]
+    gpu = profile.host is not None and profile.host.overlaps
+    reserved = offer.weight.device_bytes + profile.context_bytes + (int(FRAGMENTATION * offer.weight.live_bytes) if gpu else 0)
     return replace(
         plain,
         step_seconds=total,
-        step_error=max(plain.step_error, OFFLOAD_ERROR),
+        step_error=max(plain.step_error, OFFLOAD_ERROR["cuda" if gpu else "cpu"]),
         split_seconds=seconds,
-        peak_bytes={"device": placed.device_bytes, "host": placed.host_bytes, "disk": 0},
+        peak_bytes={"device": offer.weight.device_bytes, "host": offer.weight.host_bytes, "disk": 0},
         peak_error=max(plain.peak_error, OFFLOAD_PEAK_ERROR),
-        reserved_bytes=placed.device_bytes + added + profile.context_bytes,
+        reserved_bytes=reserved,
         samples_per_second=plain.samples_per_second * share,
         tokens_per_second=plain.tokens_per_second * share,
         compute_share=plain.compute_share * share,
     )
+
+
+def passes_recompute(offer: Offer) -> float:
+    """What the model itself makes again, without being told by a plan."""
+    return offer.candidate.accumulation * offer.candidate.each.seconds_recompute
 
 
 def forecast(profile: Profile, each: Pass) -> Forecast:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -172,7 +173,10 @@ class _Play:
         self._carriers = STREAMED_DEPTH
         self._count = 0
         self._slots: dict[int, _Signal] = {}  # by chunk: its weights are there
-        self._touches = self._order_of_touches()
+        self._touches = [chunk for segment in candidate.each.segments for chunk in self._of_block[segment.block] if chunk.is_away]
+        self._positions: dict[int, list[int]] = {}  # in these, by chunk
+        for position, chunk in enumerate(self._touches):
+            self._positions.setdefault(chunk.index, []).append(position)
         self._position = 0
         self._returned: dict[int, _Signal] = {}  # offloaded blocks: their activations are back
         self._returning: set[int] = set()
@@ -383,25 +387,19 @@ class _Play:
 
     # ------------------------------------------------------------------ slots
 
-    def _order_of_touches(self) -> list[_Chunk]:
-        return [chunk for segment in self._candidate.each.segments for chunk in self._of_block[segment.block] if chunk.is_away]
-
     def _next_use(self, index: int) -> int:
         """Position in the touches, of this pass or the next."""
-        later = range(self._position, len(self._touches))
-        found = next((at for at in later if self._touches[at].index == index), None)
-        if found is None:
-            found = next(at for at, chunk in enumerate(self._touches) if chunk.index == index) + len(self._touches)
-        return found
+        positions = self._positions[index]
+        found = bisect_left(positions, self._position)
+        return positions[found] if found < len(positions) else positions[0] + len(self._touches)
 
     def _fetch_ahead(self) -> None:
-        coming: list[_Chunk] = []
-        for chunk in self._touches[self._position :]:
-            if chunk not in coming:
-                coming.append(chunk)
-                if len(coming) >= self._candidate.prefetch:
-                    break
-        for chunk in coming:
+        coming: dict[int, _Chunk] = {}
+        for at in range(self._position, len(self._touches)):
+            coming[self._touches[at].index] = self._touches[at]
+            if len(coming) >= self._candidate.prefetch:
+                break
+        for chunk in coming.values():
             if chunk.index not in self._slots and not self._fetch(chunk, at_all_costs=False):
                 return
 

@@ -18,6 +18,7 @@ from anyfit.values.profile import ChunkCost, Profile
 
 from .simulate import STAGES, STREAMED_DEPTH, Candidate
 
+TORCH_SCRATCH_BYTES = 8  # an element of the largest chunk with masters
 Pair = tuple[ChunkCost, Placement]
 
 
@@ -35,11 +36,16 @@ class Weight:
 def weigh(profile: Profile, candidate: Candidate) -> Weight:
     pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
     adds_up = candidate.accumulation > 1
-    return Weight(
-        pool_bytes=profile.state.buffers + profile.workspace_bytes + _pools(pairs, candidate.slots, adds_up=adds_up),
-        live_bytes=max(_live(candidate)),
-        host_bytes=_host(pairs, adds_up=adds_up),
-    )
+    pools = profile.state.buffers + profile.workspace_bytes + _pools(pairs, candidate.slots, adds_up=adds_up)
+    resident = [chunk for chunk, placement in pairs if placement.route == "resident" and chunk.optimizer_bytes]
+    updating = 0
+    if profile.host is not None and profile.host.overlaps:
+        pools += max((chunk.weights_bytes for chunk in resident), default=0)  # gradients side by side, for one pass over them
+    elif resident:  # torch's own step, on masters and gradients in fp32
+        split = [chunk.elements for chunk in resident if chunk.weights_bytes == 2 * chunk.elements]
+        pools += TORCH_SCRATCH_BYTES * max(split, default=0)
+        updating = profile.update.scratch_bytes
+    return Weight(pools, max(_live(candidate, updating)), _host(pairs, adds_up=adds_up))
 
 
 def _largest(pairs: list[Pair]) -> int:
@@ -56,7 +62,7 @@ def _pools(pairs: list[Pair], slots: int, *, adds_up: bool) -> int:
     found = sum(chunk.weights_bytes for chunk, placement in pairs if placement.weights == "device")
     found += sum(chunk.optimizer_bytes for chunk, _ in of_route["resident"])
     found += min(slots, len(away)) * _largest(away) + min(STAGES, len(sent)) * _largest(sent)
-    found += sum(_largest(of_route[route]) for route in ("resident", "streamed"))  # gradients side by side
+    found += _largest(of_route["streamed"])  # gradients side by side
     found += STREAMED_DEPTH * max(
         (
             chunk.optimizer_bytes + (chunk.weights_bytes if placement.weights == "host" or placement.speculates else 0)
@@ -69,7 +75,7 @@ def _pools(pairs: list[Pair], slots: int, *, adds_up: bool) -> int:
     return found
 
 
-def _live(candidate: Candidate) -> Iterator[int]:
+def _live(candidate: Candidate, updating: int) -> Iterator[int]:
     each, adds_up = candidate.each, candidate.accumulation > 1
     keeps = [
         block.choices[choice].kept_bytes if block.name else 0  # a segment's work has what is kept outside blocks
@@ -99,7 +105,7 @@ def _live(candidate: Candidate) -> Iterator[int]:
             if backwards_left[block] == 0 and block in held:
                 held.remove(block)
                 kept -= keeps[block]
-    yield gradients  # when all are there, to be updated
+    yield gradients + updating  # when all are there
 
 
 def _host(pairs: list[Pair], *, adds_up: bool) -> int:

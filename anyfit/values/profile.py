@@ -150,6 +150,7 @@ class Profile(Record):
     reserved_error: float  # relative, of what is forecast to be reserved
     model_fingerprint: str
     machine_fingerprint: str
+    memory_bytes_per_second: float = 1.0  # of the device's own memory, read and written
     offload_chunk_bytes: int = 0  # of a layout fine enough to place part of the state on the host
     chunks: tuple[ChunkCost, ...] = ()  # of that layout, in its order
     host: HostRates | None = None  # None: nothing can be placed on the host
