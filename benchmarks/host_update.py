@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import mmap
 import os
 import statistics
 import threading
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from anyfit.kernels.adamw import Settings, State, adamw, adamw_in_torch, is_native
+from anyfit.kernels.pages import in_huge_pages
 
 from . import record
 
@@ -46,7 +46,7 @@ def updates(elements: int) -> dict[str, Call]:
     """By name, a call that does one update of all chunks on so many threads."""
     sizes = [min(CHUNK_ELEMENTS, elements - first) for first in range(0, elements, CHUNK_ELEMENTS)]
     settings = Settings(lr=1e-4, weight_decay=0.01)
-    chunks = [(split_state(size), split_state(size), in_huge_pages(size, torch.bfloat16).fill_(1e-3)) for size in sizes]
+    chunks = [(split_state(size), split_state(size), huge(size, torch.bfloat16).fill_(1e-3)) for size in sizes]
     fused = fused_fp32(sizes)
 
     def in_place(threads: int) -> None:
@@ -61,34 +61,29 @@ def updates(elements: int) -> dict[str, Call]:
         for first, _, gradient in chunks:
             adamw_in_torch(first, gradient, settings, 1)
 
-    return {
-        "kernel in place": in_place,
-        "kernel out of place": out_of_place,
-        "twin in place": twin_in_place,
-        "torch fused fp32": lambda threads: fused.step(),
-    }
+    calls: dict[str, Call] = {"kernel in place": in_place, "kernel out of place": out_of_place}
+    calls["torch fused fp32"] = lambda threads: fused.step()
+    if len(sizes) == 1:  # thirty times slower: not worth the wait on many
+        calls["twin in place"] = twin_in_place
+    return calls
 
 
-def in_huge_pages(elements: int, dtype: torch.dtype) -> Tensor:
-    """Zeros."""
-    memory = mmap.mmap(-1, elements * dtype.itemsize)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).zero_()
+def huge(elements: int, dtype: torch.dtype) -> Tensor:
+    """Zeros, touched."""
+    return in_huge_pages(elements * dtype.itemsize).zero_().view(dtype)
 
 
 def split_state(elements: int) -> State:
-    weights, low = in_huge_pages(elements, torch.bfloat16).fill_(0.5), in_huge_pages(elements, torch.int16)
-    return State(weights, low, in_huge_pages(elements, torch.float32), in_huge_pages(elements, torch.float32))
+    weights, low = huge(elements, torch.bfloat16).fill_(0.5), huge(elements, torch.int16)
+    return State(weights, low, huge(elements, torch.float32), huge(elements, torch.float32))
 
 
 def fused_fp32(sizes: list[int]) -> torch.optim.AdamW:
-    parameters = [torch.nn.Parameter(in_huge_pages(size, torch.float32).fill_(0.5)) for size in sizes]
+    parameters = [torch.nn.Parameter(huge(size, torch.float32).fill_(0.5)) for size in sizes]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     for parameter in parameters:
-        parameter.grad = in_huge_pages(parameter.numel(), torch.float32).fill_(1e-3)
-        moments = {name: in_huge_pages(parameter.numel(), torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+        parameter.grad = huge(parameter.numel(), torch.float32).fill_(1e-3)
+        moments = {name: huge(parameter.numel(), torch.float32) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
     return optimizer
 

@@ -198,7 +198,7 @@ def test_a_timeline_is_written_drawn_and_summed_up(anyfit: Command, tmp_path: Pa
     done = anyfit("fit", *small, "--steps", "7", "--device-memory", "6MiB", "--folder", "run", "--timeline", "run.json")
     assert (done.status, done.err) == (0, "")
     recorded = timeline.read(tmp_path / "run.json")
-    assert {"compute", "uploads", "downloads", "host updates"} <= set(recorded.busy)
+    assert {"compute", "downloads", "host updates"} < set(recorded.busy)
     assert ElementTree.parse(tmp_path / "run.svg").getroot().tag.endswith("svg")
     assert "compute stood still" in done.out
     done = anyfit("fit", *small, "--steps", "2", "--folder", "short", "--timeline", "short.json")

@@ -22,6 +22,7 @@ COMPOSE = ("__init__", "__main__", "cli", "demo", "fitting", "targets")
 OFFERED = ("losses",)  # for a user's own code as well, and so without a look at the house
 MAY_IMPORT = {room: {"values", room} for room in ROOMS} | {
     "values": {"values", *OFFERED},
+    "probing": {"values", "probing", "kernels"},
     "placing": {"values", "placing", "kernels"},
     "running": {"values", "running", "placing", "kernels"},
 }

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anyfit.kernels.pages import in_huge_pages
 from anyfit.values.units import show_bytes
 
 _cuda: Any = torch.cuda
@@ -73,11 +73,7 @@ class HostSlabs:
             self._preparing.pop().result()
 
     def _new_slab(self, size: int, pinned: bool) -> torch.Tensor:
-        memory = mmap.mmap(-1, max(size, 1))
-        if self._pins and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        slab = torch.frombuffer(memory, dtype=torch.uint8)
+        slab = in_huge_pages(size)
         if pinned:
             self._pinned.append(slab)
         if self._pool is not None:

@@ -45,6 +45,7 @@ RUNGS = 9  # of a ladder that are tried at first
 STREAMED = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 HOST_FIRST = (0.0, 0.12)
 STARTS, ROUNDS = 6, 12  # that are improved, and by how many single steps at most
+CLOSE = 1.1  # times the best before it: what may become better still
 WORTH = 0.002  # of a step: less is no reason to change a plan
 PROCESS_BYTES = 3 * 2**30  # of the host, that a process with a GPU takes besides the plan's
 FRAGMENTATION = 0.3  # of what is live beyond the pools: the most that torch's allocator was seen to add to it
@@ -150,23 +151,23 @@ class Space:
 
     def least_host_bytes(self, micro_batch: int) -> int | None:
         """What the host has to hold at least, of what fits the device; None where nothing does."""
-        rungs, shares = range(len(self._ladders[micro_batch])), STREAMED if self.is_gpu else (0.0,)
-        points = (Knobs(micro_batch, rung, streamed=share) for rung, share in product(rungs, shares))
-        filled = (knobs for point in points for knobs in self._fillings(point))
+        last, shares = len(self._ladders[micro_batch]) - 1, STREAMED if self.is_gpu else (0.0,)
+        filled = (knobs for share in shares for knobs in self._fillings(Knobs(micro_batch, last, streamed=share)))
         return min(map(self._host_bytes, filled), default=None)
 
     # ------------------------------------------------------------------ the best
 
-    def best(self, micro_batch: int) -> Offer | None:
-        """The fastest that fits, or None."""
+    def best(self, micro_batch: int, under: float) -> Offer | None:
+        """The fastest that fits; None where nothing does, or nothing in less than `under` seconds."""
         tried: list[Knobs] = []
-        least = float("inf")
+        least = under
         for bound, knobs in sorted(self._filled(micro_batch), key=lambda pair: pair[0]):
             if bound >= least:
                 break
             tried.append(knobs)
             least = min(least, self._seconds(knobs))
-        improved = [self._improved(knobs) for knobs in sorted(tried, key=self._seconds)[:STARTS]]
+        starts = [knobs for knobs in sorted(tried, key=self._seconds)[:STARTS] if self._seconds(knobs) < CLOSE * least]
+        improved = [self._improved(knobs) for knobs in starts]
         return self.offer(min(improved, key=self._seconds)) if improved else None
 
     def _seconds(self, knobs: Knobs) -> float:
@@ -181,12 +182,22 @@ class Space:
         some = sorted({round(step * (rungs - 1) / (RUNGS - 1)) for step in range(RUNGS)})
         alone = -(-self.profile.batch_size // micro_batch) == 1
         speculates = (False, True) if alone and self.is_gpu else (False,)
-        for rung, streamed, first, guess in product(
-            some, STREAMED if self.is_gpu else (0.0,), HOST_FIRST if self.is_gpu else (0.0,), speculates
-        ):
-            for knobs in self._fillings(Knobs(micro_batch, rung, 0, 0, first, streamed, guess)):
-                if self.fits(knobs):
-                    yield self._bound(knobs), knobs
+        for rung, streamed in product(some, STREAMED if self.is_gpu else (0.0,)):
+            filled = list(self._fillings(Knobs(micro_batch, rung, streamed=streamed)))
+            for knobs, first, guess in product(filled, HOST_FIRST if self.is_gpu else (0.0,), speculates):
+                near = self._fitting(replace(knobs, host_first=first, speculates=guess))
+                if near is not None:
+                    yield self._bound(near), near
+
+    def _fitting(self, knobs: Knobs) -> Knobs | None:
+        """The same, or with a chunk or two less on the device: who updates first, and into what, changes little of its memory."""
+        for fewer in range(3):
+            resident = max(knobs.resident - fewer, 0)
+            away = knobs.away + fewer - (knobs.resident - resident) if knobs.away else 0
+            near = replace(knobs, resident=resident, away=min(away, len(self.profile.chunks) - resident))
+            if self.fits(near):
+                return near
+        return None
 
     def _fillings(self, knobs: Knobs) -> Iterator[Knobs]:
         filled = self._fill(knobs)
@@ -257,7 +268,7 @@ class Space:
                     yield filled
         if not self.is_gpu:
             return
-        for share in (-0.1, -0.05, 0.05, 0.1):
+        for share in (-0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.2):
             for changed in (
                 replace(knobs, streamed=round(min(max(knobs.streamed + share, 0.0), 1.0), 3)),
                 replace(knobs, host_first=round(min(max(knobs.host_first + share, 0.0), 1.0), 3)),

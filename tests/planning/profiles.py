@@ -120,9 +120,9 @@ PLACEMENTS = [
 
 
 @st.composite
-def candidates(draw: st.DrawFn) -> Candidate:
-    """A chain of up to five blocks between an embedding and a head, in up to seven chunks, placed in any way."""
-    count = draw(st.integers(1, 5))
+def candidates(draw: st.DrawFn, most_blocks: int = 5, most_chunks: int = 2, parameters: int = 100_000) -> Candidate:
+    """A chain of blocks between an embedding and a head, each in a chunk or two, placed in any way."""
+    count = draw(st.integers(1, most_blocks))
     milliseconds, size = st.floats(0.0001, 0.05), st.integers(1, 50)
     blocks = []
     for index in range(count):
@@ -155,8 +155,8 @@ def candidates(draw: st.DrawFn) -> Candidate:
     ]
     chunks, placements = [], []
     for index in [count, *range(count)]:
-        for _ in range(draw(st.integers(1, 2))):
-            elements = draw(st.integers(1, 20)) * 100_000
+        for _ in range(draw(st.integers(1, most_chunks))):
+            elements = draw(st.integers(1, 20)) * parameters
             trainable = draw(st.booleans()) or draw(st.booleans())
             gradient, optimizer = (2 * elements, 10 * elements) if trainable else (0, 0)
             chunks.append(ChunkCost(2 * elements, elements, trainable, gradient, optimizer, (index,)))
