@@ -27,10 +27,12 @@ make up for.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import TypeVar
 
 from anyfit.values.plan import Activations, Placement
 from anyfit.values.profile import ChunkCost, Pass, Profile
@@ -41,6 +43,8 @@ from .weigh import Weight, weigh
 RESIDENT = Placement()
 FROZEN_AWAY = Placement(weights="host", optimizer="host")
 LEAST_SLOTS = 4
+CHOICES: tuple[Activations, ...] = ("keep", "selective", "recompute")
+SMALL = 14  # blocks and chunks together: few enough to change each by itself
 RUNGS = 9  # of a ladder that are tried at first
 STREAMED = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 HOST_FIRST = (0.0, 0.12)
@@ -50,6 +54,9 @@ WORTH = 0.002  # of a step: less is no reason to change a plan
 PROCESS_BYTES = 3 * 2**30  # of the host, that a process with a GPU takes besides the plan's
 FRAGMENTATION = 0.3  # of what is live beyond the pools: the most that torch's allocator was seen to add to it
 NORM_BYTES, UPDATE_BYTES = 2, 30  # read, and read and written, of a parameter on the device
+
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,6 @@ class Knobs:
 class Offer:
     """A candidate with all that is known of it."""
 
-    knobs: Knobs
     candidate: Candidate
     weight: Weight
     simulated: Simulated
@@ -105,16 +111,22 @@ class Space:
         return max(LEAST_SLOTS, 2 * max(named, default=1) + 1 if self.is_gpu else max(named, default=1) + 1)
 
     def candidate(self, knobs: Knobs) -> Candidate:
-        chunks = self.profile.chunks
+        placements = tuple(_placements(self.profile.chunks, knobs))
         return Candidate(
             each=self._passes[knobs.micro_batch],
             accumulation=-(-self.profile.batch_size // knobs.micro_batch),
             activations=self._ladders[knobs.micro_batch][knobs.rung],
-            chunks=chunks,
-            placements=tuple(_placements(chunks, knobs)),
-            slots=min(self._slots, knobs.away) or 0,
-            prefetch=min(max(2, self._slots // 2), max(min(self._slots, knobs.away) - 1, 0)),
+            chunks=self.profile.chunks,
+            placements=placements,
+            slots=(slots := self._slots_for(placements)),
+            prefetch=self._prefetch(slots),
         )
+
+    def _slots_for(self, placements: tuple[Placement, ...]) -> int:
+        return min(self._slots, sum(placement.weights == "host" for placement in placements))
+
+    def _prefetch(self, slots: int) -> int:
+        return min(max(2, self._slots // 2), max(slots - 1, 0))
 
     def weight(self, knobs: Knobs) -> Weight:
         if knobs not in self._weights:
@@ -126,34 +138,34 @@ class Space:
             self._simulated[knobs] = simulate(self.candidate(knobs), self._rates)
         return self._simulated[knobs]
 
-    def reserved_bytes(self, knobs: Knobs) -> int:
-        weight = self.weight(knobs)
+    def reserved_bytes(self, weight: Weight) -> int:
         added = int(FRAGMENTATION * weight.live_bytes) if self.is_gpu else 0
         return weight.device_bytes + added + self.profile.context_bytes
 
-    def fits(self, knobs: Knobs) -> bool:
-        return self._fits_device(knobs) and self._host_bytes(knobs) <= self.profile.host_limit_bytes
+    def fits(self, weight: Weight) -> bool:
+        return self._fits_device(weight) and self._host_bytes(weight) <= self.profile.host_limit_bytes
 
-    def _host_bytes(self, knobs: Knobs) -> int:
-        return self.weight(knobs).host_bytes + (PROCESS_BYTES if self.is_gpu else 0)
+    def _host_bytes(self, weight: Weight) -> int:
+        return weight.host_bytes + (PROCESS_BYTES if self.is_gpu else 0)
 
-    def _fits_device(self, knobs: Knobs) -> bool:
-        needed = int(self.reserved_bytes(knobs) * (1 + self.profile.reserved_error))
+    def _fits_device(self, weight: Weight) -> bool:
+        needed = int(self.reserved_bytes(weight) * (1 + self.profile.reserved_error))
         return needed <= self.profile.device_limit_bytes
 
     def offer(self, knobs: Knobs) -> Offer:
-        return Offer(knobs, self.candidate(knobs), self.weight(knobs), self.simulated(knobs))
+        return Offer(self.candidate(knobs), self.weight(knobs), self.simulated(knobs))
 
     def least(self, micro_batch: int) -> Knobs:
         """What needs least of the device."""
         last = Knobs(micro_batch, rung=len(self._ladders[micro_batch]) - 1)
-        return min((replace(last, away=away) for away in range(len(self.profile.chunks) + 1)), key=self.reserved_bytes)
+        points = [replace(last, away=away) for away in range(len(self.profile.chunks) + 1)]
+        return min(points, key=lambda knobs: self.reserved_bytes(self.weight(knobs)))
 
     def least_host_bytes(self, micro_batch: int) -> int | None:
         """What the host has to hold at least, of what fits the device; None where nothing does."""
         last, shares = len(self._ladders[micro_batch]) - 1, STREAMED if self.is_gpu else (0.0,)
         filled = (knobs for share in shares for knobs in self._fillings(Knobs(micro_batch, last, streamed=share)))
-        return min(map(self._host_bytes, filled), default=None)
+        return min((self._host_bytes(self.weight(knobs)) for knobs in filled), default=None)
 
     # ------------------------------------------------------------------ the best
 
@@ -168,7 +180,43 @@ class Space:
             least = min(least, self._seconds(knobs))
         starts = [knobs for knobs in sorted(tried, key=self._seconds)[:STARTS] if self._seconds(knobs) < CLOSE * least]
         improved = [self._improved(knobs) for knobs in starts]
-        return self.offer(min(improved, key=self._seconds)) if improved else None
+        if not improved:
+            return None
+        offer = self.offer(min(improved, key=self._seconds))
+        is_small = len(offer.candidate.chunks) + len(offer.candidate.activations) <= SMALL
+        return self._polished(offer) if is_small else offer
+
+    def _polished(self, offer: Offer) -> Offer:
+        """A few blocks and chunks are also changed one by one, and two by two: one step of a knob is much of so little."""
+        better: Offer | None = offer
+        while better is not None:
+            offer, better = better, None
+            once = list(self._changed(offer.candidate))
+            for candidate in itertools.chain(once, (twice for each in once for twice in self._changed(each))):
+                weight = weigh(self.profile, candidate)
+                if self.fits(weight):
+                    simulated = simulate(candidate, self._rates)
+                    if simulated.step_seconds < (1 - WORTH) * offer.simulated.step_seconds:
+                        better = Offer(candidate, weight, simulated)
+                        break
+        return offer
+
+    def _changed(self, candidate: Candidate) -> Iterator[Candidate]:
+        for index, block in enumerate(candidate.each.blocks):
+            for choice in CHOICES if block.name else ():
+                if choice in block.choices and choice != candidate.activations[index]:
+                    yield replace(candidate, activations=_with(candidate.activations, index, choice))
+        speculates = (False, True) if candidate.accumulation == 1 else (False,)
+        for index, chunk in enumerate(candidate.chunks):
+            choices = [RESIDENT, FROZEN_AWAY]
+            if chunk.optimizer_bytes:
+                streams = (False, True) if self.is_gpu else (False,)
+                choices = [RESIDENT, *(PLACED[key] for key in product(streams, (False, True), speculates))]
+            for placement in choices:
+                if placement != candidate.placements[index]:
+                    placements = _with(candidate.placements, index, placement)
+                    slots = self._slots_for(placements)
+                    yield replace(candidate, placements=placements, slots=slots, prefetch=self._prefetch(slots))
 
     def _seconds(self, knobs: Knobs) -> float:
         return self.simulated(knobs).step_seconds
@@ -185,17 +233,17 @@ class Space:
         for rung, streamed in product(some, STREAMED if self.is_gpu else (0.0,)):
             filled = list(self._fillings(Knobs(micro_batch, rung, streamed=streamed)))
             for knobs, first, guess in product(filled, HOST_FIRST if self.is_gpu else (0.0,), speculates):
-                near = self._fitting(replace(knobs, host_first=first, speculates=guess))
+                near = self._near(replace(knobs, host_first=first, speculates=guess))
                 if near is not None:
                     yield self._bound(near), near
 
-    def _fitting(self, knobs: Knobs) -> Knobs | None:
+    def _near(self, knobs: Knobs) -> Knobs | None:
         """The same, or with a chunk or two less on the device: who updates first, and into what, changes little of its memory."""
         for fewer in range(3):
             resident = max(knobs.resident - fewer, 0)
             away = knobs.away + fewer - (knobs.resident - resident) if knobs.away else 0
             near = replace(knobs, resident=resident, away=min(away, len(self.profile.chunks) - resident))
-            if self.fits(near):
+            if self.fits(self.weight(near)):
                 return near
         return None
 
@@ -206,17 +254,21 @@ class Space:
         if filled is not None and filled.away:
             count = len(self.profile.chunks)
             far = [replace(knobs, resident=r, away=count - r) for r in range(count + 1)]
-            yield far[_most(count, lambda r: self._fits_device(far[r]))]
+            yield far[_most(count, lambda r: self._fits_device(self.weight(far[r])))]
 
     def _fill(self, knobs: Knobs) -> Knobs | None:
         count = len(self.profile.chunks)
-        if self._fits_device(knobs):
-            return replace(knobs, resident=_most(count, lambda r: self._fits_device(replace(knobs, resident=r))))
-        kept = _most(count, lambda kept: self._fits_device(replace(knobs, away=count - kept)))
-        if self._fits_device(replace(knobs, away=count - kept)):
+
+        def fits(**changes: int) -> bool:
+            return self._fits_device(self.weight(replace(knobs, **changes)))  # type: ignore[arg-type]
+
+        if fits():
+            return replace(knobs, resident=_most(count, lambda resident: fits(resident=resident)))
+        kept = _most(count, lambda kept: fits(away=count - kept))
+        if fits(away=count - kept):
             return replace(knobs, away=count - kept)
         least = self.least(knobs.micro_batch)  # a few chunks away take more, in slots, than they leave
-        return least if replace(knobs, away=least.away) == least and self._fits_device(least) else None
+        return least if replace(knobs, away=least.away) == least and fits(away=least.away) else None
 
     def _bound(self, knobs: Knobs) -> float:
         """Seconds that no simulation of this is under."""
@@ -247,7 +299,8 @@ class Space:
 
     def _improved(self, knobs: Knobs) -> Knobs:
         for _ in range(ROUNDS):
-            better = [each for each in set(self._neighbours(knobs)) if self.fits(each) and self._is_better(each, knobs)]
+            near = [each for each in set(self._neighbours(knobs)) if self.fits(self.weight(each))]
+            better = [each for each in near if self._is_better(each, knobs)]
             if not better:
                 break
             knobs = min(better, key=lambda each: (self._seconds(each), str(each)))
@@ -296,7 +349,6 @@ def ladder(each: Pass) -> list[tuple[Activations, ...]]:
     now: list[Activations] = ["keep"] * len(each.blocks)
     found = [tuple(now)]
     heap: list[tuple[float, int, Activations]] = []
-    cheaper: tuple[Activations, ...] = ("selective", "recompute")
 
     def offer(index: int) -> None:
         """The choice that frees most for what it costs."""
@@ -304,7 +356,7 @@ def ladder(each: Pass) -> list[tuple[Activations, ...]]:
         here = choices[now[index]]
         steps: list[tuple[float, int, Activations]] = [
             ((choices[name].seconds - here.seconds) / (here.kept_bytes - choices[name].kept_bytes), index, name)
-            for name in cheaper
+            for name in CHOICES[1:]
             if name in choices and choices[name].kept_bytes < here.kept_bytes
         ]
         if steps:
@@ -319,6 +371,10 @@ def ladder(each: Pass) -> list[tuple[Activations, ...]]:
         found.append(tuple(now))
         offer(index)
     return found
+
+
+def _with(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
+    return *items[:index], item, *items[index + 1 :]
 
 
 def _placements(chunks: tuple[ChunkCost, ...], knobs: Knobs) -> Iterator[Placement]:
