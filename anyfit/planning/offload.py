@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -48,7 +48,8 @@ SMALL = 14  # blocks and chunks together: few enough to change each by itself
 RUNGS = 9  # of a ladder that are tried at first
 STREAMED = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 HOST_FIRST = (0.0, 0.12)
-STARTS, ROUNDS = 6, 12  # that are improved, and by how many single steps at most
+TRIED = 48  # that are simulated at first
+STARTS, ROUNDS = 4, 10  # that are improved, and by how many single steps at most
 CLOSE = 1.1  # times the best before it: what may become better still
 WORTH = 0.002  # of a step: less is no reason to change a plan
 PROCESS_BYTES = 3 * 2**30  # of the host, that a process with a GPU takes besides the plan's
@@ -92,6 +93,7 @@ class Space:
         self._ladders = {size: ladder(each) for size, each in self._passes.items()}
         self._weights: dict[Knobs, Weight] = {}
         self._simulated: dict[Knobs, Simulated] = {}
+        self._bounds: dict[Knobs, float] = {}
         memory = profile.memory_bytes_per_second
         self._rates = Rates(self._host, NORM_BYTES / memory, UPDATE_BYTES / memory)
         self.is_gpu = self._host.overlaps
@@ -157,34 +159,34 @@ class Space:
 
     def least(self, micro_batch: int) -> Knobs:
         """What needs least of the device."""
-        last = Knobs(micro_batch, rung=len(self._ladders[micro_batch]) - 1)
+        last = Knobs(micro_batch, rung=self.last_rung(micro_batch))
         points = [replace(last, away=away) for away in range(len(self.profile.chunks) + 1)]
         return min(points, key=lambda knobs: self.reserved_bytes(self.weight(knobs)))
 
     def least_host_bytes(self, micro_batch: int) -> int | None:
         """What the host has to hold at least, of what fits the device; None where nothing does."""
-        last, shares = len(self._ladders[micro_batch]) - 1, STREAMED if self.is_gpu else (0.0,)
+        last, shares = self.last_rung(micro_batch), STREAMED if self.is_gpu else (0.0,)
         filled = (knobs for share in shares for knobs in self._fillings(Knobs(micro_batch, last, streamed=share)))
         return min((self._host_bytes(self.weight(knobs)) for knobs in filled), default=None)
 
     # ------------------------------------------------------------------ the best
 
-    def best(self, micro_batch: int, under: float) -> Offer | None:
-        """The fastest that fits; None where nothing does, or nothing in less than `under` seconds."""
+    def best(self, micro_batch: int, under: float = float("inf"), starts: int = STARTS, **forced: float) -> Offer | None:
+        """The fastest that fits, with these knobs as they are; None where nothing fits, or nothing takes less than `under`."""
         tried: list[Knobs] = []
         least = under
-        for bound, knobs in sorted(self._filled(micro_batch), key=lambda pair: pair[0]):
-            if bound >= least:
+        for bound, knobs in sorted(self._filled(micro_batch, forced), key=lambda pair: pair[0]):
+            if bound >= least or len(tried) == TRIED:
                 break
             tried.append(knobs)
             least = min(least, self._seconds(knobs))
-        starts = [knobs for knobs in sorted(tried, key=self._seconds)[:STARTS] if self._seconds(knobs) < CLOSE * least]
-        improved = [self._improved(knobs) for knobs in starts]
+        first = sorted(tried, key=self._seconds)[:starts]
+        improved = [self._improved(knobs, forced) for knobs in first if self._seconds(knobs) < CLOSE * least]
         if not improved:
             return None
         offer = self.offer(min(improved, key=self._seconds))
         is_small = len(offer.candidate.chunks) + len(offer.candidate.activations) <= SMALL
-        return self._polished(offer) if is_small else offer
+        return self._polished(offer) if is_small and not forced else offer
 
     def _polished(self, offer: Offer) -> Offer:
         """A few blocks and chunks are also changed one by one, and two by two: one step of a knob is much of so little."""
@@ -222,19 +224,25 @@ class Space:
         return self.simulated(knobs).step_seconds
 
     def _is_better(self, knobs: Knobs, than: Knobs) -> bool:
-        return self._seconds(knobs) < self._seconds(than) * (1 - WORTH)
+        enough = self._seconds(than) * (1 - WORTH)
+        return self._bound(knobs) < enough and self._seconds(knobs) < enough
 
-    def _filled(self, micro_batch: int) -> Iterator[tuple[float, Knobs]]:
+    def last_rung(self, micro_batch: int) -> int:
+        return len(self._ladders[micro_batch]) - 1
+
+    def _filled(self, micro_batch: int, forced: Mapping[str, float]) -> Iterator[tuple[float, Knobs]]:
         """For every choice of the other knobs, the device as full as it can be."""
-        rungs = len(self._ladders[micro_batch])
-        some = sorted({round(step * (rungs - 1) / (RUNGS - 1)) for step in range(RUNGS)})
+        last = self.last_rung(micro_batch)
+        some = sorted({round(step * last / (RUNGS - 1)) for step in range(RUNGS)})
         alone = -(-self.profile.batch_size // micro_batch) == 1
         speculates = (False, True) if alone and self.is_gpu else (False,)
         for rung, streamed in product(some, STREAMED if self.is_gpu else (0.0,)):
+            if not _is_forced(Knobs(micro_batch, rung, streamed=streamed), forced, "rung", "streamed"):
+                continue
             filled = list(self._fillings(Knobs(micro_batch, rung, streamed=streamed)))
             for knobs, first, guess in product(filled, HOST_FIRST if self.is_gpu else (0.0,), speculates):
                 near = self._near(replace(knobs, host_first=first, speculates=guess))
-                if near is not None:
+                if near is not None and _is_forced(near, forced):
                     yield self._bound(near), near
 
     def _near(self, knobs: Knobs) -> Knobs | None:
@@ -272,6 +280,11 @@ class Space:
 
     def _bound(self, knobs: Knobs) -> float:
         """Seconds that no simulation of this is under."""
+        if knobs not in self._bounds:
+            self._bounds[knobs] = self._least_seconds(knobs)
+        return self._bounds[knobs]
+
+    def _least_seconds(self, knobs: Knobs) -> float:
         candidate, host = self.candidate(knobs), self._host
         each, accumulation = candidate.each, candidate.accumulation
         pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
@@ -297,9 +310,9 @@ class Space:
             return max(compute, compute - forward + busy)
         return max(compute, busy, (states + sent) / host.down_bytes_per_second)
 
-    def _improved(self, knobs: Knobs) -> Knobs:
+    def _improved(self, knobs: Knobs, forced: Mapping[str, float]) -> Knobs:
         for _ in range(ROUNDS):
-            near = [each for each in set(self._neighbours(knobs)) if self.fits(self.weight(each))]
+            near = [each for each in set(self._neighbours(knobs)) if _is_forced(each, forced) and self.fits(self.weight(each))]
             better = [each for each in near if self._is_better(each, knobs)]
             if not better:
                 break
@@ -321,7 +334,7 @@ class Space:
                     yield filled
         if not self.is_gpu:
             return
-        for share in (-0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.2):
+        for share in (-0.15, -0.05, -0.02, 0.02, 0.05, 0.15):
             for changed in (
                 replace(knobs, streamed=round(min(max(knobs.streamed + share, 0.0), 1.0), 3)),
                 replace(knobs, host_first=round(min(max(knobs.host_first + share, 0.0), 1.0), 3)),
@@ -330,6 +343,11 @@ class Space:
                 yield changed
                 if filled is not None:
                     yield filled
+
+
+def _is_forced(knobs: Knobs, forced: Mapping[str, float], *names: str) -> bool:
+    """Whether these knobs, or all, are as they were to be."""
+    return all(getattr(knobs, name) == value for name, value in forced.items() if not names or name in names)
 
 
 def _most(count: int, fits: Callable[[int], bool]) -> int:

@@ -38,7 +38,7 @@ from .offload import FRAGMENTATION, Offer, Space
 OFFLOAD_PEAK_ERROR = 0.08  # of peak memory, on a CPU device: a chunk's gradients are counted from the first of them on
 # Of step time, where part of the state is on the host: tests/planning/test_simulate.py has the GPU's; on a CPU all shares cores.
 OFFLOAD_ERROR = {"cuda": 0.25, "cpu": 1.0}
-AGAIN: dict[Activations, str] = {"recompute": "made again in backward", "selective": "made again but for their costly ops"}
+AGAIN: dict[Activations, str] = {"recompute": "made again in backward", "selective": "made again but for the costly ops"}
 TIE = 0.05  # two forecasts closer than this are not told apart: the one with fewer passes has less that can go wrong
 
 
@@ -49,16 +49,18 @@ def search(profile: Profile) -> Plan:
 
     fitting = [micro_batch for micro_batch, each in forecasts.items() if each.needed_bytes <= limit]
     offers: dict[int, Offer] = {}
-    if profile.batch_size not in fitting and profile.chunks and profile.host is not None:
-        offers = _offers(profile, forecasts, fitting)
+    space = Space(profile) if profile.chunks and profile.host is not None else None
+    if profile.batch_size not in fitting and space is not None:
+        offers = _offers(profile, space, forecasts, fitting)
     if not fitting and not offers:
         raise _no_plan(profile, forecasts)
     priced = {size: (_forecast_of(profile, offer), offer) for size, offer in offers.items()}
     if fitting:
         least = min(forecasts[micro_batch].step_seconds for micro_batch in fitting)
         best = max(each for each in fitting if forecasts[each].step_seconds <= (1 + TIE) * least)
-    if not fitting or any(other.step_seconds < forecasts[best].step_seconds * (1 - TIE) for other, _ in priced.values()):
-        return _offloaded(profile, forecasts, priced)
+    is_better = priced and (not fitting or min(other.step_seconds for other, _ in priced.values()) < (1 - TIE) * least)
+    if space is not None and is_better:
+        return _offloaded(profile, space, forecasts, priced)
     alternatives = tuple(
         Alternative(
             decision="micro-batch",
@@ -108,7 +110,7 @@ def _plan(
         forecast=chosen,
         decisions=(
             *decisions,
-            Decision("micro-batch", _passes(profile.batch_size, micro_batch), _why(chosen, alternatives)),
+            Decision("micro-batch", _passes(profile.batch_size, micro_batch), _why("micro-batch", chosen, alternatives)),
             *([Decision("trace", "a real run", "; ".join(profile.notes))] if profile.notes else []),
         ),
         alternatives=alternatives,
@@ -116,9 +118,8 @@ def _plan(
     )
 
 
-def _offers(profile: Profile, forecasts: dict[int, Forecast], fitting: list[int]) -> dict[int, Offer]:
+def _offers(profile: Profile, space: Space, forecasts: dict[int, Forecast], fitting: list[int]) -> dict[int, Offer]:
     """By micro-batch, the best plan that makes blocks again or has state on the host; NoPlan where nothing at all fits."""
-    space = Space(profile)
     found: dict[int, Offer] = {}
     least = min((forecasts[size].step_seconds for size in fitting), default=float("inf"))
     for size in forecasts:
@@ -137,37 +138,78 @@ def _offers(profile: Profile, forecasts: dict[int, Forecast], fitting: list[int]
     return found
 
 
-def _offloaded(profile: Profile, forecasts: dict[int, Forecast], priced: dict[int, tuple[Forecast, Offer]]) -> Plan:
+def _offloaded(profile: Profile, space: Space, forecasts: dict[int, Forecast], priced: dict[int, tuple[Forecast, Offer]]) -> Plan:
     best = min(priced, key=lambda micro_batch: priced[micro_batch][0].step_seconds)
     chosen, offer = priced[best]
+    neighbours = _neighbours(profile, space, best, offer)
+    decisions = [
+        Decision(name, choice, _why(name, chosen, neighbours, "nothing else fits")) for name, choice in _choices(offer).items()
+    ]
     least = min(each.needed_bytes for each in forecasts.values())
-    alternatives = tuple(
-        Alternative("micro-batch", _passes(profile.batch_size, size), other.step_seconds, other.needed_bytes, size in priced)
-        for size, other in ((size, priced[size][0] if size in priced else forecasts[size]) for size in forecasts)
-        if size != best
-    )
-    decisions = [Decision("model state", _where(offer), f"all on the device would need {show_bytes(least)} at least")]
+    state = Decision("model state", _where(offer), f"all on the device would need {show_bytes(least)} at least")
+    return _plan(profile, best, chosen, (state, *decisions), neighbours, offer)
+
+
+def _choices(offer: Offer) -> dict[str, str]:
+    """By decision, what was chosen, where there was a choice."""
+    found: dict[str, str] = {}
+    elements = _by_route(offer)
+    if elements["streamed"] or elements["host"]:
+        names = {"resident": "on the device", "streamed": "streamed through it", "host": "on the host"}
+        found["updates"] = ", ".join(f"{show_count(elements[route])} {name}" for route, name in names.items() if elements[route])
+        speculates = any(placement.speculates for placement in offer.candidate.placements)
+        found["speculation"] = "updates begin before the norm is known" if speculates else "updates wait for the norm"
     again = Counter(offer.candidate.activations)
-    if again["recompute"] or again["selective"]:
-        choice = ", ".join(f"{again[name]} blocks {verb}" for name, verb in AGAIN.items() if again[name])
-        decisions.append(Decision("activations", choice, f"takes {show_seconds(offer.simulated.recompute_seconds)} a step"))
-    return _plan(profile, best, chosen, tuple(decisions), alternatives, offer)
+    made = [f"{again[name]} block{'s' * (again[name] > 1)} {verb}" for name, verb in AGAIN.items() if again[name]]
+    found["activations"] = ", ".join(made) or "all kept"
+    return found
+
+
+def _neighbours(profile: Profile, space: Space, micro_batch: int, offer: Offer) -> tuple[Alternative, ...]:
+    """The best plans with one decision taken otherwise, all others searched anew."""
+    found: list[Alternative] = []
+
+    def add(decision: str, choice: str, size: int = micro_batch, **forced: float) -> None:
+        other = space.best(size, starts=1, **forced)
+        if other is not None and other.candidate != offer.candidate:
+            priced = _forecast_of(profile, other)
+            found.append(Alternative(decision, choice, priced.step_seconds, priced.needed_bytes, fits=True))
+
+    elements = _by_route(offer)
+    if space.is_gpu and elements["host"] + elements["streamed"]:
+        if elements["streamed"]:
+            add("updates", "none streamed", streamed=0.0)
+        if elements["host"]:
+            add("updates", "none on the host", streamed=1.0, host_first=0.0)
+        speculates = any(placement.speculates for placement in offer.candidate.placements)
+        said = "updates that wait for the norm" if speculates else "updates before the norm is known"
+        add("speculation", said, speculates=not speculates)
+    add("activations", "all made again", rung=space.last_rung(micro_batch))
+    add("activations", "all kept", rung=0)
+    others = {each.micro_batch for each in profile.passes} - {micro_batch}
+    for size in sorted(others, key=lambda size: abs(size - micro_batch))[:1]:
+        add("micro-batch", _passes(profile.batch_size, size), size)
+    return tuple(found)
+
+
+def _by_route(offer: Offer) -> Counter[str]:
+    elements = Counter[str]()
+    for chunk, placement in zip(offer.candidate.chunks, offer.candidate.placements, strict=True):
+        elements[placement.route] += chunk.elements if chunk.optimizer_bytes else 0
+    return elements
 
 
 def _where(offer: Offer) -> str:
-    pairs = [(chunk, placement) for chunk, placement in zip(offer.candidate.chunks, offer.candidate.placements, strict=True)]
-    elements = Counter[str]()
-    for chunk, placement in pairs:
-        if chunk.optimizer_bytes:
-            elements[placement.route] += chunk.elements
-    if set(elements) <= {"resident"}:
-        return "all on the device"
-    routes = {"resident": "on the device", "streamed": "streamed through it", "host": "updated on the host"}
-    choice = ", ".join(f"{show_count(elements[route])} parameters {where}" for route, where in routes.items() if elements[route])
-    if any(placement.speculates for _, placement in pairs):
-        choice += ", before the norm is known"
-    away = sum(chunk.weights_bytes for chunk, placement in pairs if placement.weights == "host")
-    return choice + (f"; {show_bytes(away)} of weights fetched through {offer.candidate.slots} slots" if away else "")
+    elements = _by_route(offer)
+    pairs = zip(offer.candidate.chunks, offer.candidate.placements, strict=True)
+    away = [chunk for chunk, placement in pairs if placement.weights == "host"]
+    parts = []
+    if elements["resident"] < sum(elements.values()):
+        parts.append(f"optimizer of {show_count(elements['resident'])} parameters on the device, of the others on the host")
+    if away:
+        size = show_bytes(sum(chunk.weights_bytes for chunk in away))
+        parts.append(f"{size} of weights on the host, fetched through {offer.candidate.slots} slots")
+    return "; ".join(parts) or "all on the device"
 
 
 def _forecast_of(profile: Profile, offer: Offer) -> Forecast:
@@ -242,10 +284,11 @@ def _passes(batch_size: int, micro_batch: int) -> str:
     return f"{batch_size} in one pass" if count == 1 else f"{micro_batch}, {count} passes a step"
 
 
-def _why(chosen: Forecast, alternatives: tuple[Alternative, ...]) -> str:
+def _why(decision: str, chosen: Forecast, alternatives: tuple[Alternative, ...], without: str = "the only one asked for") -> str:
     """The best rejected neighbour and its price."""
+    alternatives = tuple(other for other in alternatives if other.decision == decision)
     if not alternatives:
-        return "the only one asked for"
+        return without
     best = min(alternatives, key=lambda other: other.step_seconds if other.fits else float("inf"))
     if not best.fits:
         least = min(alternatives, key=lambda other: other.device_bytes)

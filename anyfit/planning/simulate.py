@@ -107,7 +107,8 @@ class _Server:
     def __init__(self, clock: _Clock, *queues: str) -> None:
         self._clock = clock
         self._queues: dict[str, list[tuple[float, int, float, Callable[[], None]]]] = {name: [] for name in queues}
-        self._turns = list(queues)
+        self._in_turn = list(self._queues.values())
+        self._turn = 0
         self._count = 0
         self._busy = False
 
@@ -119,12 +120,13 @@ class _Server:
     def _start(self) -> None:
         if self._busy:
             return
-        for name in self._turns:
-            if self._queues[name]:
-                self._turns.remove(name)
-                self._turns.append(name)
-                _, _, seconds, done = heapq.heappop(self._queues[name])
-                self._busy = True
+        turn, queues = self._turn, self._in_turn
+        for _ in queues:
+            queue = queues[turn]
+            turn = (turn + 1) % len(queues)
+            if queue:
+                self._turn, self._busy = turn, True
+                _, _, seconds, done = heapq.heappop(queue)
                 self._clock.at(seconds, functools.partial(self._finish, done))
                 return
 
@@ -142,9 +144,9 @@ class _Chunk:
     missing: int = 0  # backward segments of this micro-batch until its gradients are complete
     fresh: _Signal = field(default_factory=lambda: _Signal(happened=True))  # its weights are those of the last step
 
-    @property
-    def is_away(self) -> bool:
-        return self.placement.weights == "host"
+    def __post_init__(self) -> None:
+        self.is_away = self.placement.weights == "host"
+        self.route = self.placement.route
 
 
 class _Play:
@@ -227,7 +229,7 @@ class _Play:
             yield self._norm_seconds()
             self._norm.fire()
             yield self._resident_seconds()
-            yield HAND_OUT_SECONDS * sum(chunk.placement.route != "resident" for chunk in self._chunks)
+            yield HAND_OUT_SECONDS * sum(chunk.route != "resident" for chunk in self._chunks)
             self._steps.append(self._clock.now - began)
         over.fire()
 
@@ -265,13 +267,15 @@ class _Play:
         """The block's weights are there."""
         for chunk in self._of_block[block]:
             if not chunk.is_away:
-                yield from self._wait("update", chunk.fresh)
+                if not chunk.fresh.happened:
+                    yield from self._wait("update", chunk.fresh)
                 continue
             if chunk.index not in self._slots:
                 self._fetch(chunk, at_all_costs=True)
             yield from self._wait("fetch", self._slots[chunk.index])
             self._position += 1
-        self._fetch_ahead()
+        if self._touches:
+            self._fetch_ahead()
 
     def _wait(self, kind: Waits, signal: _Signal) -> Generator[float | _Signal]:
         began = self._clock.now
@@ -287,13 +291,13 @@ class _Play:
 
     @staticmethod
     def _is_resident(chunk: _Chunk) -> bool:
-        return chunk.placement.route == "resident" and chunk.cost.optimizer_bytes > 0
+        return chunk.route == "resident" and chunk.cost.optimizer_bytes > 0
 
     # ------------------------------------------------------------------ gradients and updates
 
     def _complete(self, chunk: _Chunk, *, is_last: bool) -> Generator[float | _Signal]:
         """All gradients of a chunk are there."""
-        route = chunk.placement.route
+        route = chunk.route
         arrived = _Signal()
         if chunk.placement.gradients == "host":
             yield from self._wait("gradients", self._stage_free)

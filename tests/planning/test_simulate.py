@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 
 from anyfit.costing import cost
 from anyfit.costing.memory import chunk_costs, chunks_of
+from anyfit.planning import search
+from anyfit.planning.offload import Space
 from anyfit.planning.simulate import HAND_OUT_SECONDS, Candidate, Rates, Simulated, simulate
 from anyfit.planning.weigh import Weight, weigh
 from anyfit.tracing import trace
 from anyfit.values.machine import Machine
 from anyfit.values.plan import Placement
-from anyfit.values.profile import HostRates
+from anyfit.values.profile import HostRates, Profile
+from anyfit.values.units import show_seconds
 from benchmarks import mixed, peers
 from tests.planning.profiles import candidates
 
@@ -112,3 +115,44 @@ def test_where_host_and_device_share_cores_all_adds_up(candidate: Candidate, slo
     alone = simulated.compute_seconds + simulated.recompute_seconds + simulated.update_seconds
     host, up, down = loads(candidate)
     assert simulated.step_seconds * (1 + 1e-9) >= alone + host * slowness + up + down
+
+
+@cache
+def profile_in_little() -> Profile:
+    """GPT-2 of 4 billion parameters in 24 GiB."""
+    job = peers.JOBS["4b batch 8 cap 24"]
+    machine = Machine.load(ROOT / "tests/golden/h200/machine.json").with_limits(device_memory=24 * 2**30)
+    return cost([trace(mixed.job_of(job), job.batch, "cuda")], machine, job.batch)
+
+
+FORCED: dict[str, dict[str, float]] = {
+    "none streamed": {"streamed": 0.0},
+    "none on the host": {"streamed": 1.0, "host_first": 0.0},
+    "updates that wait for the norm": {"speculates": False},
+    "all made again": {"rung": 64},
+}
+
+
+def test_what_a_plan_says_of_its_neighbours_is_what_they_cost_when_planned() -> None:
+    profile = profile_in_little()
+    plan, space = search(profile), Space(profile)
+    assert {"model state", "updates", "speculation", "activations", "micro-batch"} == {each.name for each in plan.decisions}
+    assert {other.choice for other in plan.alternatives} == set(FORCED)
+    for other in plan.alternatives:
+        offer = space.best(8, starts=1, **FORCED[other.choice])
+        assert offer is not None
+        assert offer.simulated.step_seconds == pytest.approx(other.step_seconds)
+        assert offer.simulated.step_seconds >= 0.98 * plan.forecast.step_seconds
+        assert space.fits(offer.weight)
+        later = f"{show_seconds(other.step_seconds - plan.forecast.step_seconds)} more a step"
+        best = min((each for each in plan.alternatives if each.decision == other.decision), key=lambda each: each.step_seconds)
+        assert (f"{other.choice} would take {later}" in plan.decision(other.decision).why) == (other is best)
+
+
+def test_a_plan_in_little_memory_holds_what_it_says_and_keeps_both_limits() -> None:
+    profile = profile_in_little()
+    plan = search(profile)
+    assert plan.forecast.needed_bytes <= 24 * 2**30
+    assert plan.forecast.peak_bytes["host"] <= profile.host_limit_bytes
+    assert 0.45 < plan.forecast.step_seconds < 0.75  # by hand it took 0.64 s
+    assert sum(plan.forecast.split_seconds.values()) == pytest.approx(plan.forecast.step_seconds)
