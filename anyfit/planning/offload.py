@@ -289,15 +289,10 @@ class Space:
         each, accumulation = candidate.each, candidate.accumulation
         pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
         updated = [pair for pair in pairs if pair[0].optimizer_bytes and pair[0].gradient_bytes]
-        again = sum(
-            block.choices[choice].seconds
-            for block, choice in zip(each.blocks, candidate.activations, strict=True)
-            if choice in ("recompute", "selective")
-        )
         elements = dict.fromkeys(("resident", "streamed", "host"), 0)
         for chunk, placement in updated:
             elements[placement.route] += chunk.elements
-        compute = accumulation * (each.seconds + again) + elements["resident"] * self._rates.update_seconds
+        compute = accumulation * (each.seconds + candidate.seconds_again) + elements["resident"] * self._rates.update_seconds
         compute += HAND_OUT_SECONDS * sum(placement.route != "resident" for _, placement in pairs)
         states = sum(chunk.optimizer_bytes for chunk, placement in updated if placement.route == "streamed")
         sent = accumulation * sum(chunk.gradient_bytes for chunk, placement in pairs if placement.gradients == "host")

@@ -33,7 +33,7 @@ from anyfit.values.plan import (
 from anyfit.values.profile import Pass, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
 
-from .offload import FRAGMENTATION, Offer, Space
+from .offload import Offer, Space
 
 OFFLOAD_PEAK_ERROR = 0.08  # of peak memory, on a CPU device: a chunk's gradients are counted from the first of them on
 # Of step time, where part of the state is on the host: tests/planning/test_simulate.py has the GPU's; on a CPU all shares cores.
@@ -45,22 +45,21 @@ TIE = 0.05  # two forecasts closer than this are not told apart: the one with fe
 def search(profile: Profile) -> Plan:
     """The best plan for this profile, or NoPlan with the smallest shortfall."""
     forecasts = {each.micro_batch: forecast(profile, each) for each in profile.passes}
-    limit = profile.device_limit_bytes
-
-    fitting = [micro_batch for micro_batch, each in forecasts.items() if each.needed_bytes <= limit]
-    offers: dict[int, Offer] = {}
-    space = Space(profile) if profile.chunks and profile.host is not None else None
-    if profile.batch_size not in fitting and space is not None:
-        offers = _offers(profile, space, forecasts, fitting)
-    if not fitting and not offers:
+    fitting = [micro_batch for micro_batch, each in forecasts.items() if each.needed_bytes <= profile.device_limit_bytes]
+    if profile.batch_size not in fitting and profile.chunks and profile.host is not None:
+        found = _offloaded(Space(profile), forecasts, fitting)
+        if found is not None:
+            return found
+    if not fitting:
         raise _no_plan(profile, forecasts)
-    priced = {size: (_forecast_of(profile, offer), offer) for size, offer in offers.items()}
-    if fitting:
-        least = min(forecasts[micro_batch].step_seconds for micro_batch in fitting)
-        best = max(each for each in fitting if forecasts[each].step_seconds <= (1 + TIE) * least)
-    is_better = priced and (not fitting or min(other.step_seconds for other, _ in priced.values()) < (1 - TIE) * least)
-    if space is not None and is_better:
-        return _offloaded(profile, space, forecasts, priced)
+    return _resident(profile, forecasts, fitting)
+
+
+def _resident(profile: Profile, forecasts: dict[int, Forecast], fitting: list[int]) -> Plan:
+    """The best with everything on the device and all activations kept."""
+    limit = profile.device_limit_bytes
+    least = min(forecasts[micro_batch].step_seconds for micro_batch in fitting)
+    best = max(each for each in fitting if forecasts[each].step_seconds <= (1 + TIE) * least)
     alternatives = tuple(
         Alternative(
             decision="micro-batch",
@@ -118,35 +117,41 @@ def _plan(
     )
 
 
-def _offers(profile: Profile, space: Space, forecasts: dict[int, Forecast], fitting: list[int]) -> dict[int, Offer]:
-    """By micro-batch, the best plan that makes blocks again or has state on the host; NoPlan where nothing at all fits."""
-    found: dict[int, Offer] = {}
-    least = min((forecasts[size].step_seconds for size in fitting), default=float("inf"))
+def _offloaded(space: Space, forecasts: dict[int, Forecast], fitting: list[int]) -> Plan | None:
+    """The best that makes blocks again or has state on the host, where that is better than what fits as it is. NoPlan where
+    nothing fits because the host is too small; else `forecasts` have what needs least."""
+    profile = space.profile
+    resident = min((forecasts[size].step_seconds for size in fitting), default=float("inf"))
+    offers: dict[int, Offer] = {}
+    least = resident
     for size in forecasts:
         offer = space.best(size, least)
         if offer is not None:
-            found[size] = offer
+            offers[size] = offer
             least = min(least, offer.simulated.step_seconds)
-    if not found and not fitting:
+    if not offers and not fitting:
         hosts = [taken for size in forecasts if (taken := space.least_host_bytes(size)) is not None]
         if hosts:
             raise _no_host(profile, min(hosts))
         for size in forecasts:
-            smallest = _forecast_of(profile, space.offer(space.least(size)))
+            smallest = _forecast_of(space, space.offer(space.least(size)))
             if smallest.needed_bytes < forecasts[size].needed_bytes:
                 forecasts[size] = smallest
-    return found
-
-
-def _offloaded(profile: Profile, space: Space, forecasts: dict[int, Forecast], priced: dict[int, tuple[Forecast, Offer]]) -> Plan:
-    best = min(priced, key=lambda micro_batch: priced[micro_batch][0].step_seconds)
-    chosen, offer = priced[best]
-    neighbours = _neighbours(profile, space, best, offer)
+    priced = {size: _forecast_of(space, offer) for size, offer in offers.items()}
+    best = min(priced, key=lambda size: priced[size].step_seconds, default=None)
+    if best is None or priced[best].step_seconds >= (1 - TIE) * resident:
+        return None
+    chosen, offer = priced[best], offers[best]
+    neighbours = _neighbours(space, best, offer)
     decisions = [
         Decision(name, choice, _why(name, chosen, neighbours, "nothing else fits")) for name, choice in _choices(offer).items()
     ]
-    least = min(each.needed_bytes for each in forecasts.values())
-    state = Decision("model state", _where(offer), f"all on the device would need {show_bytes(least)} at least")
+    why = f"all on the device would need {show_bytes(min(each.needed_bytes for each in forecasts.values()))} at least"
+    if fitting:
+        why = (
+            f"all on the device, with all activations kept, would take {show_seconds(resident - chosen.step_seconds)} more a step"
+        )
+    state = Decision("model state", _where(offer), why)
     return _plan(profile, best, chosen, (state, *decisions), neighbours, offer)
 
 
@@ -165,14 +170,15 @@ def _choices(offer: Offer) -> dict[str, str]:
     return found
 
 
-def _neighbours(profile: Profile, space: Space, micro_batch: int, offer: Offer) -> tuple[Alternative, ...]:
+def _neighbours(space: Space, micro_batch: int, offer: Offer) -> tuple[Alternative, ...]:
     """The best plans with one decision taken otherwise, all others searched anew."""
+    profile = space.profile
     found: list[Alternative] = []
 
     def add(decision: str, choice: str, size: int = micro_batch, **forced: float) -> None:
         other = space.best(size, starts=1, **forced)
         if other is not None and other.candidate != offer.candidate:
-            priced = _forecast_of(profile, other)
+            priced = _forecast_of(space, other)
             found.append(Alternative(decision, choice, priced.step_seconds, priced.needed_bytes, fits=True))
 
     elements = _by_route(offer)
@@ -212,40 +218,34 @@ def _where(offer: Offer) -> str:
     return "; ".join(parts) or "all on the device"
 
 
-def _forecast_of(profile: Profile, offer: Offer) -> Forecast:
-    each, simulated = offer.candidate.each, offer.simulated
+def _forecast_of(space: Space, offer: Offer) -> Forecast:
+    profile, each, simulated = space.profile, offer.candidate.each, offer.simulated
     plain = forecast(profile, each)
     passes = profile.batch_size / each.micro_batch
     whole = passes / offer.candidate.accumulation  # of its passes: the last may be smaller
     waits = simulated.waits_seconds
+    own = offer.candidate.accumulation * each.seconds_recompute  # what the model makes again without being told by a plan
     seconds = {
-        "compute": whole * (simulated.compute_seconds - passes_recompute(offer)),
-        "recompute": whole * (simulated.recompute_seconds + passes_recompute(offer)),
+        "compute": whole * (simulated.compute_seconds - own),
+        "recompute": whole * (simulated.recompute_seconds + own),
         "exposed update": waits["update"] + waits["gradients"],
         "exposed offload": waits["fetch"] + waits["activations"],
     }
     seconds["update"] = simulated.step_seconds - (simulated.compute_seconds + simulated.recompute_seconds) - sum(waits.values())
     total = sum(seconds.values())
     share = plain.step_seconds / total
-    gpu = profile.host is not None and profile.host.overlaps
-    reserved = offer.weight.device_bytes + profile.context_bytes + (int(FRAGMENTATION * offer.weight.live_bytes) if gpu else 0)
     return replace(
         plain,
         step_seconds=total,
-        step_error=max(plain.step_error, OFFLOAD_ERROR["cuda" if gpu else "cpu"]),
+        step_error=max(plain.step_error, OFFLOAD_ERROR["cuda" if space.is_gpu else "cpu"]),
         split_seconds=seconds,
         peak_bytes={"device": offer.weight.device_bytes, "host": offer.weight.host_bytes, "disk": 0},
         peak_error=max(plain.peak_error, OFFLOAD_PEAK_ERROR),
-        reserved_bytes=reserved,
+        reserved_bytes=space.reserved_bytes(offer.weight),
         samples_per_second=plain.samples_per_second * share,
         tokens_per_second=plain.tokens_per_second * share,
         compute_share=plain.compute_share * share,
     )
-
-
-def passes_recompute(offer: Offer) -> float:
-    """What the model itself makes again, without being told by a plan."""
-    return offer.candidate.accumulation * offer.candidate.each.seconds_recompute
 
 
 def forecast(profile: Profile, each: Pass) -> Forecast:

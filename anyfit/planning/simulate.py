@@ -41,6 +41,12 @@ class Candidate:
     slots: int
     prefetch: int
 
+    @property
+    def seconds_again(self) -> float:
+        """Of one pass: forward work that backward does once more."""
+        pairs = zip(self.each.blocks, self.activations, strict=True)
+        return sum(block.choices[choice].seconds for block, choice in pairs if choice in ("recompute", "selective"))
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -191,15 +197,10 @@ class _Play:
         self._resume(self._compute(over))
         self._clock.run(over)
         candidate = self._candidate
-        recompute = sum(
-            block.choices[choice].seconds
-            for block, choice in zip(candidate.each.blocks, candidate.activations, strict=True)
-            if choice in ("recompute", "selective")
-        )
         return Simulated(
             step_seconds=self._steps[-1],
             compute_seconds=candidate.accumulation * candidate.each.seconds,
-            recompute_seconds=candidate.accumulation * recompute,
+            recompute_seconds=candidate.accumulation * candidate.seconds_again,
             update_seconds=self._norm_seconds() + self._resident_seconds(),
             waits_seconds=dict(self._waits),
         )
