@@ -45,6 +45,7 @@ FROZEN_AWAY = Placement(weights="host", optimizer="host")
 LEAST_SLOTS = 4
 CHOICES: tuple[Activations, ...] = ("keep", "selective", "recompute")
 SMALL = 14  # blocks and chunks together: few enough to change each by itself
+MOST_SUBSETS_OF = 5  # chunks: few enough to try any of them
 RUNGS = 9  # of a ladder that are tried at first
 STREAMED = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 HOST_FIRST = (0.0, 0.12)
@@ -182,11 +183,64 @@ class Space:
             least = min(least, self._seconds(knobs))
         first = sorted(tried, key=self._seconds)[:starts]
         improved = [self._improved(knobs, forced) for knobs in first if self._seconds(knobs) < CLOSE * least]
-        if not improved:
+        offer = self.offer(min(improved, key=self._seconds)) if improved else None
+        is_small = len(self.profile.chunks) + len(self._passes[micro_batch].blocks) <= SMALL
+        if not is_small or forced:
+            return offer
+        offers = [offer, self._of_any_chunks(micro_batch)]
+        if offers == [None, None]:
+            offers.append(self._squeezed(self.candidate(self.least(micro_batch))))
+        polished = [self._polished(each) for each in offers if each is not None]
+        best = min(polished, key=lambda each: each.simulated.step_seconds, default=None)
+        return best if best is not None and best.simulated.step_seconds < under else None
+
+    def _of_any_chunks(self, micro_batch: int) -> Offer | None:
+        """With few chunks, any of them may be the resident ones, and the others all alike."""
+        count = len(self.profile.chunks)
+        if count > MOST_SUBSETS_OF:
             return None
-        offer = self.offer(min(improved, key=self._seconds))
-        is_small = len(offer.candidate.chunks) + len(offer.candidate.activations) <= SMALL
-        return self._polished(offer) if is_small and not forced else offer
+        found: Offer | None = None
+        first = self.candidate(Knobs(micro_batch))
+        for activations, stays, away in product(
+            self._ladders[micro_batch], product((True, False), repeat=count), PLACED.values()
+        ):
+            if (away.update == "device" and not self.is_gpu) or (away.speculates and first.accumulation > 1):
+                continue
+            placements = tuple(
+                RESIDENT if resident or not chunk.optimizer_bytes else away
+                for chunk, resident in zip(self.profile.chunks, stays, strict=True)
+            )
+            slots = self._slots_for(placements)
+            candidate = replace(
+                first, activations=activations, placements=placements, slots=slots, prefetch=self._prefetch(slots)
+            )
+            weight = weigh(self.profile, candidate)
+            if self.fits(weight):
+                simulated = simulate(candidate, self._rates)
+                if found is None or simulated.step_seconds < found.simulated.step_seconds:
+                    found = Offer(candidate, weight, simulated)
+        return found
+
+    def _squeezed(self, candidate: Candidate) -> Offer | None:
+        """Changed one by one, and two by two, until it fits."""
+        over = self._over(candidate)
+        while over > 0:
+            once = list(self._changed(candidate))
+            tried = itertools.chain(once, (twice for each in once for twice in self._changed(each)))
+            less = next((each for each in tried if self._over(each) < over), None)
+            if less is None:
+                return None
+            candidate, over = less, self._over(less)
+        return Offer(candidate, weigh(self.profile, candidate), simulate(candidate, self._rates))
+
+    def _over(self, candidate: Candidate) -> float:
+        """By how much of each limit it is too large, together."""
+        weight, profile = weigh(self.profile, candidate), self.profile
+        if self.fits(weight):
+            return 0.0
+        needed = self.reserved_bytes(weight) * (1 + profile.reserved_error)
+        device = max(needed / profile.device_limit_bytes - 1, 0.0)
+        return device + max(self._host_bytes(weight) / profile.host_limit_bytes - 1, 0.0)
 
     def _polished(self, offer: Offer) -> Offer:
         """A few blocks and chunks are also changed one by one, and two by two: one step of a knob is much of so little."""
