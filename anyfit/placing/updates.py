@@ -259,7 +259,11 @@ class Updates:
             if own and each.state.placement.route == "resident":
                 with self._lanes.computing(f"update chunk {each.state.index}"):
                     self._lanes.hold_computation(arrived)
-                    self._resident(each, own, factor, groups)
+                    try:
+                        self._resident(each, own, factor, groups)
+                    except BaseException as error:
+                        self._broken = f"the update failed half-way ({type(error).__name__}: {error})"
+                        raise
         for each in self._chunks:
             state, second = each.state, each.second
             own, arrived = self._gradients.of(state)
@@ -306,11 +310,7 @@ class Updates:
             own = self._widened(state, own, bench)
         missing = [name for name in own if name not in each.live]
         entries = each.live | each.entries(each.moments, missing)
-        try:
-            made = self._step(each, exact, own, entries, factor, groups, "resident")
-        except BaseException as error:
-            self._broken = f"the update failed half-way ({type(error).__name__}: {error})"
-            raise
+        made = self._step(each, exact, own, entries, factor, groups, "resident")
         if missing:
             each.keep(each.moments, {name: made[name] for name in missing}, lambda key: self._zeros(each, key))
             each.live |= each.entries(each.moments, missing, cloned=False)
