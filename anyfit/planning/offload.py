@@ -361,12 +361,16 @@ class Space:
 
     def _improved(self, knobs: Knobs, forced: Mapping[str, float]) -> Knobs:
         for _ in range(ROUNDS):
-            near = [each for each in set(self._neighbours(knobs)) if _is_forced(each, forced) and self.fits(self.weight(each))]
+            near = [each for each in set(self._neighbours(knobs)) if _is_forced(each, forced) and self._is_sound(each)]
             better = [each for each in near if self._is_better(each, knobs)]
             if not better:
                 break
             knobs = min(better, key=lambda each: (self._seconds(each), str(each)))
         return knobs
+
+    def _is_sound(self, knobs: Knobs) -> bool:
+        """It fits, and weights are not away only to fill slots that take as much."""
+        return not 0 < knobs.away <= self._slots and self.fits(self.weight(knobs))
 
     def _neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
         """A step of one knob, or of two that share the memory; the device is filled again where that leaves room."""
