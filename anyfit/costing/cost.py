@@ -136,7 +136,7 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: i
     parameters = [0] * count
     for parameter in graph.parameters:
         parameters[parameter.block] += parameter.elements
-    live = live_bytes(graph, machine.device, "kept")
+    live, consuming = (live_bytes(graph, machine.device, gradients) for gradients in ("kept", "consumed"))
     peak = max(range(len(live)), key=live.__getitem__)
     reserved = 0
     if machine.device.kind == "cuda":
@@ -159,9 +159,9 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: i
             )
             for index, block in enumerate(graph.blocks)
         ),
-        segments=segments(graph, all_seconds, live_bytes(graph, machine.device, "consumed")),
+        segments=segments(graph, all_seconds, consuming),
         peak_bytes=live[peak],
-        peak_bytes_accumulating=max(live_bytes(graph, machine.device, "consumed")),
+        peak_bytes_accumulating=max(consuming),
         peak_at=graph.ops[peak].module or graph.model,
         reserved_bytes=reserved,
     )

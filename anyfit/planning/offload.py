@@ -210,16 +210,19 @@ class Space:
                 RESIDENT if resident or not chunk.optimizer_bytes else away
                 for chunk, resident in zip(self.profile.chunks, stays, strict=True)
             )
-            slots = self._slots_for(placements)
-            candidate = replace(
-                first, activations=activations, placements=placements, slots=slots, prefetch=self._prefetch(slots)
-            )
-            weight = weigh(self.profile, candidate)
-            if self.fits(weight):
-                simulated = simulate(candidate, self._rates)
-                if found is None or simulated.step_seconds < found.simulated.step_seconds:
-                    found = Offer(candidate, weight, simulated)
+            offer = self._fitting(self._placed(replace(first, activations=activations), placements))
+            if offer is not None and (found is None or offer.simulated.step_seconds < found.simulated.step_seconds):
+                found = offer
         return found
+
+    def _placed(self, candidate: Candidate, placements: tuple[Placement, ...]) -> Candidate:
+        """The same with its chunks so, and as many slots as that takes."""
+        slots = self._slots_for(placements)
+        return replace(candidate, placements=placements, slots=slots, prefetch=self._prefetch(slots))
+
+    def _fitting(self, candidate: Candidate) -> Offer | None:
+        weight = weigh(self.profile, candidate)
+        return Offer(candidate, weight, simulate(candidate, self._rates)) if self.fits(weight) else None
 
     def _squeezed(self, candidate: Candidate) -> Offer | None:
         """Changed one by one, and two by two, until it fits."""
@@ -231,7 +234,7 @@ class Space:
             if less is None:
                 return None
             candidate, over = less, self._over(less)
-        return Offer(candidate, weigh(self.profile, candidate), simulate(candidate, self._rates))
+        return self._fitting(candidate)
 
     def _over(self, candidate: Candidate) -> float:
         """By how much of each limit it is too large, together."""
@@ -249,12 +252,10 @@ class Space:
             offer, better = better, None
             once = list(self._changed(offer.candidate))
             for candidate in itertools.chain(once, (twice for each in once for twice in self._changed(each))):
-                weight = weigh(self.profile, candidate)
-                if self.fits(weight):
-                    simulated = simulate(candidate, self._rates)
-                    if simulated.step_seconds < (1 - WORTH) * offer.simulated.step_seconds:
-                        better = Offer(candidate, weight, simulated)
-                        break
+                other = self._fitting(candidate)
+                if other is not None and other.simulated.step_seconds < (1 - WORTH) * offer.simulated.step_seconds:
+                    better = other
+                    break
         return offer
 
     def _changed(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -270,9 +271,7 @@ class Space:
                 choices = [RESIDENT, *(PLACED[key] for key in product(streams, (False, True), speculates))]
             for placement in choices:
                 if placement != candidate.placements[index]:
-                    placements = _with(candidate.placements, index, placement)
-                    slots = self._slots_for(placements)
-                    yield replace(candidate, placements=placements, slots=slots, prefetch=self._prefetch(slots))
+                    yield self._placed(candidate, _with(candidate.placements, index, placement))
 
     def _seconds(self, knobs: Knobs) -> float:
         return self.simulated(knobs).step_seconds
