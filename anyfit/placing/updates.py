@@ -8,7 +8,8 @@ torch's Adam and AdamW are stepped by one-pass kernels instead (kernels/), which
 
 Chunks whose optimizer state is on the device are updated at once. The others are updated on a lane, in the layout's order,
 while the computation goes on; whoever uses one first waits for it. Until its last line such a job changes
-nothing that counts, so one that fails can be started again.
+nothing that counts, so one that fails can be started again. Where some chunks are streamed, those of the host are too whenever
+it has several to do and the lane of the streamed ones has none: the kernels of both give the same bits.
 
 A plan may have chunks updated before the norm is known, into a second generation of their state: it is taken over when nothing
 was clipped, and the update done anew when something was. Where that happens often, updates wait for the norm.
@@ -20,7 +21,7 @@ import contextlib
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ from anyfit.kernels.split import merge, split
 
 from .chunks import ChunkState, ModelState
 from .gradients import Gradients
-from .lanes import STREAMED_DEPTH, Lanes, Over, Ticket
+from .lanes import STREAMED_DEPTH, Lanes, Over, Part, Ticket
 from .residency import Residency
 from .tiers import HostSlabs
 
@@ -178,8 +179,14 @@ class Updates:
                 each.second.moments = {key: self._zeros(each, key) for key in each.moments}
         if any(each.second is not None for each in self._chunks):
             gradients.on_complete, gradients.on_late = self._speculate, self._revoke
+        self._is_helped = any(each.state.placement.route == "streamed" for each in self._chunks)
         for each in self._chunks:
             self._furnish(each)
+
+    def _may_be_streamed(self, state: ChunkState) -> bool:
+        """Whether a chunk of the host may be updated on the device, with the same bits."""
+        kernels = self._device.type == "cpu" or can_run_on_gpu(self._device)
+        return self._is_helped and kernels and self._settings_of(state, self.optimizer.param_groups) is not None
 
     def _furnish(self, each: OptimizerState) -> None:
         """Takes the scratch that the chunk's update will want, so that a step takes nothing."""
@@ -197,9 +204,10 @@ class Updates:
             bench.flat("gradient", elements)
         if route == "resident" and from_host and self._device.type != "cpu":
             bench.flat("landed", elements, came_in)
-        for carrier in self._carriers if route == "streamed" else ():
+        is_carried = route == "streamed" or (route == "host" and self._may_be_streamed(state))
+        for carrier in self._carriers if is_carried else ():
             carrier.flat("low", elements if state.is_split else 0, torch.int16)
-            if state.on_device is None or each.second is not None:
+            if state.on_device is None or each.second is not None or route == "host":
                 carrier.flat("weights", elements, state.dtype)
             if from_host and self._device.type != "cpu":
                 carrier.flat("landed", elements, came_in)
@@ -330,10 +338,21 @@ class Updates:
     ) -> Ticket:
         """Starts a streamed update, of the state itself or into its second generation. Up, step and down are on streams of their
         own: the next chunk comes up while this one is stepped."""
+        parts = self._streamed_parts(each, own, factor, groups, second)
+        each.home = self._lanes.streamed.run_parts(parts, (self._home(each), *after), order=each.state.index)
+        return each.home
+
+    @staticmethod
+    def _home(each: OptimizerState) -> Ticket | None:
+        """Of the last update, after which the state is on the host, be it the old or the new one."""
+        return None if each.home is None else Over(each.home)
+
+    def _streamed_parts(
+        self, each: OptimizerState, own: dict[str, Tensor], factor: float | None, groups: Groups, second: Second | None
+    ) -> Sequence[Part]:
         index = each.state.index
         load = Load(own, second)
-        home = None if each.home is None else Over(each.home)
-        parts = (
+        return (
             (lambda: self._lift(each, load), f"lift state of chunk {index}"),
             (
                 lambda: self._step_lifted(each, load, factor, groups),
@@ -341,8 +360,6 @@ class Updates:
             ),
             (lambda: self._lower(each, load), f"lower state of chunk {index}"),
         )
-        each.home = self._lanes.streamed.run_parts(parts, (home, *after), order=index)
-        return each.home
 
     def _lift(self, each: OptimizerState, load: Load) -> None:
         state, elements = each.state, each.state.chunk.elements
@@ -369,7 +386,7 @@ class Updates:
         old = new = load.weights
         self._lanes.streamed.tracks[1].uses(own.values())
         low = carrier.flat("low", elements if state.is_split else 0, torch.int16)
-        if load.second is not None:  # the old weights stay
+        if load.second is not None or state.placement.route == "host":  # the old weights stay
             load.weights = new = carrier.flat("weights", elements, state.dtype)
         settings = self._settings_of(state, groups)
         if settings is not None:
@@ -408,15 +425,15 @@ class Updates:
         if state.is_split:
             low = state.low if second is None else second.low
             copies.append((low, carrier.flat("low", state.chunk.elements, torch.int16)))
-        if second is not None:
-            copies.append((second.weights, load.weights))
-        elif state.on_device is None:
-            copies.append((state.weights, load.weights))
+        weights = state.on_host if second is None else second.weights
+        if weights is not None:
+            copies.append((weights, load.weights))
         _copy_all(copies)
         if second is not None:
             second.made = load.rest
-        else:
-            each.rest |= load.rest
+            return
+        each.rest |= load.rest
+        if state.placement.route == "streamed":
             load.gradients.clear()
 
     # ------------------------------------------------------------------ on the host
@@ -432,10 +449,27 @@ class Updates:
         state = each.state
         arrived, before = after
         job = functools.partial(self._host_job, each, own, factor, groups)
-        updated = self._lanes.host.run(job, (arrived,), f"update chunk {state.index}", order=state.index)
+        updated = self._give_host(each, job, arrived, f"update chunk {state.index}", own, factor, groups)
         if state.on_device is None:
             return updated
         return self._lanes.fresh.run(lambda: self._upload(each), (updated, before), f"upload chunk {state.index}")
+
+    def _give_host(
+        self,
+        each: OptimizerState,
+        job: Callable[[], None],
+        arrived: Ticket | None,
+        label: str,
+        own: dict[str, Tensor],
+        factor: float | None,
+        groups: Groups,
+        second: Second | None = None,
+    ) -> Ticket:
+        """Queues an update for the host, or for the device where that has nothing to do."""
+        state = each.state
+        instead = self._streamed_parts(each, own, factor, groups, second) if self._may_be_streamed(state) else None
+        each.home = self._lanes.host.run(job, (self._home(each), arrived), label, state.index, instead)
+        return each.home
 
     @staticmethod
     def _upload(each: OptimizerState) -> None:
@@ -531,7 +565,8 @@ class Updates:
             else:
                 second.weights.copy_(exact)
 
-        second.ticket = self._lanes.host.run(job, (arrived,), f"speculate on chunk {state.index}", order=state.index)
+        label = f"speculate on chunk {state.index}"
+        second.ticket = self._give_host(each, job, arrived, label, own, None, groups, second)
 
     def _revoke(self, state: ChunkState) -> None:
         each = self._by_index.get(state.index)
