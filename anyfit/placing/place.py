@@ -21,7 +21,7 @@ from .chunks import ModelState
 from .gradients import Gradients
 from .lanes import Lanes
 from .residency import Residency
-from .tiers import HostSlabs
+from .tiers import HostSlabs, let_segments_grow
 from .updates import Updates
 
 
@@ -95,6 +95,8 @@ def place(job: Job, plan: Plan, model: nn.Module, device: torch.device, delay: C
         raise ValueError(
             f"the plan places {len(placements)} chunks, and this model makes {len(layout)} of about {plan.chunk_bytes} bytes"
         )
+    if plan.chunks and device.type == "cuda":
+        let_segments_grow()
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

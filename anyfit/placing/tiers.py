@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -148,6 +149,13 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self._now)
         if self._now > self._limit:
             self._exceeded(self._now)
+
+
+def let_segments_grow() -> None:
+    """torch's allocator maps what is free in one place to another instead of keeping it for sizes that do not come again. Where
+    little memory is left over that counts; settings that the user gave torch are left alone."""
+    if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # type: ignore[attr-defined]
 
 
 def peak_bytes_of_gpu(device: torch.device) -> int:
