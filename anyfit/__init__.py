@@ -41,12 +41,14 @@ def profile(job: Job, machine: Machine | None = None) -> Profile:
     """Seconds and bytes of every block of the job on a machine, this one when none is given. The model is not run, but with
     Job(real_run=True); on this machine's own GPU its ops are, one by one, the first time."""
     from .costing import cost
+    from .probing.cache import corrections_of
     from .probing.host import free_memory_bytes
     from .tracing import trace_all
 
     machine = machine or probe()
     graphs = trace_all(job, _micro_batches(job), machine.device.kind, free_memory_bytes())
-    return cost(graphs, with_calls(machine, graphs), job.batch_size)
+    made = cost(graphs, with_calls(machine, graphs), job.batch_size)
+    return made.corrected(corrections_of(machine).of(made.model))
 
 
 def with_calls(machine: Machine, graphs: Sequence[Graph]) -> Machine:

@@ -111,6 +111,7 @@ def _plan(
             *decisions,
             Decision("micro-batch", _passes(profile.batch_size, micro_batch), _why("micro-batch", chosen, alternatives)),
             *([Decision("trace", "a real run", "; ".join(profile.notes))] if profile.notes else []),
+            *([Decision("margin", f"{profile.reserved_error:.0%}", profile.correction.why)] if profile.correction else []),
         ),
         alternatives=alternatives,
         fingerprint=Fingerprint(profile.model_fingerprint, profile.machine_fingerprint),

@@ -1,7 +1,8 @@
 """The machine file: measured once, then read, until the hardware, its limits or torch change.
 
 A file that cannot be read, or not be written, costs a measurement and never an error: a cache is not worth a failed
-start. The seconds of the calls that traced models make are kept in the same file, and go with it.
+start. The seconds of the calls that traced models make are kept in the same file, and go with it. What runs have shown of the
+memory forecasts for this machine lies in a file beside it, until the machine is measured anew.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from anyfit.values.corrections import Correction, Corrections
 from anyfit.values.folder import cache_folder
 from anyfit.values.machine import Device, Machine
 
@@ -41,7 +43,24 @@ def remeasured(effort: Literal["quick", "full"] = "quick", report: Report | None
     machine = measure(effort, report)
     with contextlib.suppress(OSError):
         machine.save(file)
+        _corrections_file(machine).unlink(missing_ok=True)
     return machine
+
+
+def corrections_of(machine: Machine) -> Corrections:
+    """What runs have shown of the forecasts for a machine; nothing where no file says so that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return Corrections.load(_corrections_file(machine))
+    return Corrections(machine.fingerprint)
+
+
+def keep_correction(machine: Machine, correction: Correction) -> None:
+    with contextlib.suppress(OSError):
+        corrections_of(machine).with_one(correction).save(_corrections_file(machine))
+
+
+def _corrections_file(machine: Machine) -> Path:
+    return cache_folder() / f"corrections-{machine.fingerprint}.json"
 
 
 def with_calls(machine: Machine, weights: Mapping[str, float], budget_seconds: float, report: Report | None = None) -> Machine:

@@ -6,9 +6,10 @@ Model-state bytes are exact; seconds and activation bytes are forecasts and carr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Self
 
+from .corrections import Correction
 from .record import Record
 
 
@@ -125,7 +126,7 @@ class HostRates:
 @dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
 
     model: str
     machine: str
@@ -155,3 +156,10 @@ class Profile(Record):
     chunks: tuple[ChunkCost, ...] = ()  # of that layout, in its order
     host: HostRates | None = None  # None: nothing can be placed on the host
     notes: tuple[str, ...] = ()  # on how the passes were traced, where that was by real runs
+    correction: Correction | None = None  # where a run has shown that reserved_error must be larger than it would be
+
+    def corrected(self, correction: Correction | None) -> Self:
+        """The same with a margin as large as a run has shown to be needed."""
+        if correction is None or correction.error <= self.reserved_error:
+            return self
+        return replace(self, reserved_error=correction.error, correction=correction)

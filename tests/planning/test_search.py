@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
 from anyfit.planning.search import TIE
+from anyfit.values.corrections import Correction
 from anyfit.values.profile import Pass, Profile
 from anyfit.values.units import parse_bytes, show_bytes, show_seconds
 
@@ -180,3 +181,15 @@ def test_less_memory_gives_more_passes_and_then_none() -> None:
         accumulations.append(plan.accumulation if plan else None)
     assert accumulations == [1, 2, 4, 8]
     assert found(replace(profile, device_limit_bytes=needed_by(profile, profile.passes[-1]) - 1)) is None
+
+
+def test_a_margin_that_a_run_has_shown_to_be_needed_is_kept_and_said() -> None:
+    profile = small_profile()
+    correction = Correction(profile.model, "in blocks.1", 108 * MIB, 100 * MIB, error=0.12, date="2026-01-01")
+    plan = search(profile.corrected(correction))
+    assert plan.forecast.reserved_error == 0.12
+    assert plan.decision("margin").choice == "12%"
+    assert "needed 108.0 MiB in blocks.1 where 100.0 MiB were forecast" in plan.decision("margin").why
+    smaller = replace(correction, error=profile.reserved_error / 2)
+    assert profile.corrected(smaller) == profile
+    assert profile.corrected(None) == profile

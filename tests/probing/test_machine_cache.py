@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from anyfit.probing import cache, host
+from anyfit.values.corrections import Correction
 from anyfit.values.machine import Machine
 from tests.machines import small_machine
 
@@ -90,3 +91,41 @@ def test_other_hardware_or_torch_is_another_file(folder: Path, measured: list[st
 def test_without_a_setting_the_cache_is_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ANYFIT_CACHE", raising=False)
     assert cache.cache_folder() == Path.home() / ".cache" / "anyfit"
+
+
+# ---------------------------------------------------------------------- what runs have shown
+
+
+def correction(model: str = "GPT", error: float = 0.1) -> Correction:
+    return Correction(model, "in blocks.1", needed_bytes=108, expected_bytes=100, error=error, date="2026-01-01")
+
+
+def test_what_a_run_has_shown_of_a_model_is_there_for_its_next_plan_and_no_other(folder: Path) -> None:
+    machine = small_machine()
+    assert cache.corrections_of(machine).models == ()
+    cache.keep_correction(machine, correction())
+    cache.keep_correction(machine, correction("ResNet"))
+    cache.keep_correction(machine, correction(error=0.3))
+    known = cache.corrections_of(machine)
+    assert known.of("GPT") == correction(error=0.3)
+    assert known.of("ResNet") == correction("ResNet")
+    assert known.of("BERT") is None
+    assert cache.corrections_of(small_machine(cores=99)).models == ()
+    assert cache.corrections_of(machine.with_limits("1GiB")) == known  # another limit is not another machine
+
+
+def test_a_machine_that_is_measured_anew_is_planned_for_as_if_nothing_had_been_shown(folder: Path, measured: list[str]) -> None:
+    machine = cache.cached()
+    cache.keep_correction(machine, correction())
+    assert cache.corrections_of(cache.cached()).of("GPT") is not None
+    assert cache.corrections_of(cache.remeasured()).of("GPT") is None
+
+
+def test_a_file_of_corrections_that_cannot_be_read_is_none(folder: Path) -> None:
+    machine = small_machine()
+    cache.keep_correction(machine, correction())
+    (file,) = folder.iterdir()
+    file.write_text(file.read_text().replace('"error": 0.1', '"error": -0.1'))
+    assert cache.corrections_of(machine).models == ()
+    cache.keep_correction(machine, correction())
+    assert cache.corrections_of(machine).models == (correction(),)

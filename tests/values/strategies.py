@@ -8,12 +8,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
+from anyfit.values.corrections import Correction, Corrections
 from anyfit.values.graph import Graph
 from anyfit.values.machine import DTYPES, OPERATIONS, Curve, Device, Machine
 from anyfit.values.plan import AXES, Forecast, Placement, Plan
 from anyfit.values.profile import Profile
 
-RECORDS = (Graph, Machine, Plan, Profile)
+RECORDS = (Corrections, Graph, Machine, Plan, Profile)
 BY_DTYPE = ("matmul", "matmul_unaligned", "attention", "attention_backward", "convolution")
 # Objects whose keys are data (a dtype, an op, a call, a package), of which some may be missing.
 OPEN = {"activations", "choices", "split_seconds", "versions", "operations", "measured", *BY_DTYPE}
@@ -100,8 +101,16 @@ def placements(draw: st.DrawFn) -> Placement:
     )
 
 
+@st.composite
+def _corrections(draw: st.DrawFn) -> Correction:
+    expected = draw(st.integers(1, 2**50))
+    ruled = {"expected_bytes": st.just(expected), "needed_bytes": st.integers(expected + 1, 2**51), "error": positive}
+    return draw(st.builds(Correction, **fields_of(Correction) | ruled))
+
+
 # What a type alone does not say.
 RULES: dict[Any, st.SearchStrategy[Any]] = {
+    Correction: st.deferred(_corrections),
     Curve: st.deferred(curves),
     Device: st.deferred(_devices),
     Forecast: st.deferred(lambda: st.builds(Forecast, **fields_of(Forecast) | {"step_seconds": positive})),
