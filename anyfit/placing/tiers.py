@@ -155,7 +155,7 @@ def let_segments_grow() -> None:
     """torch's allocator maps what is free in one place to another instead of keeping it for sizes that do not come again. Where
     little memory is left over that counts; settings that the user gave torch are left alone."""
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # type: ignore[attr-defined]
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def peak_bytes_of_gpu(device: torch.device) -> int:
