@@ -189,7 +189,7 @@ def test_a_margin_that_a_run_has_shown_to_be_needed_is_kept_and_said() -> None:
     plan = search(profile.corrected(correction))
     assert plan.forecast.reserved_error == 0.12
     assert plan.decision("margin").choice == "12%"
-    assert "needed 108.0 MiB in blocks.1 where 100.0 MiB were forecast" in plan.decision("margin").why
+    assert "needed 108 MiB in blocks.1 where 100 MiB were forecast" in plan.decision("margin").why
     smaller = replace(correction, error=profile.reserved_error / 2)
     assert profile.corrected(smaller) == profile
     assert profile.corrected(None) == profile
