@@ -19,8 +19,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
 from pathlib import Path
 
@@ -80,6 +80,7 @@ def adamw(
     scale: float | None = None,
     ranges: Ranges | None = None,
     threads: int = 1,
+    as_on_gpu: bool = False,
 ) -> None:
     """One update of a chunk, in place, or from `state` into `out`.
 
@@ -92,10 +93,12 @@ def adamw(
     ranges     (start, end) in elements, ascending and disjoint: what is updated. All when not given
     threads    how many share the work, the calling one included; the n-th always takes the n-th stretch of the chunk. In plain
                torch it is torch's own number of threads that counts
+    as_on_gpu  square roots to the nearest float, and not torch's on this processor: the bits of adamw_gpu.py, where
+               `can_be_as_on_gpu` says so
 
     Written behind autograd's back: it does not see that these tensors have changed.
     """
-    job = _Job.checked(state, gradient, settings, step, out, scale, ranges, threads)
+    job = replace(_Job.checked(state, gradient, settings, step, out, scale, ranges, threads), as_on_gpu=as_on_gpu)
     run = _kernel()
     if run is None:
         _in_torch(job)
@@ -123,6 +126,12 @@ def is_native() -> bool:
     return _kernel() is not None
 
 
+def can_be_as_on_gpu() -> bool:
+    """Whether `as_on_gpu` gives the bits of a GPU here: with C++, on a processor with fused multiply-adds."""
+    kernel = _kernel()
+    return kernel is not None and kernel.vectors > 0
+
+
 # ---------------------------------------------------------------------- what is asked for
 
 
@@ -139,6 +148,7 @@ class _Job:
     step_size: float
     root_correction: float
     threads: int
+    as_on_gpu: bool = False
 
     @classmethod
     def checked(
@@ -255,7 +265,7 @@ class _Kernel:
                 elements=state.weights.numel(),
                 gradient_is_bf16=job.gradient.dtype == torch.bfloat16,
                 vectors=self.vectors,
-                newton_roots=self.newton_roots,
+                newton_roots=self.newton_roots and not job.as_on_gpu,
                 streams=all(_is_elsewhere(*pair) for pair in zip(out.tensors, state.tensors, strict=True)),
                 threads=min(job.threads, 2**16),
                 scale=-job.scale if settings.maximize else job.scale,
@@ -276,10 +286,10 @@ def _is_elsewhere(new: Tensor, old: Tensor) -> bool:
 
 
 _kernel_lock = threading.Lock()
-_kernels: list[Callable[[_Job], None] | None] = []  # one entry, once it has been tried
+_kernels: list[_Kernel | None] = []  # one entry, once it has been tried
 
 
-def _kernel() -> Callable[[_Job], None] | None:
+def _kernel() -> _Kernel | None:
     with _kernel_lock:
         if not _kernels:
             try:

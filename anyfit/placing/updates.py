@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anyfit.kernels.adamw import Settings, State, adamw
+from anyfit.kernels.adamw import Settings, State, adamw, can_be_as_on_gpu
 from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
 from anyfit.kernels.split import merge, split
 
-from .chunks import ChunkState, ModelState
+from .chunks import Carried, ChunkState, ModelState
 from .gradients import Gradients
 from .lanes import STREAMED_DEPTH, Lanes, Over, Part, Ticket
 from .residency import Residency
@@ -155,6 +155,7 @@ class Updates:
         residency: Residency,
         lanes: Lanes,
         slabs: HostSlabs,
+        carried: Carried | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._gradients, self._residency, self._lanes = gradients, residency, lanes
@@ -170,9 +171,11 @@ class Updates:
         self._threads = max(1, torch.get_num_threads() - SPARED_CORES)
         self._clipped = 0.0  # share of late steps
         self._adopt_made_by_constructor(state)
-        if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-            for each in self._chunks:
+        for each in self._chunks:
+            if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
                 self._make_adam(each)
+            if carried is not None:
+                self._take_over(each, carried)
         for each in self._chunks:
             if each.state.placement.speculates and not gradients.adds_up:  # sums are not known before the last micro-batch
                 each.second = Second(each.state, slabs)
@@ -185,8 +188,8 @@ class Updates:
 
     def _may_be_streamed(self, state: ChunkState) -> bool:
         """Whether a chunk of the host may be updated on the device, with the same bits."""
-        kernels = self._device.type == "cpu" or can_run_on_gpu(self._device)
-        return self._is_helped and kernels and self._settings_of(state, self.optimizer.param_groups) is not None
+        is_alike = self._device.type == "cpu" or (can_run_on_gpu(self._device) and can_be_as_on_gpu())
+        return self._is_helped and is_alike and self._settings_of(state, self.optimizer.param_groups) is not None
 
     def _furnish(self, each: OptimizerState) -> None:
         """Takes the scratch that the chunk's update will want, so that a step takes nothing."""
@@ -252,6 +255,11 @@ class Updates:
                     made[slot.name] = self.optimizer.state.pop(parameter)
             if made:
                 each.keep(each.moments, made, lambda key, each=each: self._zeros(each, key))
+
+    def _take_over(self, each: OptimizerState, carried: Carried) -> None:
+        names = [slot.name for slot in each.state.chunk.slots if slot.name in carried.optimizer_state]
+        self.load({name: carried.optimizer_state[name] for name in names})
+        carried.optimizer_state.update(each.entries(each.moments, names, cloned=False))
 
     # ------------------------------------------------------------------ a step
 
@@ -619,7 +627,9 @@ class Updates:
             if now.weights.is_cuda:
                 adamw_on_gpu(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
             else:
-                adamw(now, gradient, settings, step, out=out, scale=factor, ranges=parts, threads=self._threads)
+                on_gpu = self._device.type == "cuda"  # where the device may step this chunk another time
+                how = functools.partial(adamw, threads=self._threads, as_on_gpu=on_gpu)
+                how(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
             now, out = out or now, None
         return made
 

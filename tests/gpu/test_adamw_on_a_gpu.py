@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from anyfit.kernels import adamw_gpu as module
-from anyfit.kernels.adamw import Settings, State, adamw, adamw_in_torch
+from anyfit.kernels.adamw import Settings, State, adamw_in_torch, can_be_as_on_gpu
 from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
 from tests.kernels.test_adamw import empty_like, masters_of, state_of
 from tests.kernels.test_adamw_gpu import (  # noqa: F401  - the same tests, where this file's device is
+    adamw,
     assert_same,
     moved,
-    nearest_roots,
     test_halves_are_rounded_away_from_zero_as_on_the_cpu,
     test_infinities_nans_and_denormals_are_as_on_the_cpu,
     test_nothing_to_do_is_fine,
@@ -34,6 +34,7 @@ SETTINGS = Settings(lr=3e-4, weight_decay=0.1)
 def device() -> str:
     pytest.importorskip("triton", reason="Triton is not installed: it comes with torch's CUDA builds")
     assert can_run_on_gpu("cuda")
+    assert can_be_as_on_gpu()
     return "cuda"
 
 

@@ -1,11 +1,12 @@
 """The GPU's update against the CPU's, bit for bit, in Triton's interpreter; tests/gpu does the same on a GPU.
 
-The kernel in C++ is asked for the nearest square roots: what torch takes on the CPU, and the kernel with it, is one ulp below
-them at times. That kernel is held to torch in test_adamw.py.
+The kernel in C++ is asked to be as on a GPU: the square roots that torch takes on the CPU, and the kernel with it, are one ulp
+below the nearest at times. That kernel is held to torch in test_adamw.py.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from anyfit.kernels import adamw as on_cpu
 from anyfit.kernels import adamw_gpu as module
-from anyfit.kernels.adamw import Settings, State, adamw, is_native
+from anyfit.kernels.adamw import Settings, State, can_be_as_on_gpu
 from anyfit.kernels.adamw_gpu import BLOCK, adamw_on_gpu, can_run_on_gpu
 
 from .test_adamw import (
@@ -34,11 +35,13 @@ from .test_adamw import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities in the interpreter
+adamw = functools.partial(on_cpu.adamw, as_on_gpu=True)
 
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[str]:
     """Where the kernel's tensors lie. Its functions are interpreted while these tests run, and as they were afterwards."""
+    assert can_be_as_on_gpu(), "no C++ compiler, or an old processor: nothing to compare with"
     pytest.importorskip("triton", reason="Triton is not installed: it comes with torch's CUDA builds")
     if not hasattr(pytest.importorskip("triton._C.libtriton").interpreter, "fma_fp32"):
         pytest.skip("this Triton's interpreter rounds a fused multiply-add twice: only a GPU shows the bits")
@@ -47,14 +50,6 @@ def device() -> Iterator[str]:
         patch.setattr(module, "_kernels", [])
         patch.setattr(module, "_update_part", getattr(module._update_part, "fn", module._update_part))
         yield "cpu"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def nearest_roots() -> Iterator[None]:
-    assert is_native(), "no C++ compiler: nothing to compare with"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(on_cpu._kernels[0], "newton_roots", False)
-        yield
 
 
 def moved(state: State, device: str, offset: int = 0) -> State:
