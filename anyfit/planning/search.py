@@ -15,13 +15,15 @@ are weighed against these.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from anyfit.values.plan import (
     AXES,
     TIERS,
     Activations,
     Alternative,
+    Change,
     Decision,
     Fingerprint,
     Forecast,
@@ -33,33 +35,89 @@ from anyfit.values.plan import (
 from anyfit.values.profile import Pass, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
 
-from .offload import Offer, Space
+from .offload import STARTS, Offer, Space
 
 OFFLOAD_PEAK_ERROR = 0.08  # of peak memory, on a CPU device: a chunk's gradients are counted from the first of them on
 # Of step time, where part of the state is on the host: tests/planning/test_simulate.py has the GPU's; on a CPU all shares cores.
 OFFLOAD_ERROR = {"cuda": 0.25, "cpu": 1.0}
 AGAIN: dict[Activations, str] = {"recompute": "made again in backward", "selective": "made again but for the costly ops"}
+DEVICE_FOR_HOST = 1.15  # of what the host lacks, on the device: what moves there takes a little room to work
+MOST_TIMES = 4  # as much device memory: more is no change that anyone makes
 TIE = 0.05  # two forecasts closer than this are not told apart: the one with fewer passes has less that can go wrong
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest there is, and what it was chosen from."""
+
+    profile: Profile
+    forecasts: Mapping[int, Forecast]  # by micro-batch: everything on the device, all activations kept
+    micro_batch: int
+    chosen: Forecast
+    space: Space | None = None  # None: the whole batch fits in one pass so, and nothing else was weighed
+    offer: Offer | None = None  # None: it is one of the forecasts
+
+    @property
+    def fitting(self) -> list[int]:
+        return _fitting(self.profile, self.forecasts)
 
 
 def search(profile: Profile) -> Plan:
     """The best plan for this profile, or NoPlan with the smallest shortfall."""
+    found = fastest(profile)
+    if found is None:
+        raise _no_plan(profile)
+    return explained(found)
+
+
+def fastest(profile: Profile, space: Space | None = None, under: float = float("inf"), starts: int = STARTS) -> Found | None:
+    """What takes least; None where nothing fits. `space` is one of this profile that has seen some of it already, and `under`
+    are seconds that plans with state on the host have to beat to be of interest."""
     forecasts = {each.micro_batch: forecast(profile, each) for each in profile.passes}
-    fitting = [micro_batch for micro_batch, each in forecasts.items() if each.needed_bytes <= profile.device_limit_bytes]
+    fitting = _fitting(profile, forecasts)
     if profile.batch_size not in fitting and profile.chunks and profile.host is not None:
-        found = _offloaded(Space(profile), forecasts, fitting)
-        if found is not None:
-            return found
+        space = space or Space(profile)
+        resident = min((forecasts[size].step_seconds for size in fitting), default=float("inf"))
+        priced: dict[int, tuple[Forecast, Offer]] = {}
+        least = min(resident, under)
+        for size in forecasts:
+            offer = space.best(size, least, starts)
+            if offer is not None:
+                priced[size] = _forecast_of(space, offer), offer
+                least = min(least, offer.simulated.step_seconds)
+        best = min(priced, key=lambda size: priced[size][0].step_seconds, default=None)
+        if best is not None and priced[best][0].step_seconds < (1 - TIE) * resident:
+            chosen, offer = priced[best]
+            return Found(profile, forecasts, best, chosen, space, offer)
     if not fitting:
-        raise _no_plan(profile, forecasts)
-    return _resident(profile, forecasts, fitting)
-
-
-def _resident(profile: Profile, forecasts: dict[int, Forecast], fitting: list[int]) -> Plan:
-    """The best with everything on the device and all activations kept."""
-    limit = profile.device_limit_bytes
+        return None
     least = min(forecasts[micro_batch].step_seconds for micro_batch in fitting)
-    best = max(each for each in fitting if forecasts[each].step_seconds <= (1 + TIE) * least)
+    fewest = max(each for each in fitting if forecasts[each].step_seconds <= (1 + TIE) * least)
+    return Found(profile, forecasts, fewest, forecasts[fewest], space)
+
+
+def _fitting(profile: Profile, forecasts: Mapping[int, Forecast]) -> list[int]:
+    return [size for size, each in forecasts.items() if each.needed_bytes <= profile.device_limit_bytes]
+
+
+def explained(found: Found) -> Plan:
+    """The plan, with what its neighbours would cost. One of them that is faster, which the search passed by, takes its place."""
+    if found.offer is None:
+        return _resident(found)
+    space, neighbours = found.space, _neighbours(found)
+    assert space is not None
+    while True:
+        priced = [(_forecast_of(space, each.offer), each.offer) for each in neighbours if each.offer is not None]
+        faster = min(priced, key=lambda pair: pair[0].step_seconds, default=None)
+        if faster is None or faster[0].step_seconds >= found.chosen.step_seconds:
+            return _offloaded(found, neighbours)
+        found = replace(found, micro_batch=faster[1].candidate.each.micro_batch, chosen=faster[0], offer=faster[1])
+        neighbours = _neighbours(found)
+
+
+def _resident(found: Found) -> Plan:
+    """The best with everything on the device and all activations kept."""
+    profile, chosen, limit = found.profile, found.chosen, found.profile.device_limit_bytes
     alternatives = tuple(
         Alternative(
             decision="micro-batch",
@@ -68,22 +126,15 @@ def _resident(profile: Profile, forecasts: dict[int, Forecast], fitting: list[in
             device_bytes=other.needed_bytes,
             fits=other.needed_bytes <= limit,
         )
-        for micro_batch, other in forecasts.items()
-        if micro_batch != best
+        for micro_batch, other in found.forecasts.items()
+        if micro_batch != found.micro_batch
     )
-    chosen = forecasts[best]
     state = Decision("model state", "all on the device", f"it fits, {show_bytes(limit - chosen.needed_bytes)} to spare")
-    return _plan(profile, best, chosen, (state,), alternatives)
+    return _plan(found, (state,), alternatives, _why("micro-batch", chosen, alternatives, "the only one asked for"))
 
 
-def _plan(
-    profile: Profile,
-    micro_batch: int,
-    chosen: Forecast,
-    decisions: tuple[Decision, ...],
-    alternatives: tuple[Alternative, ...],
-    offer: Offer | None = None,
-) -> Plan:
+def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alternative, ...], why_so_many: str) -> Plan:
+    profile, micro_batch, offer = found.profile, found.micro_batch, found.offer
     limits = (profile.device_limit_bytes, profile.host_limit_bytes, profile.disk_limit_bytes)
     activations: dict[str, Activations] = {}
     placements: tuple[Placement, ...] = ()
@@ -106,10 +157,10 @@ def _plan(
         slots=0 if offer is None else offer.candidate.slots,
         prefetch=0 if offer is None else offer.candidate.prefetch,
         limit_bytes=dict(zip(TIERS, limits, strict=True)),
-        forecast=chosen,
+        forecast=found.chosen,
         decisions=(
             *decisions,
-            Decision("micro-batch", _passes(profile.batch_size, micro_batch), _why("micro-batch", chosen, alternatives)),
+            Decision("micro-batch", _passes(profile.batch_size, micro_batch), why_so_many),
             *([Decision("trace", "a real run", "; ".join(profile.notes))] if profile.notes else []),
             *([Decision("margin", f"{profile.reserved_error:.0%}", profile.correction.why)] if profile.correction else []),
         ),
@@ -118,69 +169,74 @@ def _plan(
     )
 
 
-def _offloaded(space: Space, forecasts: dict[int, Forecast], fitting: list[int]) -> Plan | None:
-    """The best that makes blocks again or has state on the host, where that is better than what fits as it is. NoPlan where
-    nothing fits because the host is too small; else `forecasts` have what needs least."""
-    profile = space.profile
-    resident = min((forecasts[size].step_seconds for size in fitting), default=float("inf"))
-    offers: dict[int, Offer] = {}
-    least = resident
-    for size in forecasts:
-        offer = space.best(size, least)
-        if offer is not None:
-            offers[size] = offer
-            least = min(least, offer.simulated.step_seconds)
-    if not offers and not fitting:
-        hosts = [taken for size in forecasts if (taken := space.least_host_bytes(size)) is not None]
-        if hosts:
-            raise _no_host(profile, min(hosts))
-        for size in forecasts:
-            smallest = _forecast_of(space, space.offer(space.least(size)))
-            if smallest.needed_bytes < forecasts[size].needed_bytes:
-                forecasts[size] = smallest
-    priced = {size: _forecast_of(space, offer) for size, offer in offers.items()}
-    best = min(priced, key=lambda size: priced[size].step_seconds, default=None)
-    if best is None or priced[best].step_seconds >= (1 - TIE) * resident:
-        return None
-    chosen, offer = priced[best], offers[best]
-    neighbours = _neighbours(space, best, offer)
-    decisions = [
-        Decision(name, choice, _why(name, chosen, neighbours, "nothing else fits")) for name, choice in _choices(offer).items()
-    ]
-    why = f"all on the device would need {show_bytes(min(each.needed_bytes for each in forecasts.values()))} at least"
-    if fitting:
-        why = (
-            f"all on the device, with all activations kept, would take {show_seconds(resident - chosen.step_seconds)} more a step"
-        )
-    state = Decision("model state", _where(offer), why)
-    return _plan(profile, best, chosen, (state, *decisions), neighbours, offer)
+@dataclass(frozen=True)
+class _Neighbour:
+    """The best with one decision taken otherwise; without an offer, nothing fits so."""
+
+    decision: str
+    choice: str
+    offer: Offer | None
 
 
-def _choices(offer: Offer) -> dict[str, str]:
-    """By decision, what was chosen, where there was a choice."""
+def _offloaded(found: Found, neighbours: list[_Neighbour]) -> Plan:
+    """The best that makes blocks again or has state on the host."""
+    chosen, offer, space = found.chosen, found.offer, found.space
+    assert offer is not None
+    assert space is not None
+    alternatives = []
+    for each in neighbours:
+        if each.offer is not None:
+            priced = _forecast_of(space, each.offer)
+            alternatives.append(Alternative(each.decision, each.choice, priced.step_seconds, priced.needed_bytes, fits=True))
+    without = {
+        "updates": "a CPU has nothing to stream them through",
+        "speculation": "the gradients of several passes add up first",
+        "activations": "no block can be made again",
+        "micro-batch": "the only one asked for",
+    }
+    for each in neighbours:
+        if each.offer is None:
+            without[each.decision] = f"{each.choice} would not fit"
+    why = {name: _why(name, chosen, tuple(alternatives), none) for name, none in without.items()}
+    least = min(found.forecasts.values(), key=lambda each: each.needed_bytes)
+    otherwise = f"need {show_bytes(least.needed_bytes)} at least"
+    if found.fitting:
+        resident = min(found.forecasts[size].step_seconds for size in found.fitting)
+        otherwise = f"take {show_seconds(resident - chosen.step_seconds)} more a step"
+    decisions = (
+        Decision("model state", _where(offer), f"all on the device, with all activations kept, would {otherwise}"),
+        *(Decision(name, choice, why[name]) for name, choice in _choices(offer, is_gpu=space.is_gpu).items()),
+    )
+    return _plan(found, decisions, tuple(alternatives), why["micro-batch"])
+
+
+def _choices(offer: Offer, *, is_gpu: bool) -> dict[str, str]:
+    """By decision, what was chosen, where there was a choice: a CPU's updates always wait, as nothing runs beside it."""
     found: dict[str, str] = {}
     elements = _by_route(offer)
     if elements["streamed"] or elements["host"]:
         names = {"resident": "on the device", "streamed": "streamed through it", "host": "on the host"}
         found["updates"] = ", ".join(f"{show_count(elements[route])} {name}" for route, name in names.items() if elements[route])
-        speculates = any(placement.speculates for placement in offer.candidate.placements)
-        found["speculation"] = "updates begin before the norm is known" if speculates else "updates wait for the norm"
+        if is_gpu:
+            speculates = _speculates(offer)
+            found["speculation"] = "updates begin before the norm is known" if speculates else "updates wait for the norm"
     again = Counter(offer.candidate.activations)
     made = [f"{again[name]} block{'s' * (again[name] > 1)} {verb}" for name, verb in AGAIN.items() if again[name]]
     found["activations"] = ", ".join(made) or "all kept"
     return found
 
 
-def _neighbours(space: Space, micro_batch: int, offer: Offer) -> tuple[Alternative, ...]:
+def _neighbours(found: Found) -> list[_Neighbour]:
     """The best plans with one decision taken otherwise, all others searched anew."""
-    profile = space.profile
-    found: list[Alternative] = []
+    profile, micro_batch, offer, space = found.profile, found.micro_batch, found.offer, found.space
+    assert offer is not None
+    assert space is not None
+    neighbours: list[_Neighbour] = []
 
     def add(decision: str, choice: str, size: int = micro_batch, **forced: float) -> None:
         other = space.best(size, starts=1, **forced)
-        if other is not None and other.candidate != offer.candidate:
-            priced = _forecast_of(space, other)
-            found.append(Alternative(decision, choice, priced.step_seconds, priced.needed_bytes, fits=True))
+        if other is None or other.candidate != offer.candidate:
+            neighbours.append(_Neighbour(decision, choice, other))
 
     elements = _by_route(offer)
     if space.is_gpu and elements["host"] + elements["streamed"]:
@@ -188,15 +244,20 @@ def _neighbours(space: Space, micro_batch: int, offer: Offer) -> tuple[Alternati
             add("updates", "none streamed", streamed=0.0)
         if elements["host"]:
             add("updates", "none on the host", streamed=1.0, host_first=0.0)
-        speculates = any(placement.speculates for placement in offer.candidate.placements)
-        said = "updates that wait for the norm" if speculates else "updates before the norm is known"
-        add("speculation", said, speculates=not speculates)
-    add("activations", "all made again", rung=space.last_rung(micro_batch))
-    add("activations", "all kept", rung=0)
+        if offer.candidate.accumulation == 1:
+            said = "updates that wait for the norm" if _speculates(offer) else "updates before the norm is known"
+            add("speculation", said, speculates=not _speculates(offer))
+    if space.last_rung(micro_batch):
+        add("activations", "all made again", rung=space.last_rung(micro_batch))
+        add("activations", "all kept", rung=0)
     others = {each.micro_batch for each in profile.passes} - {micro_batch}
     for size in sorted(others, key=lambda size: abs(size - micro_batch))[:1]:
         add("micro-batch", _passes(profile.batch_size, size), size)
-    return tuple(found)
+    return neighbours
+
+
+def _speculates(offer: Offer) -> bool:
+    return any(placement.speculates for placement in offer.candidate.placements)
 
 
 def _by_route(offer: Offer) -> Counter[str]:
@@ -285,7 +346,7 @@ def _passes(batch_size: int, micro_batch: int) -> str:
     return f"{batch_size} in one pass" if count == 1 else f"{micro_batch}, {count} passes a step"
 
 
-def _why(decision: str, chosen: Forecast, alternatives: tuple[Alternative, ...], without: str = "the only one asked for") -> str:
+def _why(decision: str, chosen: Forecast, alternatives: tuple[Alternative, ...], without: str) -> str:
     """The best rejected neighbour and its price."""
     alternatives = tuple(other for other in alternatives if other.decision == decision)
     if not alternatives:
@@ -302,7 +363,20 @@ def _why(decision: str, chosen: Forecast, alternatives: tuple[Alternative, ...],
     return f"{best.choice} would take {show_seconds(later)} more a step and {memory}"
 
 
-def _no_plan(profile: Profile, forecasts: dict[int, Forecast]) -> NoPlan:
+# ---------------------------------------------------------------------- when nothing fits
+
+
+def _no_plan(profile: Profile) -> NoPlan:
+    forecasts = {each.micro_batch: forecast(profile, each) for each in profile.passes}
+    if profile.chunks and profile.host is not None:
+        space = Space(profile)
+        hosts = [taken for size in forecasts if (taken := space.least_host_bytes(size)) is not None]
+        if hosts:
+            return _no_host(profile, min(hosts))
+        for size in forecasts:
+            smallest = _forecast_of(space, space.offer(space.least(size)))
+            if smallest.needed_bytes < forecasts[size].needed_bytes:
+                forecasts[size] = smallest
     micro_batch = min(forecasts, key=lambda each: forecasts[each].needed_bytes)
     least = forecasts[micro_batch].needed_bytes
     shortfall = least - profile.device_limit_bytes
@@ -313,21 +387,50 @@ def _no_plan(profile: Profile, forecasts: dict[int, Forecast]) -> NoPlan:
     return NoPlan(
         f"{profile.model} does not fit: with micro-batches of {micro_batch} it needs {show_bytes(least)} of device memory "
         f"({state}; the peak is at {where}), and "
-        f"{show_bytes(profile.device_limit_bytes)} are allowed: {show_bytes(shortfall)} too little. "
-        f"A limit or a device of {-(-least // 2**20)}MiB fits; {_hint(micro_batch)}",
+        f"{show_bytes(profile.device_limit_bytes)} are allowed: {show_bytes(shortfall)} too little",
         shortfall,
+        _with_memory(replace(profile, device_limit_bytes=rounded_up(least)), f"{show_bytes(rounded_up(least))} of device memory"),
     )
 
 
 def _no_host(profile: Profile, least: int) -> NoPlan:
     shortfall = least - profile.host_limit_bytes
+    more_host = replace(profile, host_limit_bytes=rounded_up(least))
+    more_device = replace(profile, device_limit_bytes=rounded_up(profile.device_limit_bytes + int(DEVICE_FOR_HOST * shortfall)))
     return NoPlan(
         f"{profile.model} does not fit: what the device has no room for takes {show_bytes(least)} of host memory, and "
-        f"{show_bytes(profile.host_limit_bytes)} are allowed: {show_bytes(shortfall)} too little. "
-        f"--host-memory {-(-least // 2**20)}MiB fits, and so does more device memory",
+        f"{show_bytes(profile.host_limit_bytes)} are allowed: {show_bytes(shortfall)} too little",
         shortfall,
+        (
+            *_with_memory(more_host, f"{show_bytes(more_host.host_limit_bytes)} of host memory"),
+            *(
+                _with_memory(more_device, f"{show_bytes(more_device.device_limit_bytes)} of device memory")
+                if more_device.device_limit_bytes <= MOST_TIMES * profile.device_limit_bytes
+                else ()
+            ),
+        ),
     )
 
 
-def _hint(micro_batch: int) -> str:
-    return "a smaller micro_batch takes less" if micro_batch > 1 else "shorter samples take less"
+def _with_memory(profile: Profile, said: str) -> tuple[Change, ...]:
+    """The change, where a plan is found with it; where that takes more of the host as well, with so much."""
+    found = fastest(profile, starts=1)
+    if found is None and profile.chunks and profile.host is not None:
+        space = Space(profile)
+        hosts = [taken for each in profile.passes if (taken := space.least_host_bytes(each.micro_batch)) is not None]
+        if hosts and min(hosts) > profile.host_limit_bytes:
+            profile = replace(profile, host_limit_bytes=rounded_up(min(hosts)))
+            said += f" and {show_bytes(profile.host_limit_bytes)} of host memory"
+            found = fastest(profile, starts=1)
+    return () if found is None else (Change(said, found.chosen.step_seconds),)
+
+
+def rounded_up(size: int) -> int:
+    """At least as many bytes, as they are shown.
+
+    >>> show_bytes(rounded_up(38_488_000_000)), rounded_up(38_488_000_000) >= 38_488_000_000
+    ('35.9 GiB', True)
+    """
+    unit = next((unit for unit in (2**40, 2**30, 2**20, 2**10) if size >= unit), 1)
+    step = unit * 10 ** (len(str(size // unit)) - 1) // 100 or 1
+    return -(-size // step) * step

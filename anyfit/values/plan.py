@@ -245,12 +245,25 @@ class Plan(Record):
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
 
+@dataclass(frozen=True)
+class Change:
+    """Something that makes a job fit: it was planned so before it is offered."""
+
+    what: str
+    step_seconds: float
+
+
 class NoPlan(Exception):  # noqa: N818  (a verdict about the job, not a fault)
     """Nothing fits: says by how much, and what to change."""
 
-    def __init__(self, message: str, shortfall_bytes: int) -> None:
-        super().__init__(message, shortfall_bytes)  # both, or it could not come back from another process
+    def __init__(self, message: str, shortfall_bytes: int, changes: tuple[Change, ...] = ()) -> None:
+        super().__init__(message, shortfall_bytes, changes)  # all, or it could not come back from another process
         self.shortfall_bytes = shortfall_bytes
+        self.changes = changes
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        if not self.changes:
+            return str(self.args[0])
+        width = max(len(change.what) for change in self.changes)
+        fits = [f"  {change.what:<{width}}  {show_seconds(change.step_seconds)} a step" for change in self.changes]
+        return "\n".join((f"{self.args[0]}. It fits with one of these:", *fits))

@@ -95,9 +95,14 @@ def test_what_no_plan_says_to_type_fits_and_its_figures_are_true(profile: Profil
     assert f"micro-batches of {smallest.micro_batch} " in message
     assert f"the peak is at {smallest.peak_at}" in message
     assert f"it needs {show_bytes(needed_by(profile, smallest))} of device memory" in message
-    (typed,) = re.findall(r"a device of (\w+) fits", message)
-    assert found(replace(profile, device_limit_bytes=parse_bytes(typed))) is not None
-    assert found(replace(profile, device_limit_bytes=parse_bytes(typed) - MIB)) is None
+    (change,) = verdict.value.changes
+    typed = re.fullmatch(r"(\S+ \w+) of device memory", change.what)
+    assert typed is not None
+    assert f"{change.what}  {show_seconds(change.step_seconds)} a step" in message
+    plan = found(replace(profile, device_limit_bytes=parse_bytes(typed[1])))
+    assert plan is not None
+    assert plan.forecast.step_seconds == pytest.approx(change.step_seconds)
+    assert parse_bytes(typed[1]) <= 1.01 * needed_by(profile, smallest) + 1
 
 
 @given(profiles())

@@ -14,7 +14,7 @@ import pytest
 
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
-from anyfit.values.plan import AXES, Placement
+from anyfit.values.plan import AXES, Change, Placement
 from anyfit.values.units import show_bytes, show_seconds
 from tests.planning.profiles import GIB, small_profile
 
@@ -150,8 +150,15 @@ def test_a_plan_compared_with_itself_differs_in_nothing(plan: Plan) -> None:
 
 
 def test_the_verdict_that_nothing_fits_survives_the_way_from_another_process() -> None:
-    verdict = pickle.loads(pickle.dumps(NoPlan("it needs 3 B more", 3)))
-    assert (str(verdict), verdict.shortfall_bytes) == ("it needs 3 B more", 3)
+    changes = (Change("4 B of device memory", 2.0), Change("batch 1", 0.5))
+    verdict = pickle.loads(pickle.dumps(NoPlan("it needs 3 B more", 3, changes)))
+    assert (verdict.shortfall_bytes, verdict.changes) == (3, changes)
+    assert str(verdict).splitlines() == [
+        "it needs 3 B more. It fits with one of these:",
+        "  4 B of device memory  2.00 s a step",
+        "  batch 1               500 ms a step",
+    ]
+    assert str(NoPlan("it needs 3 B more", 3)) == "it needs 3 B more"
 
 
 # ---------------------------------------------------------------------- files
