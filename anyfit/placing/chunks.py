@@ -7,9 +7,12 @@ lie on the device, on the host, or, where the host updates weights that stay on 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from anyfit.kernels.split import merge, split
 from anyfit.values.layout import Chunk, Slot
@@ -20,6 +23,17 @@ from .tiers import HostSlabs
 
 WRITTEN_AT_ONCE = 2**22  # elements: scratch is little, and stays in the cache
 quietly = torch._C.DisableTorchFunctionSubclass  # parameters that watch their use do not watch the engine's
+
+
+@dataclass(frozen=True)
+class Carried:
+    """All state of a model on its way from one placing to another, by parameter name. Each tensor is a view of the old buffers
+    until its new chunk has it, and then of that: nothing is held twice but the chunk at hand, and at no time is anything lost."""
+
+    weights: dict[str, Tensor]
+    low: dict[str, Tensor]  # halves of the masters, where there are any
+    optimizer_state: dict[str, dict[str, Any]]
+    optimizer: Optimizer
 
 
 class ChunkState:
@@ -79,6 +93,16 @@ class ChunkState:
             for home in homes:
                 home.view(-1)[part].copy_(high)
 
+    def take_over(self, slot: Slot, carried: Carried) -> None:
+        """Sets one parameter to what it was in another placing."""
+        for home in (self.on_device, self.on_host):
+            if home is not None:
+                self.view(home, slot).copy_(carried.weights[slot.name])
+        carried.weights[slot.name] = self.view(self.weights, slot)
+        if self.is_split:
+            self.view(self.low, slot).copy_(carried.low[slot.name])
+            carried.low[slot.name] = self.view(self.low, slot)
+
     def read(self, slot: Slot) -> Tensor:
         """One parameter on the host: the fp32 master where the chunk has masters, a copy in any case."""
         weights = self.view(self.weights, slot)
@@ -113,21 +137,28 @@ class ModelState:
         placements: Sequence[Placement],
         device: torch.device,
         slabs: HostSlabs,
+        carried: Carried | None = None,
     ) -> None:
         self.device = device
-        self.chunks = [
+        self.chunks: list[ChunkState] = []
+        made = (
             ChunkState(index, chunk, placement, device, slabs)
             for index, (chunk, placement) in enumerate(zip(layout, placements, strict=True))
-        ]
+        )
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
         placeholders: dict[torch.dtype, Tensor] = {}
         with torch.no_grad():
-            for state in self.chunks:
+            # All at once, so that their pages are made ready meanwhile; or each when it is filled, as another's place is freed.
+            for state in list(made) if carried is None else made:
+                self.chunks.append(state)
                 # Shape without memory, for weights that are away. Whoever reads it by mistake gets no number.
                 absent = placeholders.setdefault(state.dtype, torch.full((1,), float("nan"), dtype=state.dtype, device=device))
                 for slot in state.chunk.slots:
                     parameter = self.parameters[slot.name]
-                    state.write(slot, parameter)
+                    if carried is None:
+                        state.write(slot, parameter)
+                    else:
+                        state.take_over(slot, carried)
                     home = absent.expand(slot.shape)
                     if state.on_device is not None:
                         home = state.view(state.on_device, slot)

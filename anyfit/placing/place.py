@@ -1,10 +1,10 @@
 """The one visible order in which a plan becomes a placed model: build, optimizer, layout, chunks, residency, gradients, updates,
-activations."""
+activations. A placed model can be lifted and placed again, as another plan says, in the same memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from anyfit.values.plan import Placement, Plan
 from anyfit.values.record import nearest
 
 from .activations import Activations
-from .chunks import ModelState
+from .chunks import Carried, ModelState
 from .gradients import Gradients
 from .lanes import Lanes
 from .residency import Residency
@@ -38,6 +38,7 @@ class Placed:
     lanes: Lanes
     slabs: HostSlabs
     device: torch.device
+    delay: Callable[[], None] | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -66,14 +67,41 @@ class Placed:
             self.lanes.close()
             self.slabs.close()
 
+    def lift(self) -> Carried:
+        """Takes the state out, to be placed again; the model is plain. All else goes when whoever holds this lets go of it."""
+        self.residency.settle_all()
+        pairs = [(state, slot) for state in self.state.chunks for slot in state.chunk.slots]
+        carried = Carried(
+            weights={slot.name: state.view(state.weights, slot) for state, slot in pairs},
+            low={slot.name: state.view(state.low, slot) for state, slot in pairs if state.is_split},
+            optimizer_state=self.updates.state_dict(),
+            optimizer=self.updates.optimizer,
+        )
+        self.close()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return carried
 
-def place(job: Job, plan: Plan, model: nn.Module, device: torch.device, delay: Callable[[], None] | None = None) -> Placed:
+
+def place(
+    job: Job,
+    plan: Plan,
+    model: nn.Module,
+    device: torch.device,
+    delay: Callable[[], None] | None = None,
+    carried: Carried | None = None,
+) -> Placed:
     """Moves the state of a real model where the plan wants it. The model object stays the user's own.
 
-    `delay` is called before every copy and update on a lane: tests give one that waits for a random time.
+    delay      is called before every copy and update on a lane: tests give one that waits for a random time
+    carried    what `lift` took out of another placing of the same model; whole also when this fails
     """
     dtypes = job.dtypes(model)
-    optimizer, group_of = job.build_optimizer(model)
+    if carried is None:
+        optimizer, group_of = job.build_optimizer(model)
+    else:
+        optimizer = carried.optimizer
+        group_of = {id(each): index for index, group in enumerate(optimizer.param_groups) for each in group["params"]}
     layout = lay_out(
         (
             Placeable(
@@ -101,24 +129,28 @@ def place(job: Job, plan: Plan, model: nn.Module, device: torch.device, delay: C
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-    lanes = Lanes(device, delay)
-    slabs = HostSlabs(device, plan.limit_bytes["host"])
-    try:
-        state = ModelState(model, layout, placements, device, slabs)
+    with ExitStack() as closing:
+        slabs = HostSlabs(device, plan.limit_bytes["host"])
+        closing.callback(slabs.close)
+        if carried is not None:
+            slabs.prepared()  # no memory is made ready before what is to be moved there has made room
+        lanes = Lanes(device, delay)
+        closing.callback(lanes.close)
+        state = ModelState(model, layout, placements, device, slabs, carried)
         residency = Residency(state, lanes, plan.slots, plan.prefetch)
+        closing.callback(residency.close)
         stage = plan.stages[0]
         undo = [_compile(model, block) for block in stage.compiled]
         residency.watch_compiled(model)
         residency.undo += undo
         gradients = Gradients(state, lanes, slabs, plan.accumulation, residency.moved_gradients)
-        updates = Updates(optimizer, state, gradients, residency, lanes, slabs)
+        closing.callback(gradients.close)
+        updates = Updates(optimizer, state, gradients, residency, lanes, slabs, carried)
         activations = Activations(model, stage.activations, lanes, slabs, residency)
+        closing.callback(activations.close)
         slabs.prepared()
-    except BaseException:
-        lanes.close()
-        slabs.close()
-        raise
-    return Placed(model, state, residency, gradients, updates, activations, lanes, slabs, device)
+        closing.pop_all()
+    return Placed(model, state, residency, gradients, updates, activations, lanes, slabs, device, delay)
 
 
 def _compile(model: nn.Module, block: str) -> Callable[[], None]:
