@@ -40,14 +40,24 @@ def probe(effort: Literal["quick", "full"] = "quick") -> Machine:
 def profile(job: Job, machine: Machine | None = None) -> Profile:
     """Seconds and bytes of every block of the job on a machine, this one when none is given. The model is not run, but with
     Job(real_run=True); on this machine's own GPU its ops are, one by one, the first time."""
-    from .costing import cost
-    from .probing.cache import corrections_of
+    machine = machine or probe()
+    return profiled(traced(job, machine.device.kind), machine, job.batch_size)
+
+
+def traced(job: Job, kind: Literal["cpu", "cuda"]) -> list[Graph]:
+    """The job's passes on a device of this kind, one for every micro-batch worth considering."""
     from .probing.host import free_memory_bytes
     from .tracing import trace_all
 
-    machine = machine or probe()
-    graphs = trace_all(job, _micro_batches(job), machine.device.kind, free_memory_bytes())
-    made = cost(graphs, with_calls(machine, graphs), job.batch_size)
+    return trace_all(job, _micro_batches(job), kind, free_memory_bytes())
+
+
+def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile:
+    """What these passes cost on a machine, with what runs on it have shown."""
+    from .costing import cost
+    from .probing.cache import corrections_of
+
+    made = cost(graphs, with_calls(machine, graphs), batch_size)
     return made.corrected(corrections_of(machine).of(made.model))
 
 
