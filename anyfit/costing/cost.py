@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from anyfit.values.graph import Graph
 from anyfit.values.layout import CHUNK_BYTES, Chunk
-from anyfit.values.machine import Machine
-from anyfit.values.profile import BlockCost, HostRates, Pass, Profile, UpdateCost
+from anyfit.values.machine import Machine, update_threads
+from anyfit.values.profile import BlockCost, HostRates, LoadedRates, Pass, Profile, UpdateCost
 
 from .choices import choice_costs
 from .memory import chunk_costs, chunks_of, live_bytes, reserved_bytes, segments, state_bytes, update_scratch_bytes
@@ -59,9 +59,9 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
         batch_size=batch_size,
         parameters=sum(parameter.elements for parameter in graph.parameters),
         trainable=sum(parameter.elements for parameter in graph.parameters if parameter.trainable),
-        state=state_bytes(graph, chunks),
+        state=state_bytes(graph, chunks, device),
         passes=tuple(passes),
-        update=UpdateCost(update_seconds(graph.update, chunks, device), update_scratch_bytes(graph.update, chunks)),
+        update=UpdateCost(update_seconds(graph.update, chunks, device), update_scratch_bytes(graph.update, chunks, device)),
         blocks=len(graph.blocks),
         chunk_bytes=CHUNK_BYTES,
         device_limit_bytes=machine.device_limit_bytes,
@@ -110,11 +110,14 @@ def _time_error(graph: Graph, machine: Machine, seconds: float, spread: float) -
 
 def _host_rates(machine: Machine) -> HostRates:
     host, copies = machine.host, machine.copies
-    updates = host.update_loaded.at(host.cores)
+    threads = update_threads(host.cores)
+    alone, loaded = host.update.at(threads), host.update_loaded.at(threads)
     if copies is None:  # on a CPU device a copy is read and written by the same cores
         rate = host.bytes_per_second.value / 2
-        return HostRates(updates, rate, rate, overlaps=False)
-    return HostRates(updates, copies.up_both.peak, copies.down_both.peak, overlaps=True)
+        return HostRates(loaded, rate, rate, overlaps=False)
+    up, down = copies.up_both.peak, copies.down_both.peak
+    slower = LoadedRates(loaded, min(copies.up_loaded.value, up), min(copies.down_loaded.value, down))
+    return HostRates(max(alone, loaded), up, down, overlaps=True, loaded=slower)
 
 
 def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: int) -> Pass:

@@ -44,7 +44,19 @@ def _is_split(chunk: Chunk) -> bool:
     return chunk.is_updated and chunk.dtype == "bfloat16"
 
 
-def state_bytes(graph: Graph, chunks: Sequence[Chunk]) -> StateBytes:
+def is_in_one_pass(rule: UpdateRule, device: Device) -> bool:
+    """Whether a kernel of the engine's updates resident chunks (kernels/adamw_gpu.py), and not torch: two moments, no more."""
+    return device.kind == "cuda" and rule.name in MADE_AT_START and all(each == 8 for each in rule.state_bytes_per_element)
+
+
+def _scratch_bytes(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) -> int:
+    """Held between steps: gradients side by side, for one pass over them; or the masters and gradients in fp32 that torch steps."""
+    if is_in_one_pass(rule, device):
+        return max((chunk.bytes for chunk in chunks if chunk.is_updated), default=0)
+    return max((8 * chunk.elements for chunk in split_chunks(chunks)), default=0)
+
+
+def state_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device) -> StateBytes:
     rule = graph.update
     used = {parameter.name for parameter in graph.parameters if parameter.used}
     split = split_chunks(chunks)
@@ -62,7 +74,7 @@ def state_bytes(graph: Graph, chunks: Sequence[Chunk]) -> StateBytes:
         masters=sum(2 * chunk.elements for chunk in split),
         optimizer=int(optimizer),
         buffers=graph.buffer_bytes,
-        scratch=max((8 * chunk.elements for chunk in split), default=0),
+        scratch=_scratch_bytes(rule, chunks, device),
         gradients=sum(gradients.values()),
         # fp32 gradients add up where autograd put them, bf16 ones in fp32 beside the chunk
         accumulators=gradients["float32"] + sum(4 * chunk.elements for chunk in split),
@@ -84,8 +96,10 @@ def chunk_costs(graph: Graph, chunks: Sequence[Chunk]) -> tuple[ChunkCost, ...]:
     return tuple(costs)
 
 
-def update_scratch_bytes(rule: UpdateRule, chunks: Sequence[Chunk]) -> int:
+def update_scratch_bytes(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) -> int:
     """Temporary bytes of the optimizer while one chunk is updated."""
+    if is_in_one_pass(rule, device):
+        return 0
     working = [
         chunk.elements if not rule.scratch_is_shared else max(slot.elements for slot in chunk.slots)
         for chunk in chunks
@@ -133,17 +147,18 @@ def reserved_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device, *, acc
     it cuts the room of a large tensor in two, the second step takes that room anew.
     """
     allocator = CachingAllocator()
-    _place(allocator, graph, chunks, accumulating=accumulating)
+    _place(allocator, graph, chunks, device, accumulating=accumulating)
     used = {parameter.name for parameter in graph.parameters if parameter.used}
     library_bytes = int(device.workspace_bytes.value)
     for step in range(2):
         gradients = _play_pass(allocator, graph, library_bytes if step == 0 else 0, consumed=accumulating)
-        _play_update(allocator, graph.update, chunks, used, first=step == 0)
+        if not is_in_one_pass(graph.update, device):
+            _play_update(allocator, graph.update, chunks, used, first=step == 0)
         _give(allocator, gradients)
     return allocator.reserved_bytes
 
 
-def _place(allocator: CachingAllocator, graph: Graph, chunks: Sequence[Chunk], *, accumulating: bool) -> None:
+def _place(allocator: CachingAllocator, graph: Graph, chunks: Sequence[Chunk], device: Device, *, accumulating: bool) -> None:
     """Takes what lives from step to step, in the order of placing/place.py."""
     allocator.take(graph.buffer_bytes)
     split = split_chunks(chunks)
@@ -158,10 +173,12 @@ def _place(allocator: CachingAllocator, graph: Graph, chunks: Sequence[Chunk], *
         for chunk in chunks:
             if chunk.is_updated:
                 _take_moments(allocator, graph.update, chunk)
+    in_one_pass = is_in_one_pass(graph.update, device)
     scratch: list[Piece] = []
-    for chunk in split:
-        if not scratch or scratch[0].size < 4 * chunk.elements:  # it grows to what the largest wants
-            outgrown, scratch = scratch, [allocator.take(4 * chunk.elements) for _ in ("masters", "gradients")]
+    for chunk in chunks if in_one_pass else split:
+        sizes = [chunk.bytes] if in_one_pass else [4 * chunk.elements] * 2  # gradients as they are; or with masters, in fp32
+        if chunk.is_updated and (not scratch or scratch[0].size < sizes[0]):  # it grows to what the largest wants
+            outgrown, scratch = scratch, [allocator.take(size) for size in sizes]
             _give(allocator, outgrown)
 
 

@@ -17,12 +17,17 @@ from anyfit.values.graph import Graph, Op, UpdateRule
 from anyfit.values.layout import Chunk
 from anyfit.values.machine import Curve, Device, Machine
 
+from .memory import is_in_one_pass
+
 # Bytes the engine itself moves in an update, by element of a bf16 chunk. Counted they are 70: merging the masters (6 + 8 + 10),
 # widening (6) and scaling (8) the gradient, its norm (2), splitting the masters again (6 + 10 + 8 + 6). 90 is a fit, not a count:
 # it is what the steps of the cases marked `calibrates` take, at the bandwidth of one element-wise op.
 SPLIT_BYTES_PER_ELEMENT = 90
 # By element of an fp32 chunk: norm (4) and scaling (8).
 WHOLE_BYTES_PER_ELEMENT = 12
+# What a kernel of the engine's moves instead, by element of a bf16 and of an fp32 chunk: the norm (2, 4), gradients put side by
+# side (4, 8), and the pass over them and the state (26, 28).
+ONE_PASS_BYTES_PER_ELEMENT = {"bfloat16": 32, "float32": 40}
 # What one parameter costs the host in an update, in dispatcher calls: lists, lookups and the optimizer's bookkeeping.
 CALLS_PER_PARAMETER = 2.5
 # Fitted, on a GPU to the cases of benchmarks/cases.py that are marked `calibrates`, on a CPU to the demo. A probe's short bursts
@@ -119,6 +124,11 @@ def update_seconds(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) ->
         if not chunk.is_updated:
             continue
         parameters = len(chunk.slots)
+        if is_in_one_pass(rule, device):
+            passed = chunk.elements * ONE_PASS_BYTES_PER_ELEMENT[chunk.dtype]
+            seconds += passed / device.memory.at(passed) * SUSTAINED[device.kind]
+            seconds += CALLS_PER_PARAMETER * parameters * device.host_seconds.value
+            continue
         own = SPLIT_BYTES_PER_ELEMENT if chunk.dtype == "bfloat16" else WHOLE_BYTES_PER_ELEMENT
         moved = chunk.elements * (rule.bytes_per_element + own)
         one_by_one = rule.scratch_is_shared  # an op for each parameter, not one for all

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from anyfit.kernels.adamw import Settings, State, adamw, can_be_as_on_gpu
 from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
 from anyfit.kernels.split import merge, split
+from anyfit.values.machine import update_threads
 
 from .chunks import Carried, ChunkState, ModelState
 from .gradients import Gradients
@@ -40,7 +41,6 @@ from .residency import Residency
 from .tiers import HostSlabs
 
 ADAM_KEYS = ("exp_avg", "exp_avg_sq")
-SPARED_CORES = 2  # of those that torch may use, by the host's updates: for launching, and for the other lanes
 CLIPPED_SHARE = 0.5  # of late steps: with more, no update begins before the norm is known
 LATE_STEPS = 8  # about so many count in that share
 Groups = list[dict[str, Any]]
@@ -168,7 +168,7 @@ class Updates:
         self.names = {slot.name: each for each in self._chunks for slot in each.state.chunk.slots}
         self._working: dict[tuple[str, int], list[nn.Parameter]] = {}
         self._broken: str | None = None
-        self._threads = max(1, torch.get_num_threads() - SPARED_CORES)
+        self._threads = update_threads(torch.get_num_threads())
         self._clipped = 0.0  # share of late steps
         self._adopt_made_by_constructor(state)
         for each in self._chunks:

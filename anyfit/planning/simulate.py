@@ -7,6 +7,9 @@ way up), for a stage to put gradients in. Beside it work the two copy engines an
     down    gradients, states that are lowered, activations; likewise
     host    updates, the most urgent of those whose gradients have come
 
+All three use the host's memory: the host is slower while copies run, and copies are while the host updates. Where several of the
+host's updates wait and the streamed ones do not take up all carriers, one of them is streamed too.
+
 Updates that do not speculate begin when the norm is known. A chunk's weights are ready for the next forward when its update is
 over and they are where they live. The first steps fill the lanes; the last one is the figure.
 """
@@ -26,6 +29,8 @@ from anyfit.values.profile import ChunkCost, HostRates, Pass
 STEPS = 3
 STAGES = 5  # buffers in which gradients gather before they go down
 STREAMED_DEPTH = 3  # chunks that are under way at once
+SPARED = 2  # updates of the host, the most urgent, that are never streamed instead
+DONE = 1e-3  # of an update: what is left of it when it counts as done
 HAND_OUT_SECONDS = 1e-4  # that the host takes to start one chunk's update, while the device has nothing to do
 
 
@@ -53,6 +58,7 @@ class Rates:
     host: HostRates
     norm_seconds: float  # of gradients that are on the device, each parameter
     update_seconds: float  # of a resident parameter, or one that was lifted
+    helps: bool = False  # updates of the host may be streamed, where others are
 
 
 Waits = Literal["fetch", "update", "gradients", "activations"]
@@ -116,30 +122,89 @@ class _Server:
         self._in_turn = list(self._queues.values())
         self._turn = 0
         self._count = 0
-        self._busy = False
+        self._since = 0.0
+        self._over = 0.0  # seconds at work, but for what it is at now
+        self.is_busy = False
+        self.rate: Callable[[], float] = lambda: 1.0  # of what is begun now
 
-    def add(self, queue: str, seconds: float, done: Callable[[], None], order: float = 0) -> None:
+    def add(self, queue: str, amount: float, done: Callable[[], None], order: float = 0) -> None:
         self._count += 1
-        heapq.heappush(self._queues[queue], (order, self._count, seconds, done))
+        heapq.heappush(self._queues[queue], (order, self._count, amount, done))
         self._start()
 
+    @property
+    def busy_seconds(self) -> float:
+        return self._over + (self._clock.now - self._since if self.is_busy else 0.0)
+
     def _start(self) -> None:
-        if self._busy:
+        if self.is_busy:
             return
         turn, queues = self._turn, self._in_turn
         for _ in queues:
             queue = queues[turn]
             turn = (turn + 1) % len(queues)
             if queue:
-                self._turn, self._busy = turn, True
-                _, _, seconds, done = heapq.heappop(queue)
-                self._clock.at(seconds, functools.partial(self._finish, done))
+                self._turn, self.is_busy, self._since = turn, True, self._clock.now
+                _, _, amount, done = heapq.heappop(queue)
+                self._clock.at(amount / self.rate(), functools.partial(self._finish, done))
                 return
 
     def _finish(self, done: Callable[[], None]) -> None:
-        self._busy = False
+        self._over, self.is_busy = self.busy_seconds, False
         done()
         self._start()
+
+
+class _Host:
+    """Updates, the most urgent first; how fast, is known when one ends, by what was copied meanwhile."""
+
+    def __init__(self, clock: _Clock, rates: HostRates, up: _Server, down: _Server) -> None:
+        self._clock, self._rates, self._copies = clock, rates, (up, down)
+        self._waiting: list[tuple[int, int, _Chunk, Callable[[], None]]] = []
+        self._count = 0
+        self.is_busy = False
+
+    def add(self, chunk: _Chunk, done: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._waiting, (chunk.index, self._count, chunk, done))
+        self._start()
+
+    def take(self) -> tuple[_Chunk, Callable[[], None]] | None:
+        """One that may be done elsewhere."""
+        if len(self._waiting) <= SPARED:
+            return None
+        taken = heapq.nsmallest(SPARED + 1, self._waiting)[-1]
+        self._waiting.remove(taken)
+        heapq.heapify(self._waiting)
+        return taken[2], taken[3]
+
+    def _start(self) -> None:
+        if not self.is_busy and self._waiting:
+            _, _, chunk, done = heapq.heappop(self._waiting)
+            self.is_busy = True
+            self._go_on(chunk.cost.elements, self._rates.updates_per_second, DONE * chunk.cost.elements, done)
+
+    def _go_on(self, left: float, rate: float, enough: float, done: Callable[[], None]) -> None:
+        began, copied = self._clock.now, self._copied
+        slower = self._rates.updates_per_second - (self._rates.loaded or self._rates).updates_per_second
+
+        def look() -> None:
+            took = self._clock.now - began
+            share = (self._copied - copied) / (len(self._copies) * took)
+            found = self._rates.updates_per_second - share * slower
+            still = left - found * took
+            if still > enough:
+                self._go_on(still, found, enough, done)
+                return
+            self.is_busy = False
+            done()
+            self._start()
+
+        self._clock.at(left / rate, look)
+
+    @property
+    def _copied(self) -> float:
+        return sum(server.busy_seconds for server in self._copies)
 
 
 @dataclass(eq=False)
@@ -161,7 +226,10 @@ class _Play:
         self._clock = _Clock()
         self._up = _Server(self._clock, "fetch", "fresh", "lift", "activations")
         self._down = _Server(self._clock, "gradients", "lower", "activations")
-        self._host = _Server(self._clock, "update")
+        host, loaded = rates.host, rates.host.loaded or rates.host
+        self._host = _Host(self._clock, host, self._up, self._down)
+        self._up.rate = functools.partial(self._rate, self._down, host.up_bytes_per_second, loaded.up_bytes_per_second)
+        self._down.rate = functools.partial(self._rate, self._up, host.down_bytes_per_second, loaded.down_bytes_per_second)
         self._chunks = [
             _Chunk(index, *pair) for index, pair in enumerate(zip(candidate.chunks, candidate.placements, strict=True))
         ]
@@ -179,6 +247,7 @@ class _Play:
         self._stage_free = _Signal(happened=True)
         self._lifted: list[tuple[int, int, Callable[[], None]]] = []  # that wait for a carrier
         self._carriers = STREAMED_DEPTH
+        self._is_helped = rates.helps and any(chunk.route == "streamed" for chunk in self._chunks)
         self._count = 0
         self._slots: dict[int, _Signal] = {}  # by chunk: its weights are there
         self._touches = [chunk for segment in candidate.each.segments for chunk in self._of_block[segment.block] if chunk.is_away]
@@ -191,6 +260,12 @@ class _Play:
         self._waits: dict[Waits, float] = {"fetch": 0.0, "update": 0.0, "gradients": 0.0, "activations": 0.0}
         self._debt = 0.0  # seconds that host and copies take from the computation, where they share its cores
         self._steps: list[float] = []
+
+    def _rate(self, other: _Server, unloaded: float, loaded: float) -> float:
+        """Of a copy, beside what is under way."""
+        if not self._host.is_busy:
+            return unloaded
+        return loaded if other.is_busy else (unloaded + loaded) / 2
 
     def result(self) -> Simulated:
         over = _Signal()
@@ -257,7 +332,7 @@ class _Play:
             yield seconds
             if segment.phase == "forward":
                 if choice == "offload" and costs is not None:
-                    self._copy(self._down, "activations", costs.moved_bytes, self._rates.host.down_bytes_per_second)
+                    self._copy(self._down, "activations", costs.moved_bytes)
                 continue
             for chunk in self._of_block[block]:
                 chunk.missing -= 1
@@ -312,7 +387,7 @@ class _Play:
                     self._stage_free.fire()
                 arrived.fire()
 
-            self._copy(self._down, "gradients", chunk.cost.gradient_bytes, self._rates.host.down_bytes_per_second, landed)
+            self._copy(self._down, "gradients", chunk.cost.gradient_bytes, landed)
         else:
             arrived.fire()
         if not is_last or not chunk.cost.optimizer_bytes or route == "resident":
@@ -329,11 +404,14 @@ class _Play:
                 norm.then(lambda: update(chunk.fresh.fire if route == "streamed" else lambda: self._send_up(chunk)))
 
         def update(done: Callable[[], None]) -> None:
-            if route == "host":
-                seconds = chunk.cost.elements / self._rates.host.updates_per_second
-                self._serve(self._host, "update", seconds, done, chunk.index)
-            else:
+            if route == "streamed":
                 self._stream(chunk, done, speculates=speculates)
+            elif not self._rates.host.overlaps:
+                self._debt += chunk.cost.elements / self._rates.host.updates_per_second
+                done()
+            else:
+                self._host.add(chunk, done)
+                self._help()
 
         arrived.then(start)
 
@@ -342,27 +420,34 @@ class _Play:
         if chunk.is_away:
             chunk.fresh.fire()
         else:
-            self._copy(self._up, "fresh", chunk.cost.weights_bytes, self._rates.host.up_bytes_per_second, chunk.fresh.fire)
+            self._copy(self._up, "fresh", chunk.cost.weights_bytes, chunk.fresh.fire)
+
+    def _help(self) -> None:
+        """Streams updates of a host that is behind."""
+        while self._is_helped and self._carriers and not self._lifted and (taken := self._host.take()) is not None:
+            self._stream(*taken, speculates=True)
 
     def _stream(self, chunk: _Chunk, done: Callable[[], None], *, speculates: bool) -> None:
-        host, cost = self._rates.host, chunk.cost
-        weights_up = cost.weights_bytes if chunk.is_away else 0
-        weights_down = cost.weights_bytes if chunk.is_away or speculates else 0
+        cost, is_hosts = chunk.cost, chunk.route == "host"
+        up = cost.optimizer_bytes + (cost.weights_bytes if chunk.is_away else 0)
+        if is_hosts:
+            up += self._sum_bytes(chunk)
+        down = cost.optimizer_bytes + (cost.weights_bytes if chunk.is_away or speculates or is_hosts else 0)
 
         def begin() -> None:
             self._carriers -= 1
-            self._in_parts(self._up, "lift", cost.optimizer_bytes + weights_up, host.up_bytes_per_second, chunk.index, lower)
+            self._in_parts(self._up, "lift", up, chunk.index, lower)
 
         def lower() -> None:
-            self._in_parts(
-                self._down, "lower", cost.optimizer_bytes + weights_down, host.down_bytes_per_second, chunk.index, free
-            )
+            self._in_parts(self._down, "lower", down, chunk.index, free)
 
         def free() -> None:
             self._carriers += 1
             done()
             if self._lifted:
                 heapq.heappop(self._lifted)[2]()
+            else:
+                self._help()
 
         if self._carriers:
             begin()
@@ -370,24 +455,23 @@ class _Play:
             self._count += 1
             heapq.heappush(self._lifted, (chunk.index, self._count, begin))
 
-    def _in_parts(self, server: _Server, queue: str, size: float, rate: float, order: int, done: Callable[[], None]) -> None:
+    def _sum_bytes(self, chunk: _Chunk) -> int:
+        """Of its gradients on the host."""
+        return chunk.cost.gradient_bytes if self._candidate.accumulation == 1 else 4 * chunk.cost.elements
+
+    def _in_parts(self, server: _Server, queue: str, size: float, order: int, done: Callable[[], None]) -> None:
         """Moments and low halves are copies of their own: others come in between."""
 
         def part(left: int) -> None:
-            self._serve(server, queue, size / 3 / rate, done if left == 1 else lambda: part(left - 1), order)
+            self._copy(server, queue, size / 3, done if left == 1 else lambda: part(left - 1), order)
 
         part(3)
 
-    def _copy(
-        self, server: _Server, queue: str, size: float, rate: float, done: Callable[[], None] = lambda: None, order: float = 0
-    ) -> None:
-        self._serve(server, queue, size / rate, done, order)
-
-    def _serve(self, server: _Server, queue: str, seconds: float, done: Callable[[], None], order: float) -> None:
+    def _copy(self, server: _Server, queue: str, size: float, done: Callable[[], None] = lambda: None, order: float = 0) -> None:
         if self._rates.host.overlaps:
-            server.add(queue, seconds, done, order)
+            server.add(queue, size, done, order)
         else:
-            self._debt += seconds
+            self._debt += size / server.rate()
             done()
 
     # ------------------------------------------------------------------ slots
@@ -415,8 +499,7 @@ class _Play:
                 return False
             del self._slots[last]
         there = self._slots[chunk.index] = _Signal()
-        size, rate = chunk.cost.weights_bytes, self._rates.host.up_bytes_per_second
-        chunk.fresh.then(lambda: self._copy(self._up, "fetch", size, rate, there.fire))
+        chunk.fresh.then(lambda: self._copy(self._up, "fetch", chunk.cost.weights_bytes, there.fire))
         return True
 
     def _drop(self, chunk: _Chunk) -> None:
@@ -428,4 +511,4 @@ class _Play:
         if block not in self._returning:
             self._returning.add(block)
             size = self._candidate.each.blocks[block].choices["offload"].moved_bytes
-            self._copy(self._up, "activations", size, self._rates.host.up_bytes_per_second, self._returned[block].fire)
+            self._copy(self._up, "activations", size, self._returned[block].fire)

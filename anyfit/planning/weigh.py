@@ -36,7 +36,8 @@ class Weight:
 def weigh(profile: Profile, candidate: Candidate) -> Weight:
     pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
     adds_up = candidate.accumulation > 1
-    pools = profile.state.buffers + profile.workspace_bytes + _pools(pairs, candidate.slots, adds_up=adds_up)
+    pools = profile.state.buffers + profile.workspace_bytes
+    pools += _pools(pairs, candidate.slots, adds_up=adds_up, helps=profile.host is not None and profile.helps)
     resident = [chunk for chunk, placement in pairs if placement.route == "resident" and chunk.optimizer_bytes]
     updating = 0
     if profile.host is not None and profile.host.overlaps:
@@ -52,7 +53,7 @@ def _largest(pairs: list[Pair]) -> int:
     return max((chunk.weights_bytes for chunk, _ in pairs), default=0)
 
 
-def _pools(pairs: list[Pair], slots: int, *, adds_up: bool) -> int:
+def _pools(pairs: list[Pair], slots: int, *, adds_up: bool, helps: bool) -> int:
     of_route = {
         route: [pair for pair in pairs if pair[1].route == route and pair[0].optimizer_bytes]
         for route in ("resident", "streamed", "host")
@@ -63,16 +64,30 @@ def _pools(pairs: list[Pair], slots: int, *, adds_up: bool) -> int:
     found += sum(chunk.optimizer_bytes for chunk, _ in of_route["resident"])
     found += min(slots, len(away)) * _largest(away) + min(STAGES, len(sent)) * _largest(sent)
     found += _largest(of_route["streamed"])  # gradients side by side
-    found += STREAMED_DEPTH * max(
-        (
-            chunk.optimizer_bytes + (chunk.weights_bytes if placement.weights == "host" or placement.speculates else 0)
-            for chunk, placement in of_route["streamed"]
-        ),
-        default=0,
-    )
+    if of_route["streamed"]:
+        carried = of_route["streamed"] + (of_route["host"] if helps else [])
+        found += STREAMED_DEPTH * sum(
+            (
+                max(chunk.optimizer_bytes for chunk, _ in carried),
+                max(_carried_weights(chunk, placement) for chunk, placement in carried),
+                max(_landed_gradients(chunk, placement, adds_up=adds_up) for chunk, placement in carried),
+            )
+        )
     if adds_up:
         found += sum(4 * chunk.elements for chunk, placement in pairs if placement.gradients == "device" and chunk.gradient_bytes)
     return found
+
+
+def _carried_weights(chunk: ChunkCost, placement: Placement) -> int:
+    needs = placement.weights == "host" or placement.speculates or placement.update == "host"
+    return chunk.weights_bytes if needs else 0
+
+
+def _landed_gradients(chunk: ChunkCost, placement: Placement, *, adds_up: bool) -> int:
+    """Those that come back from the host."""
+    if placement.gradients == "device":
+        return 0
+    return 4 * chunk.elements if adds_up else chunk.weights_bytes
 
 
 def _live(candidate: Candidate, updating: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Copies between host and device by size: each direction alone, and each with the other busy.
+"""Copies between host and device by size: each direction alone, each with the other busy, and with the host's updates as well.
 
 To read one direction while the other is busy, the other is given twice as many copies first: its queue then outlasts
 ours. A batch comes from memory that is not pinned: its copy goes through a buffer of the driver's, and the host waits for it.
@@ -10,7 +10,8 @@ import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -47,27 +48,36 @@ class CopyLadders:
     down: Ladder
     up_both: Ladder
     down_both: Ladder
+    up_loaded: Meter
+    down_loaded: Meter
     pageable: Meter
 
     @property
     def meters(self) -> list[Meter]:
         pinned_ones = (self.up, self.down, self.up_both, self.down_both)
-        return [meter for ladder in pinned_ones for meter in ladder.meters] + [self.pageable]
+        return [meter for ladder in pinned_ones for meter in ladder.meters] + [self.up_loaded, self.down_loaded, self.pageable]
 
 
 @contextlib.contextmanager
-def copy_ladders(device: torch.device, effort: Effort) -> Iterator[CopyLadders]:
-    """Bytes/s by bytes of one copy. The buffers live as long as the context."""
+def copy_ladders(
+    device: torch.device, effort: Effort, updating: Callable[[], AbstractContextManager[None]]
+) -> Iterator[CopyLadders]:
+    """Bytes/s by bytes of one copy. The buffers live as long as the context; `updating` keeps the host busy."""
     with directions(device, max(effort.copy_bytes)) as (up, down):
 
         def ladder(label: str, ours: Direction, other: Direction | None) -> Ladder:
             return Ladder({float(size): Meter(label, functools.partial(_rate, ours, other, size)) for size in effort.copy_bytes})
+
+        def loaded(ours: Direction, other: Direction) -> Meter:
+            return Meter("copies beside updates", functools.partial(_rate_beside, updating, ours, other, max(effort.copy_bytes)))
 
         yield CopyLadders(
             up=ladder("copies to the device", up, None),
             down=ladder("copies from the device", down, None),
             up_both=ladder("copies both ways", up, down),
             down_both=ladder("copies both ways", down, up),
+            up_loaded=loaded(up, down),
+            down_loaded=loaded(down, up),
             pageable=_pageable_meter(device),
         )
 
@@ -103,6 +113,11 @@ def _rate(ours: Direction, other: Direction | None, size: int) -> float:
     ours.copy(1)  # wakes the link from its power-saving state
     times = max(2, min(256, READING_BYTES // size))
     return statistics.median(_burst_rate(ours, other and other.first(size), times) for _ in range(BURSTS))
+
+
+def _rate_beside(load: Callable[[], AbstractContextManager[None]], ours: Direction, other: Direction, size: int) -> float:
+    with load():
+        return _rate(ours, other, size)
 
 
 def _burst_rate(ours: Direction, other: Direction | None, times: int) -> float:

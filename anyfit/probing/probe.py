@@ -28,7 +28,7 @@ from .copies import CopyLadders, copy_ladders
 from .disk import DiskLadders, disk_ladders
 from .links import LinksFailed, measure_links
 from .meters import FULL, QUICK, Effort, Ladder, Meter, Report, read_in_rounds
-from .update import device_loads, host_load, update_ladders
+from .update import device_loads, host_load, update_ladders, updating
 
 EFFORTS: Mapping[str, Effort] = {"quick": QUICK, "full": FULL}
 SETUP_SHARE, READING_SHARE = 0.2, 0.7  # of the progress bar; links have the rest
@@ -165,7 +165,7 @@ def _set_up(device: torch.device, level: Effort, stack: ExitStack, tell: Report)
         bandwidth,
         update,
         update_loaded,
-        copies=stack.enter_context(copy_ladders(device, level)) if on_gpu else None,
+        copies=stack.enter_context(copy_ladders(device, level, updating(host.cores(), level))) if on_gpu else None,
         disk=stack.enter_context(disk_ladders(_disk_folders(), level)) if level.disk_bytes else None,
     )
 
@@ -222,6 +222,8 @@ def _copies(ladders: CopyLadders) -> Copies:
         down=ladders.down.curve(),
         up_both=ladders.up_both.curve(),
         down_both=ladders.down_both.curve(),
+        up_loaded=ladders.up_loaded.figure(),
+        down_loaded=ladders.down_loaded.figure(),
         pageable=ladders.pageable.figure(),
     )
 

@@ -14,6 +14,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import numpy
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional
 
 from anyfit.kernels.adamw import Settings, State, adamw
 from anyfit.kernels.pages import in_huge_pages
+from anyfit.values.machine import update_threads
 
 from .copies import directions
 from .cuda import new_stream, sleeping_event
@@ -29,6 +31,7 @@ from .meters import Effort, Ladder, Meter, host_seconds, rate_meter, torch_threa
 LOAD_COPY_BYTES = 32 * 2**20
 LOAD_EDGE = 4096
 CHUNKS = 4
+Result = TypeVar("Result")
 
 
 def update_ladders(cores: int, effort: Effort, load: Callable[[], AbstractContextManager[None]]) -> tuple[Ladder, Ladder]:
@@ -41,6 +44,12 @@ def update_ladders(cores: int, effort: Effort, load: Callable[[], AbstractContex
         alone.rungs[threads] = Meter(meter.label, functools.partial(_on_threads, threads, meter.read))
         loaded.rungs[threads] = Meter(f"{meter.label} under load", functools.partial(_under, load, threads, meter.read))
     return alone, loaded
+
+
+def updating(cores: int, effort: Effort) -> Callable[[], AbstractContextManager[None]]:
+    """A load of updates, on as many threads as a run has for them."""
+    step = _adamw(effort.update_parameters)
+    return lambda: _repeating(lambda: _on_threads(update_threads(cores), step))
 
 
 def thread_counts(cores: int) -> list[int]:
@@ -118,7 +127,7 @@ def _repeating(portion: Callable[[], object]) -> Iterator[None]:
         raise failures[0]
 
 
-def _on_threads(threads: int, read: Callable[[], float]) -> float:
+def _on_threads(threads: int, read: Callable[[], Result]) -> Result:
     with torch_threads(threads):
         return read()
 

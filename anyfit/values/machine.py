@@ -123,6 +123,11 @@ def _refuse_others(name: str, curves: Mapping[str, Curve], what: str, known: tup
             raise ValueError(f"{name}: unknown {what} {key!r}" + nearest(key, known))
 
 
+def update_threads(cores: int) -> int:
+    """How many of the host's cores update: two are left for launching, and for what moves state."""
+    return max(1, cores - 2)
+
+
 @dataclass(frozen=True)
 class Host:
     """The memory and cores beside the devices of one node."""
@@ -143,6 +148,8 @@ class Copies:
     down: Curve
     up_both: Curve
     down_both: Curve
+    up_loaded: Figure  # bytes/s of large copies, with the other direction and the host's updates busy
+    down_loaded: Figure
     pageable: Figure  # bytes/s to the device from memory that is not pinned, such as a batch; the host waits for it
 
 
@@ -185,7 +192,7 @@ class Machine(Record):
     """
 
     kind: ClassVar[str] = "machine"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     name: str
     nodes: int

@@ -114,13 +114,23 @@ class ChunkCost:
 
 
 @dataclass(frozen=True)
+class LoadedRates:
+    """The host's rates while it updates and both directions are busy: all three share its memory."""
+
+    updates_per_second: float
+    up_bytes_per_second: float
+    down_bytes_per_second: float
+
+
+@dataclass(frozen=True)
 class HostRates:
     """How fast model state moves and is updated beside the device."""
 
-    updates_per_second: float  # parameters, by the host while copies run
-    up_bytes_per_second: float
+    updates_per_second: float  # parameters, while nothing is copied
+    up_bytes_per_second: float  # while the other direction is busy too, and the host does not update
     down_bytes_per_second: float
     overlaps: bool  # the host works while the device does: not where they are the same cores
+    loaded: LoadedRates | None = None  # None: the same
 
 
 @dataclass(frozen=True)
@@ -163,3 +173,8 @@ class Profile(Record):
         if correction is None or correction.error <= self.reserved_error:
             return self
         return replace(self, reserved_error=correction.error, correction=correction)
+
+    @property
+    def helps(self) -> bool:
+        """Updates have the same bits on the host and on the device: what the one is behind with the other may do."""
+        return self.optimizer in ("Adam", "AdamW")

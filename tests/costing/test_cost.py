@@ -295,7 +295,7 @@ def test_the_error_band_is_the_narrow_one_only_where_nearly_all_was_measured(gra
 
 
 def test_a_gpu_waits_for_its_batch_as_the_host_holds_it() -> None:
-    copies = Copies(*(constant(1e10),) * 4, pageable=figure(1e6))
+    copies = Copies(*(constant(1e10),) * 4, *(figure(1e10),) * 2, pageable=figure(1e6))
     job = Job(Convolutional, image_loss, lambda model: torch.optim.AdamW(model.parameters()), image_batches(1, 2)[0], 2)
     traced, machine = trace(job, 2), small_machine()
     assert job.precision == "bf16"

@@ -25,15 +25,19 @@ from anyfit.planning.weigh import Weight, weigh
 from anyfit.tracing import trace
 from anyfit.values.machine import Machine
 from anyfit.values.plan import Placement
-from anyfit.values.profile import HostRates, Profile
+from anyfit.values.profile import HostRates, LoadedRates, Profile
 from anyfit.values.units import show_seconds
 from benchmarks import mixed, peers
 from tests.planning.profiles import candidates
 
 ROOT = Path(__file__).parents[2]
 ROWS = {row["job"]: row for row in json.loads((ROOT / "benchmarks/results/mixed.json").read_text())["figures"]["rows"]}
-# What the timeline of "4b batch 8 cap 24" shows of that box, with everything at work at once.
-H200 = Rates(HostRates(4.9e9, 46e9, 46e9, overlaps=True), norm_seconds=2.2e-3 / 3.78e9, update_seconds=30 / 4e12)
+# Of that box, as benchmarks/results/host-update-h200.json has it.
+H200 = Rates(
+    HostRates(5.25e9, 48.5e9, 50.4e9, overlaps=True, loaded=LoadedRates(3.44e9, 29.3e9, 46.8e9)),
+    norm_seconds=2.2e-3 / 3.78e9,
+    update_seconds=30 / 4e12,
+)
 EASY = Rates(HostRates(1e9, 1e9, 1e9, overlaps=True), norm_seconds=1e-12, update_seconds=1e-11)
 
 
