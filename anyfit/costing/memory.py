@@ -50,7 +50,7 @@ def is_in_one_pass(rule: UpdateRule, device: Device) -> bool:
 
 
 def _scratch_bytes(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) -> int:
-    """Held between steps: gradients side by side, for one pass over them; or the masters and gradients in fp32 that torch steps."""
+    """Held between steps: gradients side by side, for one pass over them; or masters and gradients in fp32, for torch."""
     if is_in_one_pass(rule, device):
         return max((chunk.bytes for chunk in chunks if chunk.is_updated), default=0)
     return max((8 * chunk.elements for chunk in split_chunks(chunks)), default=0)
