@@ -16,7 +16,10 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from .asking import Question, Traced
+    from .values.answers import Outcome
     from .values.machine import Machine
+    from .values.profile import Profile
 
 app = typer.Typer(
     name="anyfit",
@@ -109,15 +112,43 @@ def plan(
     nodes: Nodes = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", help="also with one change, such as device-memory=40GiB, batch=16 or machine=h200; repeatable"),
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option("--compare", help="machines to rank, with commas between: rtx-4090,h200,mine.json")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option("--tokens", help="to train on, such as 10B; for --compare")] = None,
+    price: Annotated[str | None, typer.Option("--price", help="an hour's, such as h200=3.5,l4=0.7; for --compare")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="also write the plan to this file")] = None,
     as_json: Json = False,
 ) -> None:
-    """Does it fit, how fast will it be, and why. Needs no GPU."""
-    from . import plan as make_plan
-    from .targets import job_for
+    """Does it fit, how fast will it be, and why; what would a change make of it; which machine is best. Needs no GPU."""
+    from . import asking
 
-    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run)
-    made = make_plan(job, _machine(machine, gpus, nodes, device_memory, host_memory))
+    question = asking.Question(
+        target,
+        {"batch": batch, "seq": seq, "dtype": dtype, "optimizer": optimizer, "real_run": real_run},
+        lambda name: _machine(name, gpus, nodes, device_memory, host_memory),
+        machine,
+    )
+    if compare is not None:
+        others = {"--machine": machine, "--what-if": what_if or None, "--output": output}
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise ValueError(f"--compare plans for each machine it names; leave {given[0]} out")
+        if tokens is None:
+            raise ValueError("--compare ranks machines by the time to train on so many tokens; say how many: --tokens 10B")
+        return _compare(question, compare, tokens, price, as_json=as_json)
+    if tokens is not None or price is not None:
+        raise ValueError(f"{'--price' if tokens is None else '--tokens'} is for --compare; name the machines: --compare h200,l4")
+    changes = asking.parse_changes(what_if or [])
+    traced = question.traced()
+    profile = traced.profile(question.machine_for(machine))
+    if changes:
+        return _what_if(question, traced, profile, changes, output, as_json=as_json)
+    made = asking.planned(question, traced, profile)
     if output is not None:
         made.save(output)
     if as_json:
@@ -127,6 +158,56 @@ def plan(
     return show_plan(made, _console())
 
 
+def _what_if(
+    question: Question,
+    traced: Traced,
+    profile: Profile,
+    changes: dict[str, tuple[str, str]],
+    output: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """The plan, where there is one, and beside it what each change makes of it."""
+    from . import asking
+    from .showing.terminal import show_beside, show_plan
+    from .values.plan import NoPlan
+
+    made, others = asking.what_ifs(question, traced, profile, changes)
+    if output is not None and not isinstance(made, NoPlan):
+        made.save(output)
+    if as_json:
+        _print_json({"plan": _outcome_json(made), "what_if": {text: _outcome_json(other) for text, other in others.items()}})
+    else:
+        console = _console()
+        if not isinstance(made, NoPlan):
+            show_plan(made, console)
+            console.print()
+        show_beside({"as it is": made, **others}, console)
+    if isinstance(made, NoPlan):
+        raise made
+
+
+def _outcome_json(outcome: Outcome) -> dict[str, Any]:
+    from .values.plan import NoPlan
+
+    if isinstance(outcome, NoPlan):
+        return {"no_plan": str(outcome), "shortfall_bytes": outcome.shortfall_bytes}
+    return outcome.to_json()
+
+
+def _compare(question: Question, machines: str, tokens: str, price: str | None, *, as_json: bool) -> None:
+    from . import asking
+    from .showing.terminal import show_ranking
+    from .values.answers import ranked
+
+    names, count = asking.parse_machines(machines), asking.parse_tokens(tokens)
+    prices = {} if price is None else asking.parse_prices(price, names)
+    found = ranked(asking.compared(question, names), count, prices)
+    if as_json:
+        return _print_json({"tokens": count, "machines": [each.to_json() for each in found]})
+    return show_ranking(found, count, _console())
+
+
 @app.command()
 def why(
     plan: Annotated[Path, typer.Argument(help="a plan file")],
@@ -134,12 +215,17 @@ def why(
     as_json: Json = False,
 ) -> None:
     """Explains the decisions of a plan, one of them, or the difference between two plans."""
-    from .showing.terminal import show_rows
+    from .showing.terminal import show_beside, show_rows
+    from .values.answers import beside
     from .values.plan import Plan
 
     first = Plan.load(plan)
-    is_file = other is not None and Path(other).exists()
-    rows = first.compared_with(Plan.load(str(other))) if is_file else first.explained(other)
+    if other is not None and (Path(other).exists() or other.endswith(".json")):
+        plans = {str(plan): first, other: Plan.load(other)}
+        if len(plans) == 1:
+            plans = {str(plan): first, f"{other} (again)": first}
+        return _print_json(beside(plans)) if as_json else show_beside(plans, _console())
+    rows = first.explained(other)
     if as_json:
         return _print_json(rows)
     return show_rows(rows, _console())

@@ -14,10 +14,14 @@ from xml.etree import ElementTree
 import pytest
 
 from anyfit import Machine, Plan, cli
+from anyfit.planning import search
 from anyfit.running.check import Check
 from anyfit.showing import timeline
+from anyfit.values.answers import beside
 from anyfit.values.profile import Profile
+from anyfit.values.units import parse_count, show_bytes, show_seconds
 from tests.machines import small_machine
+from tests.planning.profiles import small_profile
 
 VERBS = sorted(command.callback.__name__ for command in cli.app.registered_commands if command.callback is not None)
 
@@ -81,6 +85,7 @@ def anyfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     (tmp_path / "jobs.py").write_text(JOBS)
     (tmp_path / "file").write_text("no folder")
     small_machine().save(tmp_path / "small.json")
+    search(small_profile()).save(tmp_path / "plan.json")
 
     def run(*arguments: str) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["anyfit", *arguments])
@@ -144,7 +149,106 @@ def test_the_reasons_are_read_back_from_their_json(anyfit: Command, tmp_path: Pa
     plan, other = Plan.load(tmp_path / "plan.json"), Plan.load(tmp_path / "other.json")
     assert json.loads(anyfit("why", "plan.json", "--json").out) == plan.explained(None)
     assert json.loads(anyfit("why", "plan.json", "micro-batch", "--json").out) == plan.explained("micro-batch")
-    assert json.loads(anyfit("why", "plan.json", "other.json", "--json").out) == plan.compared_with(other)
+    both = beside({"plan.json": plan, "other.json": other})
+    assert json.loads(anyfit("why", "plan.json", "other.json", "--json").out) == both
+    assert both["device memory"] == [f"{show_bytes(plan.forecast.reserved_bytes)} of {size}" for size in ("8.00 GiB", "1.00 GiB")]
+    assert "model" not in both
+    same = json.loads(anyfit("why", "plan.json", "plan.json", "--json").out)
+    assert list(same) == ["step", "tokens/s", "difference"]
+    assert same["difference"] == ["", "the same step time, +0.0% tokens/s"]
+
+
+def printed(done: Outcome) -> Plan:
+    assert (done.status, done.err) == (0, "")
+    return Plan.from_json(json.loads(done.out))
+
+
+def test_a_change_is_planned_as_if_it_had_been_asked_for(anyfit: Command) -> None:
+    asked = ("plan", "demo", "--machine", "small.json", "--dtype", "fp32", "--batch", "8", "--device-memory", "10MiB")
+    changes = {"device-memory=14MiB": ("--device-memory", "14MiB"), "batch=2": ("--batch", "2"), "seq=32": ("--seq", "32")}
+    done = anyfit(*asked, "--json", *(word for change in changes for word in ("--what-if", change)), "-o", "kept.json")
+    assert (done.status, done.err) == (0, "")
+    document = json.loads(done.out)
+    plan = Plan.from_json(document["plan"])
+    assert plan == Plan.load("kept.json")
+    assert plan.chunks  # not all fits on the device
+    assert list(document["what_if"]) == list(changes)
+    for change, options in changes.items():
+        found, direct = Plan.from_json(document["what_if"][change]), printed(anyfit(*asked, *options, "--json"))
+        assert found.forecast.step_seconds == pytest.approx(direct.forecast.step_seconds, rel=0.01)
+        assert (found.limit_bytes, found.batch_size) == (direct.limit_bytes, direct.batch_size)
+    larger = Plan.from_json(document["what_if"]["device-memory=14MiB"])
+    assert larger.forecast.step_seconds <= plan.forecast.step_seconds
+
+    shown = anyfit(*asked, "--what-if", "device-memory=14MiB").out
+    saved = plan.forecast.step_seconds - larger.forecast.step_seconds
+    assert f"{show_seconds(saved)} less a step" in shown
+    for text in (show_seconds(plan.forecast.step_seconds), show_seconds(larger.forecast.step_seconds)):
+        assert f"│ {text} ± " in shown
+
+
+def test_a_change_that_does_not_fit_or_makes_it_fit_says_so(anyfit: Command) -> None:
+    tight = anyfit("plan", *SMALL, "--what-if", "device-memory=1kB")
+    assert (tight.status, tight.err) == (0, "")
+    assert re.search(r"│ does not fit, \S+ KiB too little +│", tight.out)
+    freed = anyfit("plan", *SMALL, "--device-memory", "1kB", "--what-if", "device-memory=64kB")
+    assert freed.status == 3
+    assert re.search(r"does not fit, \S+ KiB too little +│ \S+ \S+ ± 25%", freed.out) or "± 45%" in freed.out
+
+
+def test_machines_are_ranked_by_time_and_cost_and_those_too_small_come_last(anyfit: Command, tmp_path: Path) -> None:
+    machines = {
+        "slow.json": small_machine(flops_per_second=2e10),
+        "tiny.json": small_machine(device_bytes=3 * 2**20),
+        "tinier.json": small_machine(device_bytes=2**20),
+        "fast.json": small_machine(flops_per_second=5e11),
+        "small.json": small_machine(),
+    }
+    for name, machine in machines.items():
+        machine.save(tmp_path / name)
+    job = ("plan", "demo", "--batch", "4", "--seq", "64", "--dtype", "fp32")
+    asked = (*job, "--compare", ",".join(machines), "--tokens", "2.5M", "--price", "slow.json=1,fast.json=40")
+    document = json.loads(anyfit(*asked, "--json").out)
+    assert document["tokens"] == parse_count("2.5M")
+    rows = document["machines"]
+    assert [row["machine"] for row in rows] == ["fast.json", "small.json", "slow.json", "tiny.json", "tinier.json"]
+    for row in rows[:3]:
+        plan = Plan.from_json(row["plan"])
+        alone = printed(anyfit(*job, "--machine", row["machine"], "--json"))
+        assert plan == alone
+        assert row["seconds"] == pytest.approx(2.5e6 / (4 * 65) * plan.forecast.step_seconds)  # a byte more a sample, to predict
+        price = {"slow.json": 1, "fast.json": 40}.get(row["machine"])
+        assert row["cost"] == (None if price is None else pytest.approx(price * row["seconds"] / 3600))
+    assert rows[3]["shortfall_bytes"] < rows[4]["shortfall_bytes"]
+    for row in rows[3:]:
+        verdict = anyfit(*job, "--machine", row["machine"])
+        assert verdict.status == 3
+        assert f"{show_bytes(row['shortfall_bytes'])} too little" in verdict.err
+    shown = anyfit(*asked).out
+    assert shown.index("fast.json") < shown.index("small.json") < shown.index("slow.json") < shown.index("tiny.json")
+    cheapest = min(row["cost"] for row in rows if row["cost"] is not None)
+    assert f"{cheapest:,.2f}, the least" in shown
+    assert f"does not fit: {show_bytes(rows[3]['shortfall_bytes'])} of " in " ".join(shown.split())
+
+
+def test_each_change_that_is_offered_where_nothing_fits_does_what_it_says(anyfit: Command) -> None:
+    asked = ("plan", "demo", "--machine", "small.json", "--dtype", "fp32", "--batch", "8", "--seq", "256")
+    done = anyfit(*asked, "--device-memory", "4MiB")
+    assert done.status == 3
+    offered = re.findall(r"^  (.+?)  +(\S+ \S+) a step$", done.err, re.MULTILINE)
+    assert [what.rpartition(" ")[0] for what, _ in offered if what.startswith("--")] == ["--seq"]
+    assert any(what.endswith("device memory") for what, _ in offered)
+    for what, said in offered:
+        words = what.split() if what.startswith("--") else ["--device-memory", what.removesuffix(" of device memory")]
+        limit = () if "--device-memory" in words else ("--device-memory", "4MiB")
+        plan = printed(anyfit(*asked, *limit, *words, "--json"))
+        seconds = plan.forecast.step_seconds
+        assert show_seconds(seconds) == said or seconds <= 1.01 * seconds_of(said)
+
+
+def seconds_of(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
 
 
 def test_the_machine_measured_is_read_back_from_its_json_and_from_its_file(anyfit: Command, tmp_path: Path) -> None:
@@ -243,6 +347,36 @@ MENDABLE = [
     ),
     (("check", "jobs.py:job", "--plan", "nothing.json"), "no plan file at nothing.json"),
     (("why", "nothing.json"), "no plan file at nothing.json"),
+    (("why", "plan.json", "updates"), "the plan has no decision 'updates'; it has: model state, micro-batch"),
+    (("why", "plan.json", "nothing.json"), "no plan file at nothing.json"),
+    (("plan", *SMALL, "--what-if", "device-memry=1GiB"), "--what-if device-memry=1GiB: unknown key 'device-memry'; did you mean"),
+    (("plan", *SMALL, "--what-if", "device-memory"), "--what-if device-memory: write it like device-memory=40GiB"),
+    (("plan", *SMALL, "--what-if", "host-memory=much"), "'much' is not a size"),
+    (("plan", *SMALL, "--what-if", "batch=0"), "--what-if batch=0: give a whole number from 1 up"),
+    (("plan", *SMALL, "--what-if", "seq=1.5"), "--what-if seq=1.5: give a whole number from 1 up"),
+    (("plan", *SMALL, "--what-if", "batch=2", "--what-if", "batch=2"), "--what-if batch=2 is given twice"),
+    (("plan", *SMALL, "--what-if", "batch=2"), "--batch is not for functions"),
+    (("plan", *SMALL, "--what-if", "machine=h20"), "no machine file or preset 'h20'; did you mean 'h200'?"),
+    (("plan", *SMALL, "--compare", "l4", "--tokens", "1B"), "--compare plans for each machine it names; leave --machine out"),
+    (("plan", "jobs.py:job", "--compare", "l4,h200"), "--compare ranks machines by the time to train on so many tokens; say how"),
+    (("plan", "jobs.py:job", "--compare", "l4,,h200", "--tokens", "1B"), "--compare 'l4,,h200': write machines with commas"),
+    (("plan", "jobs.py:job", "--compare", "l4,l4", "--tokens", "1B"), "--compare l4,l4: l4 is given twice"),
+    (("plan", "jobs.py:job", "--compare", "l4,h20", "--tokens", "1B"), "no machine file or preset 'h20'; did you mean 'h200'?"),
+    (("plan", "jobs.py:job", "--compare", "l4", "--tokens", "many"), "'many' is not a count; write it like 500M"),
+    (("plan", "jobs.py:job", "--compare", "l4", "--tokens", "0"), "--tokens 0: give at least one"),
+    (("plan", "jobs.py:job", "--tokens", "1B"), "--tokens is for --compare; name the machines"),
+    (("plan", "jobs.py:job", "--price", "l4=1"), "--price is for --compare; name the machines"),
+    (("plan", "jobs.py:job", "--compare", "l4", "--tokens", "1B", "--price", "l4"), "--price l4: write it like l4=2.5"),
+    (
+        ("plan", "jobs.py:job", "--compare", "l4", "--tokens", "1B", "--price", "l5=1"),
+        "--price l5=1: 'l5' is not compared; known: l4",
+    ),
+    (("plan", "jobs.py:job", "--compare", "l4", "--tokens", "1B", "--price", "l4=0"), "--price l4=0: '0' is no price"),
+    (("plan", "jobs.py:job", "--compare", "l4", "--tokens", "1B", "--price", "l4=-1"), "--price l4=-1: '-1' is no price"),
+    (
+        ("plan", "jobs.py:job", "--compare", "l4", "--tokens", "1B", "--price", "l4=1,l4=2"),
+        "--price l4=1,l4=2: l4 is given twice",
+    ),
     (("why", "small.json"), "small.json: not an anyfit plan (its 'anyfit' key says 'machine')"),
     (
         ("fit", "--steps", "5", "jobs.py"),

@@ -15,8 +15,9 @@ are weighed against these.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from anyfit.values.plan import (
     AXES,
@@ -47,6 +48,15 @@ TIE = 0.05  # two forecasts closer than this are not told apart: the one with fe
 
 
 @dataclass(frozen=True)
+class Neighbour:
+    """The best with one decision taken otherwise; without an offer, nothing fits so."""
+
+    decision: str
+    choice: str
+    offer: Offer | None
+
+
+@dataclass(frozen=True)
 class Found:
     """The fastest there is, and what it was chosen from."""
 
@@ -56,6 +66,7 @@ class Found:
     chosen: Forecast
     space: Space | None = None  # None: the whole batch fits in one pass so, and nothing else was weighed
     offer: Offer | None = None  # None: it is one of the forecasts
+    neighbours: tuple[Neighbour, ...] | None = None  # of the offer, where they were looked at
 
     @property
     def fitting(self) -> list[int]:
@@ -66,7 +77,7 @@ def search(profile: Profile) -> Plan:
     """The best plan for this profile, or NoPlan with the smallest shortfall."""
     found = fastest(profile)
     if found is None:
-        raise _no_plan(profile)
+        raise no_plan(profile)
     return explained(found)
 
 
@@ -101,18 +112,21 @@ def _fitting(profile: Profile, forecasts: Mapping[int, Forecast]) -> list[int]:
 
 
 def explained(found: Found) -> Plan:
-    """The plan, with what its neighbours would cost. One of them that is faster, which the search passed by, takes its place."""
-    if found.offer is None:
-        return _resident(found)
-    space, neighbours = found.space, _neighbours(found)
-    assert space is not None
-    while True:
+    """The plan, with what its neighbours would cost."""
+    return _resident(found) if found.offer is None else _offloaded(settled(found))
+
+
+def settled(found: Found) -> Found:
+    """The same with its neighbours. One of them that is faster, which the search passed by, takes its place."""
+    while found.offer is not None and found.neighbours is None:
+        space, neighbours = found.space, _neighbours(found)
+        assert space is not None
         priced = [(_forecast_of(space, each.offer), each.offer) for each in neighbours if each.offer is not None]
         faster = min(priced, key=lambda pair: pair[0].step_seconds, default=None)
         if faster is None or faster[0].step_seconds >= found.chosen.step_seconds:
-            return _offloaded(found, neighbours)
+            return replace(found, neighbours=tuple(neighbours))
         found = replace(found, micro_batch=faster[1].candidate.each.micro_batch, chosen=faster[0], offer=faster[1])
-        neighbours = _neighbours(found)
+    return found
 
 
 def _resident(found: Found) -> Plan:
@@ -169,20 +183,12 @@ def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alt
     )
 
 
-@dataclass(frozen=True)
-class _Neighbour:
-    """The best with one decision taken otherwise; without an offer, nothing fits so."""
-
-    decision: str
-    choice: str
-    offer: Offer | None
-
-
-def _offloaded(found: Found, neighbours: list[_Neighbour]) -> Plan:
+def _offloaded(found: Found) -> Plan:
     """The best that makes blocks again or has state on the host."""
-    chosen, offer, space = found.chosen, found.offer, found.space
+    chosen, offer, space, neighbours = found.chosen, found.offer, found.space, found.neighbours
     assert offer is not None
     assert space is not None
+    assert neighbours is not None
     alternatives = []
     for each in neighbours:
         if each.offer is not None:
@@ -226,17 +232,17 @@ def _choices(offer: Offer, *, is_gpu: bool) -> dict[str, str]:
     return found
 
 
-def _neighbours(found: Found) -> list[_Neighbour]:
+def _neighbours(found: Found) -> list[Neighbour]:
     """The best plans with one decision taken otherwise, all others searched anew."""
     profile, micro_batch, offer, space = found.profile, found.micro_batch, found.offer, found.space
     assert offer is not None
     assert space is not None
-    neighbours: list[_Neighbour] = []
+    neighbours: list[Neighbour] = []
 
     def add(decision: str, choice: str, size: int = micro_batch, **forced: float) -> None:
         other = space.best(size, starts=1, **forced)
         if other is None or other.candidate != offer.candidate:
-            neighbours.append(_Neighbour(decision, choice, other))
+            neighbours.append(Neighbour(decision, choice, other))
 
     elements = _by_route(offer)
     if space.is_gpu and elements["host"] + elements["streamed"]:
@@ -366,20 +372,33 @@ def _why(decision: str, chosen: Forecast, alternatives: tuple[Alternative, ...],
 # ---------------------------------------------------------------------- when nothing fits
 
 
-def _no_plan(profile: Profile) -> NoPlan:
+def no_plan(profile: Profile) -> NoPlan:
+    """The verdict on a profile of which nothing fits, with the memory that was found to be enough."""
+    verdict = shortfall(profile)
+    return verdict.with_changes(tuple(_enough_memory(profile, verdict)))
+
+
+def shortfall(profile: Profile) -> NoPlan:
+    """The verdict alone."""
     forecasts = {each.micro_batch: forecast(profile, each) for each in profile.passes}
     if profile.chunks and profile.host is not None:
         space = Space(profile)
-        hosts = [taken for size in forecasts if (taken := space.least_host_bytes(size)) is not None]
-        if hosts:
-            return _no_host(profile, min(hosts))
+        least_host = _least_host_bytes(space)
+        if least_host is not None:
+            lacking = least_host - profile.host_limit_bytes
+            return NoPlan(
+                f"{profile.model} does not fit: what the device has no room for takes {show_bytes(least_host)} of host memory, "
+                f"and {show_bytes(profile.host_limit_bytes)} are allowed: {show_bytes(lacking)} too little",
+                lacking,
+                "host",
+            )
         for size in forecasts:
             smallest = _forecast_of(space, space.offer(space.least(size)))
             if smallest.needed_bytes < forecasts[size].needed_bytes:
                 forecasts[size] = smallest
     micro_batch = min(forecasts, key=lambda each: forecasts[each].needed_bytes)
     least = forecasts[micro_batch].needed_bytes
-    shortfall = least - profile.device_limit_bytes
+    lacking = least - profile.device_limit_bytes
     where = next(each.peak_at for each in profile.passes if each.micro_batch == micro_batch)
     state = f"{show_bytes(profile.state.resident)} of that is model state"
     if forecasts[micro_batch].peak_bytes["host"]:
@@ -387,42 +406,43 @@ def _no_plan(profile: Profile) -> NoPlan:
     return NoPlan(
         f"{profile.model} does not fit: with micro-batches of {micro_batch} it needs {show_bytes(least)} of device memory "
         f"({state}; the peak is at {where}), and "
-        f"{show_bytes(profile.device_limit_bytes)} are allowed: {show_bytes(shortfall)} too little",
-        shortfall,
-        _with_memory(replace(profile, device_limit_bytes=rounded_up(least)), f"{show_bytes(rounded_up(least))} of device memory"),
+        f"{show_bytes(profile.device_limit_bytes)} are allowed: {show_bytes(lacking)} too little",
+        lacking,
+        "device",
     )
 
 
-def _no_host(profile: Profile, least: int) -> NoPlan:
-    shortfall = least - profile.host_limit_bytes
-    more_host = replace(profile, host_limit_bytes=rounded_up(least))
-    more_device = replace(profile, device_limit_bytes=rounded_up(profile.device_limit_bytes + int(DEVICE_FOR_HOST * shortfall)))
-    return NoPlan(
-        f"{profile.model} does not fit: what the device has no room for takes {show_bytes(least)} of host memory, and "
-        f"{show_bytes(profile.host_limit_bytes)} are allowed: {show_bytes(shortfall)} too little",
-        shortfall,
-        (
-            *_with_memory(more_host, f"{show_bytes(more_host.host_limit_bytes)} of host memory"),
-            *(
-                _with_memory(more_device, f"{show_bytes(more_device.device_limit_bytes)} of device memory")
-                if more_device.device_limit_bytes <= MOST_TIMES * profile.device_limit_bytes
-                else ()
-            ),
-        ),
-    )
+def _least_host_bytes(space: Space) -> int | None:
+    """What the host has to hold at least, whatever the micro-batch; None where the device is too small for all of them."""
+    taken = (space.least_host_bytes(each.micro_batch) for each in space.profile.passes)
+    return min((each for each in taken if each is not None), default=None)
 
 
-def _with_memory(profile: Profile, said: str) -> tuple[Change, ...]:
-    """The change, where a plan is found with it; where that takes more of the host as well, with so much."""
+def _enough_memory(profile: Profile, verdict: NoPlan) -> Iterator[Change]:
+    """More of the device or of the host, as little as was found to do."""
+    device, host = profile.device_limit_bytes, profile.host_limit_bytes
+    if verdict.tier == "device":
+        yield from _with_memory(replace(profile, device_limit_bytes=rounded_up(device + verdict.shortfall_bytes)), "device")
+        return
+    yield from _with_memory(replace(profile, host_limit_bytes=rounded_up(host + verdict.shortfall_bytes)), "host")
+    larger = rounded_up(device + int(DEVICE_FOR_HOST * verdict.shortfall_bytes))
+    if larger <= MOST_TIMES * device:
+        yield from _with_memory(replace(profile, device_limit_bytes=larger), "device")
+
+
+def _with_memory(profile: Profile, tier: Literal["device", "host"]) -> Iterator[Change]:
+    """The profile's own limit of this tier, where a plan is found with it; where that takes more of the host, with so much."""
+    limit = profile.device_limit_bytes if tier == "device" else profile.host_limit_bytes
+    said = f"{show_bytes(limit)} of {tier} memory"
     found = fastest(profile, starts=1)
     if found is None and profile.chunks and profile.host is not None:
-        space = Space(profile)
-        hosts = [taken for each in profile.passes if (taken := space.least_host_bytes(each.micro_batch)) is not None]
-        if hosts and min(hosts) > profile.host_limit_bytes:
-            profile = replace(profile, host_limit_bytes=rounded_up(min(hosts)))
+        least = _least_host_bytes(Space(profile))
+        if least is not None and least > profile.host_limit_bytes:
+            profile = replace(profile, host_limit_bytes=rounded_up(least))
             said += f" and {show_bytes(profile.host_limit_bytes)} of host memory"
             found = fastest(profile, starts=1)
-    return () if found is None else (Change(said, found.chosen.step_seconds),)
+    if found is not None:
+        yield Change(said, found.chosen.step_seconds)
 
 
 def rounded_up(size: int) -> int:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from anyfit.values.answers import Outcome, Ranked, beside
 from anyfit.values.machine import Machine
 from anyfit.values.plan import TIERS, Forecast, Plan
 from anyfit.values.profile import BlockCost, Profile
@@ -183,6 +184,51 @@ def show_rows(rows: Mapping[str, str], console: Console) -> None:
     for label, text in rows.items():
         table.add_row(Text(label, style="bold"), Text(text))
     console.print(table)
+
+
+def show_beside(outcomes: Mapping[str, Outcome], console: Console) -> None:
+    """A column each: the forecasts, and what differs."""
+    table = Table("")
+    for name in outcomes:
+        table.add_column(Text(name), overflow="fold")
+    for label, values in beside(outcomes).items():
+        table.add_row(Text(label, style="bold"), *(Text(value) for value in values))
+    console.print(table)
+
+
+def show_ranking(ranked: Sequence[Ranked], tokens: int, console: Console) -> None:
+    """A row a machine, fastest first; where prices are known, also which is cheapest."""
+    priced = sorted(each.cost for each in ranked if each.cost is not None)
+    table = Table(title=Text(f"{show_count(tokens)} tokens, on one device of each machine"))
+    for name in ("machine", "time", *(["cost"] if priced else []), "a step", "tokens/s", "model state"):
+        table.add_column(name, overflow="fold")
+    for each in ranked:
+        outcome = each.outcome
+        if not isinstance(outcome, Plan):
+            lacking = f"does not fit: {show_bytes(outcome.shortfall_bytes)} of {outcome.tier} memory too little"
+            table.add_row(Text(each.machine), "-", *(["-"] if priced else []), "-", "-", Text(lacking))
+            continue
+        assert each.seconds is not None
+        cost = "-"
+        if each.cost is not None:
+            cost = f"{each.cost:,.2f}" + (", the least" if each.cost == priced[0] and len(priced) > 1 else "")
+        table.add_row(
+            Text(each.machine),
+            show_duration(each.seconds),
+            *([cost] if priced else []),
+            f"{show_seconds(outcome.forecast.step_seconds)} ± {outcome.forecast.step_error:.0%}",
+            show_count(outcome.forecast.tokens_per_second),
+            Text(outcome.decision("model state").choice),
+        )
+    console.print(table)
+
+
+def show_duration(seconds: float) -> str:
+    """
+    >>> show_duration(5400), show_duration(30 * 86400)
+    ('1 h 30 min', '30.0 days')
+    """
+    return f"{seconds / 86400:,.1f} days" if seconds >= 2 * 86400 else show_seconds(seconds)
 
 
 def show_machine(machine: Machine, console: Console) -> None:

@@ -168,7 +168,8 @@ class Plan(Record):
         for decision in self.decisions:
             if decision.name == name:
                 return decision
-        raise ValueError(f"the plan has no decision {name!r}" + nearest(name, [known.name for known in self.decisions]))
+        names = [known.name for known in self.decisions]
+        raise ValueError(f"the plan has no decision {name!r}; it has: {', '.join(names)}")
 
     def explained(self, name: str | None) -> dict[str, str]:
         """Why each decision, or the one named, was taken, with every alternative that was weighed."""
@@ -183,21 +184,6 @@ class Plan(Record):
                     rows[f"  not {other.choice}"] = (
                         f"{show_seconds(other.step_seconds)} a step ({price:+.0%}), {show_bytes(other.device_bytes)}{verdict}"
                     )
-        return rows
-
-    def compared_with(self, other: Self) -> dict[str, str]:
-        """What differs between this plan and another, and what it costs."""
-        mine, theirs = dict(self.rows()), dict(other.rows())
-        rows = {
-            label: f"{mine.get(label, '-')}  |  {theirs.get(label, '-')}"
-            for label in [*mine, *(label for label in theirs if label not in mine)]
-            if mine.get(label) != theirs.get(label)
-        }
-        price = other.forecast.step_seconds / self.forecast.step_seconds - 1
-        room = other.forecast.reserved_bytes - self.forecast.reserved_bytes
-        rows["the second"] = (
-            f"takes {price:+.1%} time a step and {'+' if room >= 0 else '-'}{show_bytes(abs(room))} device memory"
-        )
         return rows
 
     def refuse_unless_made_for(self, model: str, machine: str) -> None:
@@ -256,10 +242,16 @@ class Change:
 class NoPlan(Exception):  # noqa: N818  (a verdict about the job, not a fault)
     """Nothing fits: says by how much, and what to change."""
 
-    def __init__(self, message: str, shortfall_bytes: int, changes: tuple[Change, ...] = ()) -> None:
-        super().__init__(message, shortfall_bytes, changes)  # all, or it could not come back from another process
+    def __init__(
+        self, message: str, shortfall_bytes: int, tier: Literal["device", "host"] = "device", changes: tuple[Change, ...] = ()
+    ) -> None:
+        super().__init__(message, shortfall_bytes, tier, changes)  # all, or it could not come back from another process
         self.shortfall_bytes = shortfall_bytes
+        self.tier = tier  # that is too small
         self.changes = changes
+
+    def with_changes(self, changes: tuple[Change, ...]) -> NoPlan:
+        return NoPlan(self.args[0], self.shortfall_bytes, self.tier, changes)
 
     def __str__(self) -> str:
         if not self.changes:

@@ -126,33 +126,17 @@ def test_an_explanation_weighs_every_alternative(smaller: Plan) -> None:
     assert {other.fits for other in smaller.alternatives} == {True, False}
 
 
-def test_one_decision_can_be_asked_for_by_name_and_a_misspelt_one_offers_the_nearest(plan: Plan) -> None:
+def test_one_decision_can_be_asked_for_by_name_and_a_misspelt_one_lists_those_there_are(plan: Plan) -> None:
     assert list(plan.explained("model state")) == ["model state"]
     assert plan.decision("micro-batch").choice == "8 in one pass"
-    with pytest.raises(ValueError, match="no decision 'micro-bach'; did you mean 'micro-batch'"):
+    with pytest.raises(ValueError, match="no decision 'micro-bach'; it has: model state, micro-batch"):
         plan.explained("micro-bach")
-
-
-def test_two_plans_are_compared_by_what_differs_and_its_price(plan: Plan, smaller: Plan) -> None:
-    rows = plan.compared_with(smaller)
-    assert "model" not in rows
-    assert rows["micro-batch"].startswith("8 in one pass: ")
-    assert "  |  2, 4 passes a step: " in rows["micro-batch"]
-    price = smaller.forecast.step_seconds / plan.forecast.step_seconds - 1
-    room = smaller.forecast.reserved_bytes - plan.forecast.reserved_bytes
-    assert price > 0 > room
-    assert rows["the second"] == f"takes {price:+.1%} time a step and -{show_bytes(-room)} device memory"
-    assert "time a step and +" in smaller.compared_with(plan)["the second"]
-
-
-def test_a_plan_compared_with_itself_differs_in_nothing(plan: Plan) -> None:
-    assert plan.compared_with(plan) == {"the second": "takes +0.0% time a step and +0 B device memory"}
 
 
 def test_the_verdict_that_nothing_fits_survives_the_way_from_another_process() -> None:
     changes = (Change("4 B of device memory", 2.0), Change("batch 1", 0.5))
-    verdict = pickle.loads(pickle.dumps(NoPlan("it needs 3 B more", 3, changes)))
-    assert (verdict.shortfall_bytes, verdict.changes) == (3, changes)
+    verdict = pickle.loads(pickle.dumps(NoPlan("it needs 3 B more", 3, "host", changes)))
+    assert (verdict.shortfall_bytes, verdict.tier, verdict.changes) == (3, "host", changes)
     assert str(verdict).splitlines() == [
         "it needs 3 B more. It fits with one of these:",
         "  4 B of device memory  2.00 s a step",

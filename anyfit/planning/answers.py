@@ -1,0 +1,112 @@
+"""What else a profile can answer: what more memory is worth, and whether another machine or job would fit.
+
+Each answer is a search of its own, at the limits it speaks of. A Space weighs and simulates without looking at limits, so that
+one for other limits goes on with what the first has seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+from anyfit.values.plan import Change, Decision, Plan
+from anyfit.values.profile import Profile
+from anyfit.values.units import show_bytes, show_seconds
+
+from .offload import CLOSE, WORTH, Space
+from .search import Found, explained, fastest, forecast, settled
+
+SHARE = 8  # of a limit: how much more of it is asked about, to the nearest power of two
+
+
+def answered(found: Found) -> Plan:
+    """The plan, and where not all is on the device, what more of a memory that holds it back is worth."""
+    found = settled(found)
+    plan = explained(found)
+    if found.offer is None:
+        return plan
+    worth = [each for each in (_worth_of_device(found), _worth_of_host(found)) if each is not None]
+    return replace(plan, decisions=(*plan.decisions, *worth))
+
+
+def _worth_of_device(found: Found) -> Decision:
+    more = amount_beside(found.profile.device_limit_bytes)
+    less = _saved(found, device_limit_bytes=more)
+    what = "GPU" if found.space is not None and found.space.is_gpu else "device"
+    why = f"{show_seconds(less)} less a step" if less else "no less a step"
+    return Decision("device limit", f"{_round(more)} more {what} memory", why)
+
+
+def _worth_of_host(found: Found) -> Decision | None:
+    """None where more of it would change nothing."""
+    more = amount_beside(found.profile.host_limit_bytes)
+    less = _saved(found, host_limit_bytes=more)
+    return Decision("host limit", f"{_round(more)} more host memory", f"{show_seconds(less)} less a step") if less else None
+
+
+def _saved(found: Found, **more: int) -> float:
+    """Seconds a step that so much more saves; with half of it too, where nothing is found with all: a search is no proof.
+    More memory asks for no smaller passes."""
+    passes = tuple(each for each in found.profile.passes if each.micro_batch >= found.micro_batch)
+    found = replace(found, profile=replace(found.profile, passes=passes))
+    for share in (1, 2):
+        limits = {name: getattr(found.profile, name) + amount // share for name, amount in more.items()}
+        less = found.chosen.step_seconds - at_limits(found, **limits).chosen.step_seconds
+        if less:
+            return less
+    return 0.0
+
+
+def at_limits(found: Found, **limits: int) -> Found:
+    """The fastest at other limits, none of them smaller: what was found before, where nothing is faster by what is worth it."""
+    profile = replace(found.profile, **limits)  # type: ignore[arg-type]
+    space = found.space and with_limits_of(found.space, profile)
+    seconds = found.chosen.step_seconds
+    reach = CLOSE if profile.device_limit_bytes > found.profile.device_limit_bytes else 1
+    other = fastest(profile, space, reach * seconds)  # from a little behind, a search may still come to be ahead
+    if other is not None and other.chosen.step_seconds < (1 - WORTH) * seconds:
+        return other
+    return replace(found, profile=profile, space=space, neighbours=None)
+
+
+def amount_beside(limit: int) -> int:
+    """
+    >>> [show_bytes(amount_beside(size * 2**30)) for size in (24, 80, 141)]
+    ['4.00 GiB', '8.00 GiB', '16.0 GiB']
+    """
+    return int(2 ** round(math.log2(max(limit / SHARE, 1))))
+
+
+def _round(size: int) -> str:
+    """A power of two, without digits that say nothing."""
+    number, _, unit = show_bytes(size).partition(" ")
+    return f"{float(number):g} {unit}"
+
+
+def with_limits_of(space: Space, profile: Profile) -> Space:
+    """The same space for a profile that differs in its limits alone: what was weighed and simulated holds there too."""
+    other = copy.copy(space)
+    other.profile = profile
+    return other
+
+
+def could_fit(profile: Profile, space: Space | None) -> bool:
+    """Quickly, whether a search is worth its while: something needs no more than there is."""
+    if any(forecast(profile, each).needed_bytes <= profile.device_limit_bytes for each in profile.passes):
+        return True
+    if space is None:
+        return False
+    hosts = (space.least_host_bytes(each.micro_batch) for each in profile.passes)
+    return any(taken is not None and taken <= profile.host_limit_bytes for taken in hosts)
+
+
+def space_of(profile: Profile) -> Space | None:
+    return Space(profile) if profile.chunks and profile.host is not None else None
+
+
+def change_to(what: str, profile: Profile) -> Change | None:
+    """The change that makes the profile this one, where a plan is found for it."""
+    space = space_of(profile)
+    found = fastest(profile, space, starts=1) if could_fit(profile, space) else None
+    return None if found is None else Change(what, found.chosen.step_seconds)
