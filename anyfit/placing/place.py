@@ -22,7 +22,7 @@ from .gradients import Gradients
 from .lanes import Lanes
 from .residency import Residency
 from .tiers import HostSlabs, let_segments_grow
-from .updates import Updates
+from .updates import Updates, is_host_helped
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,13 @@ def place(
     device: torch.device,
     delay: Callable[[], None] | None = None,
     carried: Carried | None = None,
+    arena: torch.Tensor | None = None,
 ) -> Placed:
     """Moves the state of a real model where the plan wants it. The model object stays the user's own.
 
     delay      is called before every copy and update on a lane: tests give one that waits for a random time
     carried    what `lift` took out of another placing of the same model; whole also when this fails
+    arena      pinned bytes to place on the host in, for whoever places many times: making them takes long
     """
     dtypes = job.dtypes(model)
     if carried is None:
@@ -130,7 +132,8 @@ def place(
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
     with ExitStack() as closing:
-        slabs = HostSlabs(device, plan.limit_bytes["host"])
+        helped = is_host_helped(optimizer, placements)
+        slabs = HostSlabs(device, plan.limit_bytes["host"], all_cross=helped, arena=arena)
         closing.callback(slabs.close)
         if carried is not None:
             slabs.prepared()  # no memory is made ready before what is to be moved there has made room

@@ -36,10 +36,20 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14; Python does not name it
 
 
 class HostSlabs:
-    """Zeros in host memory, as much as `limit_bytes` in all."""
+    """Zeros in host memory, as much as `limit_bytes` in all. Where `all_cross`, whatever is asked for may be copied.
 
-    def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
-        self._pins = device.type == "cuda"
+    They are taken from `arena` where one is given: bytes that are there, and pinned, and that nobody else uses."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        limit_bytes: int | None = None,
+        *,
+        all_cross: bool = False,
+        arena: torch.Tensor | None = None,
+    ) -> None:
+        self._pins, self._all_cross = device.type == "cuda", all_cross
+        self._arena = arena
         self._limit = limit_bytes
         self._open: dict[bool, tuple[torch.Tensor, int]] = {}  # pinned or not: the slab at hand, and how much of it is taken
         self._pinned: list[torch.Tensor] = []
@@ -56,7 +66,7 @@ class HostSlabs:
                 f"{show_bytes(size)} more are needed; allow more (host_memory=), or place less on the host"
             )
         self.bytes += size
-        pinned = crosses and self._pins
+        pinned = (crosses or self._all_cross) and self._pins
         if size * LEAST_IN_A_SLAB > SLAB_BYTES[self._pins]:  # a few of these would leave much of a slab over
             return self._new_slab(size, pinned)[: elements * dtype.itemsize].view(dtype)
         slab, taken = self._open.get(pinned, (None, 0))
@@ -74,6 +84,11 @@ class HostSlabs:
             self._preparing.pop().result()
 
     def _new_slab(self, size: int, pinned: bool) -> torch.Tensor:
+        if self._arena is not None:
+            slab, self._arena = self._arena[:size], self._arena[size:]
+            if slab.numel() < size:
+                raise MemoryError(f"the arena has {show_bytes(slab.numel())} left, and {show_bytes(size)} are needed")
+            return slab.zero_()
         slab = in_huge_pages(size)
         if pinned:
             self._pinned.append(slab)

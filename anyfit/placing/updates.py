@@ -33,6 +33,7 @@ from anyfit.kernels.adamw import Settings, State, adamw, can_be_as_on_gpu
 from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
 from anyfit.kernels.split import merge, split
 from anyfit.values.machine import update_threads
+from anyfit.values.plan import Placement
 
 from .chunks import Carried, ChunkState, ModelState
 from .gradients import Gradients
@@ -44,6 +45,11 @@ ADAM_KEYS = ("exp_avg", "exp_avg_sq")
 CLIPPED_SHARE = 0.5  # of late steps: with more, no update begins before the norm is known
 LATE_STEPS = 8  # about so many count in that share
 Groups = list[dict[str, Any]]
+
+
+def is_host_helped(optimizer: Optimizer, placements: Iterable[Placement]) -> bool:
+    """Whether the device may update what the host is behind with: there is a lane for it, and a kernel with the same bits."""
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and any(each.route == "streamed" for each in placements)
 
 
 class Bench:
@@ -182,7 +188,7 @@ class Updates:
                 each.second.moments = {key: self._zeros(each, key) for key in each.moments}
         if any(each.second is not None for each in self._chunks):
             gradients.on_complete, gradients.on_late = self._speculate, self._revoke
-        self._is_helped = any(each.state.placement.route == "streamed" for each in self._chunks)
+        self._is_helped = is_host_helped(optimizer, [each.state.placement for each in self._chunks])
         for each in self._chunks:
             self._furnish(each)
 
