@@ -20,6 +20,7 @@ from .values.machine import Machine
 from .values.plan import NoPlan, Plan
 
 if TYPE_CHECKING:
+    from .running.rescue import Rescue
     from .running.run import Run
     from .values.graph import Graph
     from .values.profile import Profile
@@ -89,25 +90,33 @@ def start(
     machine: Machine | None = None,
     resume: str | Path | None = None,
     *,
+    profile: Profile | None = None,
     deterministic: bool = False,
 ) -> Run:
     """Places the job's model as the plan says, and gives back a Run whose `step` trains it.
 
-    plan            a plan, or a file with one; made anew when not given
+    plan            a plan, or a file with one: used as it is, to the end; made anew when not given, and made anew again by a run
+                    that runs out of memory
     machine         what to plan for, with its limits; this machine, probed, when not given
     resume          a folder that `run.save` wrote: goes on exactly there
+    profile         what `anyfit.profile` gave, to plan with; made anew when not given
     deterministic   two runs give the same bits, at some cost in speed; ops that cannot are refused
     """
     import torch
 
     from .placing import place
     from .planning import search
+    from .probing.host import free_memory_bytes
     from .running import launch as launching
     from .running.run import Run
+    from .running.watch import HostWatch
 
+    if plan is not None and profile is not None:
+        raise ValueError("anyfit.start takes a plan, or a profile to make one from; leave one of them out")
     rank = launching.Rank.from_environment()
     rank.refuse_several()
     launch = launching.current()
+    is_given = plan is not None or (launch is not None and launch.plan is not None)
     if launch is not None:  # started by `anyfit fit`
         machine = machine or probe().with_limits(**launch.limits)
         plan = plan or launch.plan_for(machine)
@@ -116,8 +125,11 @@ def start(
     machine = machine or probe()
     if deterministic:
         launching.make_deterministic()
+    if profile is None and (plan is None or (not is_given and isinstance(job.model, torch.nn.Module))):
+        profile = _profile(job, machine)  # of a model that is the user's own, before it is placed
     if plan is None:
-        plan = search(profile(job, machine))
+        assert profile is not None
+        plan = search(profile)
     elif not isinstance(plan, Plan):
         plan = Plan.load(plan)
     if plan.batch_size != job.batch_size or plan.precision != job.precision:
@@ -131,12 +143,33 @@ def start(
     torch.manual_seed(job.seed)
     model = job.build()
     plan.refuse_unless_made_for(job.fingerprint(model), machine.fingerprint)
-    run = Run(job, plan, place(job, plan, model, device))
+    placed = place(job, plan, model, device)
+    rescue = None if is_given else _rescue(job, machine, profile)
+    run = Run(job, plan, placed, rescue, HostWatch(free_memory_bytes, plan.limit_bytes["host"]))
     if resume is not None:
         run.resume(resume)
     if launch is not None:
         launch.follow(run, machine)
     return run
+
+
+_profile = profile  # which `start` has an argument of the same name for
+
+
+def _rescue(job: Job, machine: Machine, known: Profile | None) -> Rescue:
+    """What a run may do whose plan the planner made, when memory ends."""
+    from .planning import search
+    from .planning.offload import PROCESS_BYTES
+    from .probing.cache import keep_correction
+    from .running.rescue import Rescue
+
+    return Rescue(
+        profile=lambda: known or profile(job, machine),
+        search=search,
+        keep=lambda correction: keep_correction(machine, correction),
+        context_bytes=int(machine.device.context_bytes.value),
+        process_bytes=PROCESS_BYTES if machine.device.kind == "cuda" else 0,
+    )
 
 
 def _micro_batches(job: Job) -> list[int]:

@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from anyfit import Job
 
 
-def train_plainly(job: Job, batches: Sequence[Any], accumulation: int = 1) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and final weights (fp32 masters in bf16) of plain PyTorch training."""
+def train_plainly(
+    job: Job, batches: Sequence[Any], accumulation: int | Sequence[int] = 1
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final weights (fp32 masters in bf16) of plain PyTorch training; `accumulation` may be one number a step."""
     torch.manual_seed(job.seed)
     model = job.build()
     trainer = (_PlainFp32 if job.precision == "fp32" else _PlainBf16)(job, model)
-    losses = [trainer.step(batch, accumulation) for batch in batches]
+    counts = [accumulation] * len(batches) if isinstance(accumulation, int) else accumulation
+    losses = [trainer.step(batch, count) for batch, count in zip(batches, counts, strict=True)]
     return losses, trainer.weights()
 
 

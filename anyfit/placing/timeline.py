@@ -74,6 +74,12 @@ class Timeline:
         if self._done == self.last:
             self._detach()
 
+    def follow(self, lanes: Lanes) -> None:
+        """The run was placed anew: its lanes are others."""
+        self._lanes = lanes
+        if self._reference is not None and not self.is_done:
+            self._mark()
+
     @property
     def is_done(self) -> bool:
         return self._done >= self.last
@@ -91,6 +97,9 @@ class Timeline:
             event = self._moment(True)
             event.synchronize()
         self._reference = event, (before + time.perf_counter()) / 2
+        self._mark()
+
+    def _mark(self) -> None:
         self._lanes.mark = self._mark_computation
         for track in self._lanes.tracks:
             track.mark = self._lane_mark(self._spans[track.name], track.stream is not None)

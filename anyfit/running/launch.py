@@ -89,6 +89,10 @@ class Launch:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._ask)
 
+    def replanned(self, run: Run) -> None:
+        """A run that is resumed goes on with the plan that it had last."""
+        run.plan.save(self.folder / "plan.json")
+
     def unfollow(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)

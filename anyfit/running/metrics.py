@@ -19,6 +19,7 @@ class Metrics:
     compute_share: float  # of the device's best matmul rate, by the plan's count of FLOPs
     peak_bytes: Mapping[str, int]  # by tier, the largest so far
     skipped: int  # steps left out so far because a gradient was not finite
+    rescues: int  # times so far that memory ended and the run was planned anew
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -16,19 +16,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from anyfit.placing import Placed
+from anyfit.placing import Placed, place
 from anyfit.placing.gradients import clip_factor, total_norm
 from anyfit.placing.tiers import LiveBytes, peak_bytes_of_gpu
 from anyfit.placing.timeline import Timeline
 from anyfit.values.batches import named_tensors
 from anyfit.values.job import Batch, Job
-from anyfit.values.plan import Plan
+from anyfit.values.plan import NoPlan, Plan
+from anyfit.values.units import show_bytes
 
 from . import checkpoint
 from .launch import Launch
 from .loader import Loader, Sized
 from .metrics import Metrics
-from .shortage import module_at, shortage
+from .rescue import MOST_RESCUES, Before, Rescue, let_go, said_of_device, said_of_host
+from .shortage import OverLimitError, Shortfall, is_about_memory, module_at, shortage, shortfall_of
+from .watch import HostWatch
 
 WATCHED_STEPS = 2  # on the CPU device the storages of the first steps are counted: one makes the optimizer's state, one uses it
 
@@ -41,7 +44,9 @@ class Run:
     run.save("checkpoints/1000")
     """
 
-    def __init__(self, job: Job, plan: Plan, placed: Placed) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, placed: Placed, rescue: Rescue | None = None, watch: HostWatch | None = None
+    ) -> None:
         self.job = job
         self.plan = plan
         self.launch: Launch | None = None  # set by `anyfit fit`
@@ -51,7 +56,10 @@ class Run:
         self.scheduler: LRScheduler | None = _scheduler(job, self.optimizer)
         self.steps = 0  # done, skipped ones included
         self.skipped = 0
+        self.rescues = 0  # times that memory ended and the run was planned anew
         self._placed = placed
+        self._rescue, self._watch = rescue, watch
+        self._before = None if rescue is None else Before(self.model, placed.device)
         self._loader: Loader | None = None
         self._loader_position = 0  # to take up, from a checkpoint
         self._open: list[tuple[Tensor, Tensor, Tensor | None, int]] = []  # losses handed out: shown, total, weight, rows
@@ -60,6 +68,8 @@ class Run:
         self._last: dict[str, Any] = {}
         self._peak_bytes = 0
         self._watched: dict[Any, int] = {}  # steps counted, by the shapes of the batch
+        self._is_updating = False  # what is changed in place is not to be broken off
+        self._over: OverLimitError | None = None  # met meanwhile
         self._clock = time.perf_counter()
         self._closed = False
         if placed.device.type == "cuda":
@@ -72,7 +82,8 @@ class Run:
     def step(self, batch: Batch) -> Tensor:
         """One update from one batch of `batch_size` samples; the mean loss, detached. Waits for the device once, for the norm.
 
-        An error on the way (in your model, your data) leaves the state of the last completed step.
+        An error on the way (in your model, your data) leaves the state of the last completed step. Where memory ends and the plan
+        came from the planner, the run is planned anew and the step made again.
         """
         self._check_open()
         rows = self.job.rows(batch)
@@ -83,20 +94,26 @@ class Run:
             )
         if self._rows:
             raise RuntimeError(f"{self._rows} samples wait for run.update(); call it before run.step")
+        self._heed_host_memory()
+        loss = self._attempt(batch) if self._rescue is None else self._attempt_until_it_fits(batch, self._rescue)
+        self._last["loss"] = loss
+        self._heed_update()
+        if self.launch is not None:
+            self.launch.after_step(self)
+        return loss
+
+    def _attempt(self, batch: Batch) -> Tensor:
         with self._counting(batch):
             try:
                 self._begin()
                 loss = self._forward_backward(self.job.cut(batch, self.micro_batches))
                 self.update()
             except BaseException as error:
-                self._abandon()
                 if isinstance(error, torch.OutOfMemoryError):
                     needed = torch.cuda.memory_allocated(self._placed.device)
                     error.add_note(shortage(self.plan, needed, module_at(self.model, error.__traceback__)))
+                self._abandon()
                 raise
-        self._last["loss"] = loss
-        if self.launch is not None:
-            self.launch.after_step(self)
         return loss
 
     def _forward_backward(self, parts: Sequence[Batch]) -> Tensor:
@@ -166,7 +183,11 @@ class Run:
             norm = total_norm(norms, placed.device).cpu()  # what the host decides by: the one wait of a step
         if bool(torch.isfinite(norm)):
             factor = 1.0 if self.job.clip_norm is None else float(clip_factor(norm, self.job.clip_norm))
-            placed.updates.apply(None if factor == 1.0 else factor)
+            self._is_updating = True
+            try:
+                placed.updates.apply(None if factor == 1.0 else factor)
+            finally:
+                self._is_updating = False
             if self.scheduler is not None:
                 self.scheduler.step()
         else:
@@ -225,6 +246,113 @@ class Run:
         self._loader = Loader(dataset, self.job.batch_size, self.job.seed, epochs, shuffle, **options)
         self._loader.position = self._loader_position
         return self._loader
+
+    # ------------------------------------------------------------------ when memory ends
+
+    def _attempt_until_it_fits(self, batch: Batch, rescue: Rescue) -> Tensor:
+        assert self._before is not None
+        self._before.note()
+        for rescues in range(MOST_RESCUES + 1):
+            try:
+                return self._attempt(batch)
+            except (MemoryError, RuntimeError) as error:
+                if not is_about_memory(error):
+                    raise
+                failed = error
+            short = shortfall_of(failed, self.plan, self.model, self._placed.device, rescue.context_bytes)
+            let_go(failed)
+            try:
+                self._make_room_on_device(short, rescue, rescues, failed)
+            finally:
+                del failed  # whose frames know this one
+                self._before.restore()
+        raise AssertionError("the last attempt gives a loss or an error")
+
+    def _make_room_on_device(self, short: Shortfall, rescue: Rescue, rescues: int, failed: BaseException) -> None:
+        """Another plan, after so many for the same step, with the state where that wants it; or the error."""
+        if rescues == MOST_RESCUES:
+            failed.add_note(f"the step was planned anew {MOST_RESCUES} times, and more was needed each time")
+            raise failed
+        try:
+            plan = rescue.with_less_device(self.plan, short, rescues)
+        except NoPlan as verdict:
+            failed.add_note(f"planned anew with room for that, nothing fits: {verdict}")
+            raise failed from None
+        before = self.plan
+        try:
+            self._move(plan)
+        except MemoryError as error:
+            failed.add_note(f"the plan that would have had room for it could not be placed: {error}")
+            raise failed from None
+        self._say(said_of_device(self.steps, short, before, plan))
+
+    def _heed_update(self) -> None:
+        """An update that held more than it may has been made: whether it counts is no question, but the next is to hold less."""
+        over, self._over = self._over, None
+        if over is None:
+            return
+        if self._rescue is None:
+            raise over
+        self._make_room_on_device(over.shortfall, self._rescue, 0, over)
+
+    def _heed_host_memory(self) -> None:
+        left = None if self._watch is None else self._watch.shortage()
+        if self._watch is None or left is None:
+            return
+        before = self.plan
+        try:
+            if self._rescue is None:
+                raise NoPlan("the plan was given, and is not changed", 0)
+            plan = self._rescue.with_less_host(before, int(2 * self._watch.floor_bytes - left))
+            self._move(plan)
+        except (NoPlan, MemoryError) as why:
+            raise self._no_host_memory(left, why) from None
+        self._say(said_of_host(self.steps, left, before, plan))
+
+    def _no_host_memory(self, left: float, why: BaseException) -> MemoryError:
+        saved = "run.save keeps its state"
+        if self.launch is not None:
+            saved = f"saved in {self.launch.save(self)}"
+        return MemoryError(
+            f"{show_bytes(left)} of host memory are left after step {self.steps}, and the kernel ends a process that has none "
+            f"({why}). The run stands as it was, {saved}. What helps: fewer workers of the data loader, other processes that "
+            "end, or a plan with less on the host (host_memory=)"
+        )
+
+    def _move(self, plan: Plan) -> None:
+        """Places the model anew, as this plan says; as it was, where that cannot be done."""
+        placed, job = self._placed, self.job
+        on_gpu = placed.device.type == "cuda"
+        carried, device, delay = placed.lift(), placed.device, placed.delay
+        if on_gpu:
+            gc.unfreeze()
+        del placed, self._placed
+        gc.collect()  # the engine's parts know each other
+        if on_gpu:
+            torch.cuda.empty_cache()
+        try:
+            self._placed = place(job, plan, self.model, device, delay, carried)
+            self.plan = plan
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            let_go(error)
+            self._placed = place(job, self.plan, self.model, device, delay, carried)
+            raise MemoryError(str(error)) from None
+        finally:
+            self._watched.clear()
+            if self.timeline is not None:
+                self.timeline.follow(self._placed.lanes)
+            if on_gpu:
+                gc.collect()
+                gc.freeze()
+        self.rescues += 1
+        if self.launch is not None:
+            self.launch.replanned(self)
+
+    def _say(self, line: str) -> None:
+        if self.launch is not None:
+            self.launch.say(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
     # ------------------------------------------------------------------ weights and checkpoints
 
@@ -293,6 +421,7 @@ class Run:
             compute_share=forecast.compute_share * speed,
             peak_bytes=self._peaks(),
             skipped=self.skipped,
+            rescues=self.rescues,
         )
 
     def _peaks(self) -> Mapping[str, int]:
@@ -310,7 +439,12 @@ class Run:
         held, limit = self._placed.device_bytes, self.plan.limit_bytes["device"]
 
         def exceeded(live_bytes: int) -> None:
-            raise MemoryError(shortage(self.plan, held + live_bytes, module_at(self.model, sys._getframe(1))))
+            where = module_at(self.model, sys._getframe(1))
+            error = OverLimitError(self.plan, Shortfall(where, held + live_bytes, limit))
+            if not self._is_updating:
+                raise error
+            if self._over is None or self._over.shortfall.needed_bytes < held + live_bytes:
+                self._over = error
 
         with LiveBytes(limit - held, exceeded) as live:
             yield
@@ -339,6 +473,8 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        if self._watch is not None:
+            self._watch.close()
         if self._placed.device.type == "cuda":
             gc.unfreeze()
         self._placed.close()

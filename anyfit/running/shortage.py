@@ -2,12 +2,56 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 
+import torch
 from torch import nn
 
 from anyfit.values.plan import Plan
-from anyfit.values.units import show_bytes
+from anyfit.values.units import parse_bytes, show_bytes
+
+# What CUDA's libraries say where torch's own allocator was not asked.
+IN_WORDS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+ASKED = re.compile(r"Tried to allocate ([\d.]+ ?[KMGT]?i?B)", re.IGNORECASE)  # as torch says it
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """Where memory ended: the bytes needed there, at least, and how many there were."""
+
+    where: str
+    needed_bytes: int
+    there_bytes: int
+
+
+class OverLimitError(MemoryError):
+    """More device memory would be held than the plan allows, on a device that does not count by itself."""
+
+    def __init__(self, plan: Plan, shortfall: Shortfall) -> None:
+        super().__init__(shortage(plan, shortfall.needed_bytes, shortfall.where))
+        self.shortfall = shortfall
+
+
+def is_about_memory(error: BaseException) -> bool:
+    """Whether it says that the device has no more."""
+    if isinstance(error, OverLimitError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in IN_WORDS)
+
+
+def shortfall_of(error: BaseException, plan: Plan, model: nn.Module, device: torch.device, context_bytes: int) -> Shortfall:
+    """What an error about device memory says. To be asked while what the step held is still held; CUDA's context, outside torch's
+    allocator, counts as needed."""
+    if isinstance(error, OverLimitError):
+        return error.shortfall
+    free, _total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) + context_bytes  # the allocator has given back what it could
+    there = min(plan.limit_bytes["device"], held + free)
+    asked = ASKED.search(str(error))
+    needed = max(held + (parse_bytes(asked[1]) if asked else 0), there + 1)
+    return Shortfall(module_at(model, error.__traceback__), needed, there)
 
 
 def shortage(plan: Plan, needed_bytes: int, where: str) -> str:

@@ -1,0 +1,209 @@
+"""Rescue: a run that has no memory left is planned anew, with what it has shown, and goes on with the step it was in.
+
+A step that ends in an error about device memory has changed nothing that counts. So its graph and gradients are let go, random
+numbers and buffers put back, a plan is searched that leaves more room, the state moved to where that wants it, and the same step
+made again: with the same micro-batches, so that the losses are those of a run to which nothing happened.
+
+How much more room: the forecast was too small by `needed / expected` at least, where memory ended. What would have been needed
+later nobody has seen, so a step is added to it, twice as large with each rescue of one step.
+"""
+
+from __future__ import annotations
+
+import datetime
+import operator
+import random
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anyfit.values.corrections import Correction
+from anyfit.values.plan import NoPlan, Plan
+from anyfit.values.profile import Profile
+from anyfit.values.units import show_bytes
+
+from .shortage import Shortfall
+
+MOST_RESCUES = 3  # of one step
+FIRST_STEP = 0.08  # beyond what was seen to be needed; then twice and four times as much
+SMALL_BYTES = 2**20  # of a buffer
+LEAST_STEP = 0.02  # where no plan has room for more
+
+
+class Rescue:
+    """What a run asks for another plan. Only one whose plan the planner made has it: what was planned by hand is not changed.
+
+    profile          of the job; asked for when first needed
+    search           the planner
+    keep             takes what was learnt about the forecast, for later plans
+    context_bytes    of the device, outside torch's allocator
+    process_bytes    of host memory, that the planner counts besides the plan's
+    """
+
+    def __init__(
+        self,
+        profile: Callable[[], Profile],
+        search: Callable[[Profile], Plan],
+        keep: Callable[[Correction], None],
+        context_bytes: int = 0,
+        process_bytes: int = 0,
+    ) -> None:
+        self._make, self._search, self._keep = profile, search, keep
+        self.context_bytes, self._process_bytes = context_bytes, process_bytes
+        self._made: Profile | None = None
+
+    @property
+    def profile(self) -> Profile:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def with_less_device(self, plan: Plan, short: Shortfall, rescues: int) -> Plan:
+        """A plan with room for what was needed, after so many rescues of the same step; NoPlan where there is none."""
+        profile = self.profile
+        profile = replace(profile, device_limit_bytes=min(profile.device_limit_bytes, short.there_bytes))
+        expected = plan.forecast.reserved_bytes
+        tried = [profile]
+        if short.needed_bytes > expected * (1 + profile.reserved_error):  # else others hold what was to be there
+            tried = [
+                profile.corrected(self._correction(profile, short, expected, step))
+                for step in (FIRST_STEP * 2**rescues, LEAST_STEP)
+            ]
+        found = self._first(plan, tried)
+        correction = self.profile.correction
+        if correction is not None and correction != profile.correction:
+            self._keep(correction)
+        return found
+
+    def with_less_host(self, plan: Plan, fewer_bytes: int) -> Plan:
+        """A plan that has so much less on the host; NoPlan where there is none."""
+        held = plan.forecast.peak_bytes["host"]
+        if fewer_bytes >= held:
+            raise NoPlan(
+                f"the plan has {show_bytes(held)} on the host, and {show_bytes(fewer_bytes)} are to go", fewer_bytes - held
+            )
+        profile = replace(self.profile, host_limit_bytes=held - fewer_bytes + self._process_bytes)
+        return self._first(plan, [profile])
+
+    def _first(self, plan: Plan, profiles: Sequence[Profile]) -> Plan:
+        """The plan for the first of these profiles that has one. With the micro-batch as it is where any has: sums over others
+        round otherwise, and draw other random numbers."""
+        why = NoPlan(f"micro-batches of {plan.micro_batch} were not profiled", 0)
+        for is_asked_for in (operator.eq, operator.lt):
+            for profile in profiles:
+                passes = tuple(each for each in profile.passes if is_asked_for(each.micro_batch, plan.micro_batch))
+                try:
+                    found = self._search(replace(profile, passes=passes)) if passes else None
+                except NoPlan as verdict:
+                    why = verdict
+                    continue
+                if found is not None:
+                    self._made = profile
+                    return found
+        raise why
+
+    @staticmethod
+    def _correction(profile: Profile, short: Shortfall, expected: int, step: float) -> Correction:
+        return Correction(
+            model=profile.model,
+            where=short.where,
+            needed_bytes=short.needed_bytes,
+            expected_bytes=expected,
+            error=short.needed_bytes / expected * (1 + step) - 1,
+            date=datetime.date.today().isoformat(),
+        )
+
+
+def said_of_device(step: int, short: Shortfall, before: Plan, after: Plan) -> str:
+    needed, there, expected = map(show_bytes, (short.needed_bytes, short.there_bytes, before.forecast.reserved_bytes))
+    old, new = (f"{plan.forecast.reserved_error:.0%}" for plan in (before, after))
+    return (
+        f"after step {step}: {needed} of device memory were needed {short.where}, of {there}, and {expected} were forecast; "
+        f"planned anew with a margin of {new} instead of {old}, and going on{_in_passes(before, after)}: "
+        f"{_choices(after)}"
+    )
+
+
+def said_of_host(step: int, left_bytes: float, before: Plan, after: Plan) -> str:
+    old, new = (show_bytes(plan.forecast.peak_bytes["host"]) for plan in (before, after))
+    return (
+        f"after step {step}: {show_bytes(left_bytes)} of host memory are left; planned anew with {new} of it instead of {old}, "
+        f"and going on{_in_passes(before, after)}: {_choices(after)}"
+    )
+
+
+def _choices(plan: Plan) -> str:
+    return "; ".join(decision.choice for decision in plan.decisions if decision.name in ("model state", "activations"))
+
+
+def _in_passes(before: Plan, after: Plan) -> str:
+    if after.micro_batch == before.micro_batch:
+        return ""
+    return f" in micro-batches of {after.micro_batch} instead of {before.micro_batch}, whose sums round otherwise"
+
+
+@dataclass(eq=False)
+class Kept:
+    """A buffer of a module, and what was in it."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    version: int
+    copy: Tensor
+
+
+class Before:
+    """Random numbers and buffers as they were before a step."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._modules = [module for module in model.modules() if module._buffers]
+        self._kept: dict[tuple[int, str], Kept] = {}
+        self._random: tuple[Any, ...] = ()
+
+    @torch.no_grad()
+    def note(self) -> None:
+        """Large buffers that have not changed since the last note are not copied again. Small ones are: torch does not count what
+        batch norms write into their statistics."""
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        self._random = torch.get_rng_state(), cuda, random.getstate()
+        copies: dict[torch.dtype, list[Kept]] = {}
+        for module in self._modules:
+            for name, buffer in module._buffers.items():
+                kept = self._kept.get((id(module), name))
+                if buffer is None:
+                    continue
+                if kept is None or kept.buffer is not buffer:
+                    is_large = buffer.nbytes > SMALL_BYTES and kept is None  # most of these never change
+                    copy = buffer.detach().to("cpu", copy=True) if is_large else buffer.detach().clone()
+                    self._kept[id(module), name] = Kept(module, name, buffer, buffer._version, copy)
+                elif buffer.nbytes <= SMALL_BYTES or kept.version != buffer._version:
+                    kept.version = buffer._version
+                    copies.setdefault(buffer.dtype, []).append(kept)
+        for group in copies.values():
+            torch._foreach_copy_([kept.copy for kept in group], [kept.buffer for kept in group])
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        host, cuda, python = self._random
+        torch.set_rng_state(host)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, self._device)
+        random.setstate(python)
+        for kept in self._kept.values():
+            kept.module._buffers[kept.name] = kept.buffer
+            if kept.buffer.nbytes <= SMALL_BYTES or kept.version != kept.buffer._version:
+                kept.buffer.copy_(kept.copy)
+                kept.version = kept.buffer._version
+
+
+def let_go(error: BaseException | None) -> None:
+    """What the frames of an error hold, and of those it came from: a step's graph and activations."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
