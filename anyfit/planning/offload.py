@@ -96,7 +96,7 @@ class Space:
         self._simulated: dict[Knobs, Simulated] = {}
         self._bounds: dict[Knobs, float] = {}
         memory = profile.memory_bytes_per_second
-        self._rates = Rates(self._host, NORM_BYTES / memory, UPDATE_BYTES / memory)
+        self._rates = Rates(self._host, NORM_BYTES / memory, UPDATE_BYTES / memory, helps=profile.helps)
         self.is_gpu = self._host.overlaps
         if not self.is_gpu:  # torch steps resident chunks there
             self._rates = replace(self._rates, update_seconds=profile.update.seconds / max(profile.trainable, 1))
@@ -352,6 +352,10 @@ class Space:
         on_host = elements["host"] / host.updates_per_second
         if not host.overlaps:
             return compute + on_host + sent / host.down_bytes_per_second
+        if self._rates.helps and states and elements["host"]:  # the host shares its updates with what streams
+            carried = sum(chunk.optimizer_bytes for chunk, placement in updated if placement.route == "host")
+            streamed_as_well = carried / elements["host"] * host.updates_per_second
+            on_host = min(on_host, (states + carried) / (host.up_bytes_per_second + streamed_as_well))
         busy = max(on_host, states / host.up_bytes_per_second)
         if not knobs.speculates:  # begun after backward, over before the last chunk is used in forward
             forward = sum(segment.seconds for segment in each.segments if segment.phase == "forward")
