@@ -106,7 +106,7 @@ def start(
 
     from .placing import place
     from .planning import search
-    from .probing.host import free_memory_bytes
+    from .probing.host import left_memory_bytes
     from .running import launch as launching
     from .running.run import Run
     from .running.watch import HostWatch
@@ -145,7 +145,7 @@ def start(
     plan.refuse_unless_made_for(job.fingerprint(model), machine.fingerprint)
     placed = place(job, plan, model, device)
     rescue = None if is_given else _rescue(job, machine, profile)
-    run = Run(job, plan, placed, rescue, HostWatch(free_memory_bytes, plan.limit_bytes["host"]))
+    run = Run(job, plan, placed, rescue, HostWatch(left_memory_bytes, plan.limit_bytes["host"]))
     if resume is not None:
         run.resume(resume)
     if launch is not None:

@@ -18,9 +18,23 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 def memory_limit_bytes(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
     """The tightest memory limit; infinite where there is none."""
-    names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # past memory.high a process crawls
-    limits = (_number(folder / name) for folder in _groups("memory", root, membership) for name in names)
-    return min(limits, default=math.inf)
+    return min(map(_limit_of, _groups("memory", root, membership)), default=math.inf)
+
+
+def memory_left_bytes(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
+    """What the tightest group has left, whoever in it took the rest; infinite where there is no limit. Pages of files do not count
+    as taken: the kernel lets them go before it ends a process."""
+    left = math.inf
+    for folder in _groups("memory", root, membership):
+        limit = _limit_of(folder)
+        taken = min(_number(folder / name) for name in ("memory.current", "memory.usage_in_bytes"))
+        if limit < math.inf and taken < math.inf:
+            lines = (line.split() for line in _text(folder / "memory.stat").splitlines())
+            stat = {words[0]: float(words[1]) for words in lines if len(words) == 2}
+            whole = "total_" if "total_inactive_file" in stat else ""  # version 1: of the groups inside it too
+            files = sum(stat.get(f"{whole}{kind}", 0.0) for kind in ("inactive_file", "active_file"))
+            left = min(left, limit - taken + min(files, taken))
+    return max(left, 0.0)
 
 
 def cpu_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
@@ -52,6 +66,11 @@ def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
                 folder = base.joinpath(*parts[:depth])
                 if folder.is_dir():
                     yield folder
+
+
+def _limit_of(folder: Path) -> float:
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # past memory.high a process crawls
+    return min(_number(folder / name) for name in names)
 
 
 def _number(file: Path) -> float:

@@ -52,6 +52,11 @@ def free_memory_bytes() -> float:
     return max(min(float(psutil.virtual_memory().available), left_of_limit), 0.0)
 
 
+def left_memory_bytes() -> float:
+    """What is left before the kernel ends a process: on the machine, and in the control group with all its processes."""
+    return min(float(psutil.virtual_memory().available), cgroups.memory_left_bytes())
+
+
 def pinnable_figure(memory_bytes: float) -> Figure:
     share = PINNABLE_SHARE * memory_bytes
     locked = _memlock_bytes()

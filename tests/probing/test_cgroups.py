@@ -83,6 +83,24 @@ def test_garbage_in_a_limit_is_no_limit(tree) -> None:
     assert cgroups.memory_limit_bytes(*tree("0::/job", {"job/memory.max": "lots"})) == math.inf
 
 
+def test_what_a_group_has_left_is_what_nobody_in_it_took_and_what_files_give_back(tree) -> None:
+    stat = f"anon {5 * GIB}\ninactive_file {GIB}\nactive_file {GIB // 2}\nworkingset_refault_file 7"
+    files = {"job/memory.max": str(8 * GIB), "job/memory.current": str(7 * GIB), "job/memory.stat": stat}
+    files |= {"job/inner/memory.max": "max", "job/inner/memory.current": str(6 * GIB)}
+    assert cgroups.memory_left_bytes(*tree("0::/job/inner", files)) == 2.5 * GIB
+
+
+def test_what_a_group_of_version_1_has_left(tree) -> None:
+    stat = f"inactive_file 1\nactive_file 1\ntotal_inactive_file {GIB}\ntotal_active_file 0"
+    files = {"memory/job/memory.limit_in_bytes": str(8 * GIB), "memory/job/memory.usage_in_bytes": str(7 * GIB)}
+    where = tree("4:memory:/job", files | {"memory/job/memory.stat": stat})
+    assert cgroups.memory_left_bytes(*where) == 2 * GIB
+
+
+def test_a_group_without_a_limit_or_whose_use_is_not_known_leaves_all(tree) -> None:
+    assert cgroups.memory_left_bytes(*tree("0::/job", {"job/memory.max": str(GIB)})) == math.inf
+
+
 def test_processor_quotas_of_both_versions(tree, tmp_path: Path) -> None:
     root, member = tree("0::/job\n3:cpu,cpuacct:/job", {"job/cpu.max": "250000 100000", "job/inner/cpu.max": "max 100000"})
     assert cgroups.cpu_limit(root, member) == 2.5

@@ -10,6 +10,7 @@ from anyfit.probing import cgroups, host
 
 def test_what_is_free_is_less_than_all_there_is() -> None:
     assert 0 < host.free_memory_bytes() <= psutil.virtual_memory().total
+    assert 0 < host.left_memory_bytes() <= psutil.virtual_memory().total
 
 
 def test_a_control_groups_limit_leaves_what_this_process_has_not_taken_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
