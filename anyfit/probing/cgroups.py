@@ -22,7 +22,7 @@ def memory_limit_bytes(root: Path = ROOT, membership: Path = MEMBERSHIP) -> floa
 
 
 def memory_left_bytes(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
-    """What the tightest group has left, whoever in it took the rest; infinite where there is no limit. Pages of files do not count
+    """What the tightest group has left, whoever in it took the rest; infinite where no limit is. Pages of files do not count
     as taken: the kernel lets them go before it ends a process."""
     left = math.inf
     for folder in _groups("memory", root, membership):
