@@ -31,8 +31,13 @@ def answered(found: Found) -> Plan:
 
 
 def _worth_of_device(found: Found) -> Decision:
-    more = amount_beside(found.profile.device_limit_bytes)
-    less = _saved(found, device_limit_bytes=more)
+    profile, limit = found.profile, found.profile.device_limit_bytes
+    more = amount_beside(limit)
+    # more of the device asks for no smaller passes; of the host it may, which has their sums of gradients
+    larger = tuple(each for each in profile.passes if each.micro_batch >= found.micro_batch)
+    found = replace(found, profile=replace(profile, passes=larger))
+    # where nothing is found with all of it, something may be with half: a search is no proof
+    less = _saved(found, device_limit_bytes=limit + more) or _saved(found, device_limit_bytes=limit + more // 2)
     what = "GPU" if found.space is not None and found.space.is_gpu else "device"
     why = f"{show_seconds(less)} less a step" if less else "no less a step"
     return Decision("device limit", f"{_round(more)} more {what} memory", why)
@@ -40,22 +45,15 @@ def _worth_of_device(found: Found) -> Decision:
 
 def _worth_of_host(found: Found) -> Decision | None:
     """None where more of it would change nothing."""
-    more = amount_beside(found.profile.host_limit_bytes)
-    less = _saved(found, host_limit_bytes=more)
+    limit = found.profile.host_limit_bytes
+    more = amount_beside(limit)
+    less = _saved(found, host_limit_bytes=limit + more)
     return Decision("host limit", f"{_round(more)} more host memory", f"{show_seconds(less)} less a step") if less else None
 
 
-def _saved(found: Found, **more: int) -> float:
-    """Seconds a step that so much more saves; with half of it too, where nothing is found with all: a search is no proof.
-    More memory asks for no smaller passes."""
-    passes = tuple(each for each in found.profile.passes if each.micro_batch >= found.micro_batch)
-    found = replace(found, profile=replace(found.profile, passes=passes))
-    for share in (1, 2):
-        limits = {name: getattr(found.profile, name) + amount // share for name, amount in more.items()}
-        less = found.chosen.step_seconds - at_limits(found, **limits).chosen.step_seconds
-        if less:
-            return less
-    return 0.0
+def _saved(found: Found, **limits: int) -> float:
+    """Seconds a step."""
+    return found.chosen.step_seconds - at_limits(found, **limits).chosen.step_seconds
 
 
 def at_limits(found: Found, **limits: int) -> Found:
@@ -63,8 +61,7 @@ def at_limits(found: Found, **limits: int) -> Found:
     profile = replace(found.profile, **limits)  # type: ignore[arg-type]
     space = found.space and with_limits_of(found.space, profile)
     seconds = found.chosen.step_seconds
-    reach = CLOSE if profile.device_limit_bytes > found.profile.device_limit_bytes else 1
-    other = fastest(profile, space, reach * seconds)  # from a little behind, a search may still come to be ahead
+    other = fastest(profile, space, CLOSE * seconds)  # from a little behind, a search may still come to be ahead
     if other is not None and other.chosen.step_seconds < (1 - WORTH) * seconds:
         return other
     return replace(found, profile=profile, space=space, neighbours=None)
