@@ -330,20 +330,23 @@ class Run:
         gc.collect()  # the engine's parts know each other
         if on_gpu:
             torch.cuda.empty_cache()
+        failed: str | None = None
         try:
             self._placed = place(job, plan, self.model, device, delay, carried)
             self.plan = plan
         except (MemoryError, torch.OutOfMemoryError) as error:
             let_go(error)
+            failed = str(error)
+        if failed is not None:
             self._placed = place(job, self.plan, self.model, device, delay, carried)
-            raise MemoryError(str(error)) from None
-        finally:
-            self._watched.clear()
-            if self.timeline is not None:
-                self.timeline.follow(self._placed.lanes)
-            if on_gpu:
-                gc.collect()
-                gc.freeze()
+        self._watched.clear()
+        if self.timeline is not None:
+            self.timeline.follow(self._placed.lanes)
+        if on_gpu:
+            gc.collect()
+            gc.freeze()
+        if failed is not None:
+            raise MemoryError(failed)
         self.rescues += 1
         if self.launch is not None:
             self.launch.replanned(self)
