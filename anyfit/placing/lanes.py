@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from torch import Tensor
 _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
 SWITCH_SECONDS = 1e-4
 STREAMED_DEPTH = 3  # chunks: one comes up, one is stepped, one goes down
-SPARED = 2  # jobs, the most urgent, that a lane which helps leaves alone: by the time it were done with one, they are done
 Part = tuple[Callable[[], None], str]  # and its label
 Mark = Callable[[str], Callable[[], None]]  # told of a label that it begins; gives what is to be called when it ends
 
@@ -93,11 +92,6 @@ class Job:
     after: tuple[Ticket, ...]
     ticket: Ticket
     order: float
-    instead: Sequence[Part] | None = None  # what the lane that helps would do
-
-    @property
-    def is_ready(self) -> bool:
-        return all(ticket.is_over for ticket in self.after)
 
 
 class Track:
@@ -134,63 +128,31 @@ class Track:
 
 class Lane:
     """Jobs are done in the order they were given. With a `depth` they are done by urgency: no more than so many are under way on
-    the GPU when the next is chosen, the most urgent of those that could start at once.
+    the GPU when the next is chosen, the most urgent of those that could start at once."""
 
-    A lane that `helps` another takes jobs of it when it has none of its own that could start, but for the SPARED most urgent."""
-
-    def __init__(
-        self, delay: Callable[[], None] | None, *tracks: Track, depth: int | None = None, helps: Lane | None = None
-    ) -> None:
-        self.tracks, self._delay, self._depth, self._helps = tracks, delay, depth, helps
+    def __init__(self, delay: Callable[[], None] | None, *tracks: Track, depth: int | None = None) -> None:
+        self.tracks, self._delay, self._depth = tracks, delay, depth
         self._under_way: deque[Any] = deque()  # events
         self._given: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        # The same with a depth, where others look on:
-        self._changed: threading.Condition = threading.Condition() if helps is None else helps._changed
-        self._waiting: list[Job] = []
-        self._is_closed = False
+        self._waiting: list[Job | None] = []  # given, and looked at
         self._thread = threading.Thread(target=self._work, name=f"anyfit {tracks[0].name}", daemon=True)
         self._thread.start()
 
-    def run(
-        self,
-        work: Callable[[], None],
-        after: Iterable[Ticket | None] = (),
-        label: str = "",
-        order: float = 0,
-        instead: Sequence[Part] | None = None,
-    ) -> Ticket:
-        """Queues a job, to start when all of `after` are done. The least `order` is the most urgent. One with `instead` may be
-        done by a lane that helps, in these parts."""
-        return self.run_parts([(work, label)], after, order, instead)
+    def run(self, work: Callable[[], None], after: Iterable[Ticket | None] = (), label: str = "", order: float = 0) -> Ticket:
+        """Queues a job, to start when all of `after` are done. The least `order` is the most urgent."""
+        return self.run_parts([(work, label)], after, order)
 
-    def run_parts(
-        self,
-        parts: Sequence[Part],
-        after: Iterable[Ticket | None] = (),
-        order: float = 0,
-        instead: Sequence[Part] | None = None,
-    ) -> Ticket:
+    def run_parts(self, parts: Sequence[Part], after: Iterable[Ticket | None] = (), order: float = 0) -> Ticket:
         """The same, with a part for each track."""
         ticket = Ticket(parts[-1][1])
-        self._give(Job(parts, tuple(each for each in after if each is not None), ticket, order, instead))
+        self._given.put(Job(parts, tuple(each for each in after if each is not None), ticket, order))
         return ticket
-
-    def _give(self, job: Job | None) -> None:
-        if self._depth is None:
-            self._given.put(job)
-            return
-        with self._changed:
-            if job is None:
-                self._is_closed = True
-            else:
-                self._waiting.append(job)
-            self._changed.notify_all()
 
     def uses(self, tensors: Iterable[Tensor]) -> None:
         self.tracks[0].uses(tensors)
 
     def close(self) -> None:
-        self._give(None)
+        self._given.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -220,34 +182,16 @@ class Lane:
         while len(self._under_way) >= self._depth:
             self._under_way.popleft().synchronize()
         while True:
-            with self._changed:
-                job = self._chosen()
-                if job is not None or (self._is_closed and not self._waiting):
-                    return job
-                seen = [*self._waiting, *(self._helps._waiting if self._helps is not None else ())]
-                first = next((each for each in seen if not each.is_ready), None)
-                if first is None:
-                    self._changed.wait()
-                    continue
+            while not self._waiting or not self._given.empty():
+                self._waiting.append(self._given.get())
+            ready = [job for job in self._waiting if job is not None and all(ticket.is_over for ticket in job.after)]
+            first = self._waiting[0]
+            if ready or first is None:
+                job = min(ready, key=lambda job: job.order, default=None)
+                self._waiting.remove(job)
+                return job
             for ticket in first.after:  # what was given first can start first
                 Over(ticket).wait()
-
-    def _chosen(self) -> Job | None:
-        """The job to be done now, which is taken from those that wait."""
-        ready = [job for job in self._waiting if job.is_ready]
-        if ready:
-            job = min(ready, key=lambda job: job.order)
-            self._waiting.remove(job)
-            return job
-        if self._helps is None:
-            return None
-        ready = sorted((job for job in self._helps._waiting if job.is_ready), key=lambda job: job.order)
-        taken = next((job for job in ready[SPARED:] if job.instead is not None), None)
-        if taken is None:
-            return None
-        self._helps._waiting.remove(taken)
-        assert taken.instead is not None
-        return replace(taken, parts=taken.instead, instead=None)
 
 
 class Lanes:
@@ -272,7 +216,6 @@ class Lanes:
             Track("updates", stream()),
             Track("state downloads", stream()),
             depth=STREAMED_DEPTH,
-            helps=self.host,
         )
         self.all = (self.up, self.down, self.host, self.fresh, self.streamed)
         # A thread that wants Python's lock gets it after 5 ms if its holder does not rest: an age for a lane, and for backward.

@@ -22,7 +22,7 @@ from .gradients import Gradients
 from .lanes import Lanes
 from .residency import Residency
 from .tiers import HostSlabs, let_segments_grow
-from .updates import Updates, is_host_helped
+from .updates import Updates
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,7 @@ def place(
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
     with ExitStack() as closing:
-        helped = is_host_helped(optimizer, placements)
-        slabs = HostSlabs(device, plan.limit_bytes["host"], all_cross=helped, arena=arena)
+        slabs = HostSlabs(device, plan.limit_bytes["host"], arena)
         closing.callback(slabs.close)
         if carried is not None:
             slabs.prepared()  # no memory is made ready before what is to be moved there has made room

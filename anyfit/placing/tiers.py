@@ -36,7 +36,7 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14; Python does not name it
 
 
 class HostSlabs:
-    """Zeros in host memory, as much as `limit_bytes` in all. Where `all_cross`, whatever is asked for may be copied.
+    """Zeros in host memory, as much as `limit_bytes` in all.
 
     They are taken from `arena` where one is given: bytes that are there, and pinned, and that nobody else uses."""
 
@@ -44,11 +44,9 @@ class HostSlabs:
         self,
         device: torch.device,
         limit_bytes: int | None = None,
-        *,
-        all_cross: bool = False,
         arena: torch.Tensor | None = None,
     ) -> None:
-        self._pins, self._all_cross = device.type == "cuda", all_cross
+        self._pins = device.type == "cuda"
         self._arena = arena
         self._limit = limit_bytes
         self._open: dict[bool, tuple[torch.Tensor, int]] = {}  # pinned or not: the slab at hand, and how much of it is taken
@@ -66,7 +64,7 @@ class HostSlabs:
                 f"{show_bytes(size)} more are needed; allow more (host_memory=), or place less on the host"
             )
         self.bytes += size
-        pinned = (crosses or self._all_cross) and self._pins
+        pinned = crosses and self._pins
         if size * LEAST_IN_A_SLAB > SLAB_BYTES[self._pins]:  # a few of these would leave much of a slab over
             return self._new_slab(size, pinned)[: elements * dtype.itemsize].view(dtype)
         slab, taken = self._open.get(pinned, (None, 0))

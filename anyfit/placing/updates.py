@@ -8,8 +8,7 @@ torch's Adam and AdamW are stepped by one-pass kernels instead (kernels/), which
 
 Chunks whose optimizer state is on the device are updated at once. The others are updated on a lane, in the layout's order,
 while the computation goes on; whoever uses one first waits for it. Until its last line such a job changes
-nothing that counts, so one that fails can be started again. Where some chunks are streamed, those of the host are too whenever
-it has several to do and the lane of the streamed ones has none: the kernels of both give the same bits.
+nothing that counts, so one that fails can be started again.
 
 A plan may have chunks updated before the norm is known, into a second generation of their state: it is taken over when nothing
 was clipped, and the update done anew when something was. Where that happens often, updates wait for the norm.
@@ -21,7 +20,7 @@ import contextlib
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,15 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anyfit.kernels.adamw import Settings, State, adamw, can_be_as_on_gpu
+from anyfit.kernels.adamw import Settings, State, adamw
 from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
 from anyfit.kernels.split import merge, split
 from anyfit.values.machine import update_threads
-from anyfit.values.plan import Placement
 
 from .chunks import Carried, ChunkState, ModelState
 from .gradients import Gradients
-from .lanes import STREAMED_DEPTH, Lanes, Over, Part, Ticket
+from .lanes import STREAMED_DEPTH, Lanes, Over, Ticket
 from .residency import Residency
 from .tiers import HostSlabs
 
@@ -45,11 +43,6 @@ ADAM_KEYS = ("exp_avg", "exp_avg_sq")
 CLIPPED_SHARE = 0.5  # of late steps: with more, no update begins before the norm is known
 LATE_STEPS = 8  # about so many count in that share
 Groups = list[dict[str, Any]]
-
-
-def is_host_helped(optimizer: Optimizer, placements: Iterable[Placement]) -> bool:
-    """Whether the device may update what the host is behind with: there is a lane for it, and a kernel with the same bits."""
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and any(each.route == "streamed" for each in placements)
 
 
 class Bench:
@@ -188,14 +181,8 @@ class Updates:
                 each.second.moments = {key: self._zeros(each, key) for key in each.moments}
         if any(each.second is not None for each in self._chunks):
             gradients.on_complete, gradients.on_late = self._speculate, self._revoke
-        self._is_helped = is_host_helped(optimizer, [each.state.placement for each in self._chunks])
         for each in self._chunks:
             self._furnish(each)
-
-    def _may_be_streamed(self, state: ChunkState) -> bool:
-        """Whether a chunk of the host may be updated on the device, with the same bits."""
-        is_alike = self._device.type == "cpu" or (can_run_on_gpu(self._device) and can_be_as_on_gpu())
-        return self._is_helped and is_alike and self._settings_of(state, self.optimizer.param_groups) is not None
 
     def _furnish(self, each: OptimizerState) -> None:
         """Takes the scratch that the chunk's update will want, so that a step takes nothing."""
@@ -213,10 +200,9 @@ class Updates:
             bench.flat("gradient", elements)
         if route == "resident" and from_host and self._device.type != "cpu":
             bench.flat("landed", elements, came_in)
-        is_carried = route == "streamed" or (route == "host" and self._may_be_streamed(state))
-        for carrier in self._carriers if is_carried else ():
+        for carrier in self._carriers if route == "streamed" else ():
             carrier.flat("low", elements if state.is_split else 0, torch.int16)
-            if state.on_device is None or each.second is not None or route == "host":
+            if state.on_device is None or each.second is not None:
                 carrier.flat("weights", elements, state.dtype)
             if from_host and self._device.type != "cpu":
                 carrier.flat("landed", elements, came_in)
@@ -352,21 +338,10 @@ class Updates:
     ) -> Ticket:
         """Starts a streamed update, of the state itself or into its second generation. Up, step and down are on streams of their
         own: the next chunk comes up while this one is stepped."""
-        parts = self._streamed_parts(each, own, factor, groups, second)
-        each.home = self._lanes.streamed.run_parts(parts, (self._home(each), *after), order=each.state.index)
-        return each.home
-
-    @staticmethod
-    def _home(each: OptimizerState) -> Ticket | None:
-        """Of the last update, after which the state is on the host, be it the old or the new one."""
-        return None if each.home is None else Over(each.home)
-
-    def _streamed_parts(
-        self, each: OptimizerState, own: dict[str, Tensor], factor: float | None, groups: Groups, second: Second | None
-    ) -> Sequence[Part]:
         index = each.state.index
         load = Load(own, second)
-        return (
+        home = None if each.home is None else Over(each.home)
+        parts = (
             (lambda: self._lift(each, load), f"lift state of chunk {index}"),
             (
                 lambda: self._step_lifted(each, load, factor, groups),
@@ -374,6 +349,8 @@ class Updates:
             ),
             (lambda: self._lower(each, load), f"lower state of chunk {index}"),
         )
+        each.home = self._lanes.streamed.run_parts(parts, (home, *after), order=index)
+        return each.home
 
     def _lift(self, each: OptimizerState, load: Load) -> None:
         state, elements = each.state, each.state.chunk.elements
@@ -400,7 +377,7 @@ class Updates:
         old = new = load.weights
         self._lanes.streamed.tracks[1].uses(own.values())
         low = carrier.flat("low", elements if state.is_split else 0, torch.int16)
-        if load.second is not None or state.placement.route == "host":  # the old weights stay
+        if load.second is not None:  # the old weights stay
             load.weights = new = carrier.flat("weights", elements, state.dtype)
         settings = self._settings_of(state, groups)
         if settings is not None:
@@ -445,9 +422,8 @@ class Updates:
         _copy_all(copies)
         if second is not None:
             second.made = load.rest
-            return
-        each.rest |= load.rest
-        if state.placement.route == "streamed":
+        else:
+            each.rest |= load.rest
             load.gradients.clear()
 
     # ------------------------------------------------------------------ on the host
@@ -463,27 +439,10 @@ class Updates:
         state = each.state
         arrived, before = after
         job = functools.partial(self._host_job, each, own, factor, groups)
-        updated = self._give_host(each, job, arrived, f"update chunk {state.index}", own, factor, groups)
+        updated = self._lanes.host.run(job, (arrived,), f"update chunk {state.index}", order=state.index)
         if state.on_device is None:
             return updated
         return self._lanes.fresh.run(lambda: self._upload(each), (updated, before), f"upload chunk {state.index}")
-
-    def _give_host(
-        self,
-        each: OptimizerState,
-        job: Callable[[], None],
-        arrived: Ticket | None,
-        label: str,
-        own: dict[str, Tensor],
-        factor: float | None,
-        groups: Groups,
-        second: Second | None = None,
-    ) -> Ticket:
-        """Queues an update for the host, or for the device where that has nothing to do."""
-        state = each.state
-        instead = self._streamed_parts(each, own, factor, groups, second) if self._may_be_streamed(state) else None
-        each.home = self._lanes.host.run(job, (self._home(each), arrived), label, state.index, instead)
-        return each.home
 
     @staticmethod
     def _upload(each: OptimizerState) -> None:
@@ -579,8 +538,7 @@ class Updates:
             else:
                 second.weights.copy_(exact)
 
-        label = f"speculate on chunk {state.index}"
-        second.ticket = self._give_host(each, job, arrived, label, own, None, groups, second)
+        second.ticket = self._lanes.host.run(job, (arrived,), f"speculate on chunk {state.index}", order=state.index)
 
     def _revoke(self, state: ChunkState) -> None:
         each = self._by_index.get(state.index)
@@ -633,9 +591,8 @@ class Updates:
             if now.weights.is_cuda:
                 adamw_on_gpu(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
             else:
-                on_gpu = self._device.type == "cuda"  # where the device may step this chunk another time
-                how = functools.partial(adamw, threads=self._threads, as_on_gpu=on_gpu)
-                how(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
+                how = functools.partial(adamw, threads=self._threads, as_on_gpu=self._device.type == "cuda")
+                how(now, gradient, settings, step, out=out, scale=factor, ranges=parts)  # the same bits, wherever it is updated
             now, out = out or now, None
         return made
 

@@ -22,12 +22,17 @@ passes the best simulation; the best few are then improved by single steps of ev
 The ladder is greedy: from all kept, the block and the choice that free most bytes for a second they cost, early blocks first,
 whose activations live longest. It gives up at most one block's worth against the best for its bytes, which the steps at the end
 make up for.
+
+Of few blocks and chunks one step of a knob is much, so each is chosen by itself. Starts are the best of the above, and the best
+with any chunks resident, all others alike, and as much kept as there is room for; where neither fits, what is changed until it
+does. Each start is changed block by block and chunk by chunk for as long as that helps, gets of all choices for its blocks those
+that cost least and fit, and the best is changed by two at once too. What is no better by its bound (bound.py) is not simulated.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,15 +42,17 @@ from typing import TypeVar
 from anyfit.values.plan import Activations, Placement
 from anyfit.values.profile import ChunkCost, Pass, Profile
 
-from .simulate import HAND_OUT_SECONDS, Candidate, Rates, Simulated, simulate
+from .bound import least_seconds
+from .simulate import Candidate, Rates, Simulated, simulate
 from .weigh import Weight, weigh
 
 RESIDENT = Placement()
 FROZEN_AWAY = Placement(weights="host", optimizer="host")
 LEAST_SLOTS = 4
 CHOICES: tuple[Activations, ...] = ("keep", "selective", "recompute")
-SMALL = 14  # blocks and chunks together: few enough to change each by itself
-MOST_SUBSETS_OF = 5  # chunks: few enough to try any of them
+SMALL = 16  # blocks and chunks together: few enough to change each by itself
+MOST_SUBSETS_OF = 9  # chunks: few enough to try any of them
+MOST_ACTIVATIONS = 3**7  # choices for all blocks: few enough to try them all
 RUNGS = 9  # of a ladder that are tried at first
 STREAMED = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 HOST_FIRST = (0.0, 0.12)
@@ -95,8 +102,9 @@ class Space:
         self._weights: dict[Knobs, Weight] = {}
         self._simulated: dict[Knobs, Simulated] = {}
         self._bounds: dict[Knobs, float] = {}
+        self._activations: dict[int, list[tuple[float, tuple[Activations, ...]]]] = {}
         memory = profile.memory_bytes_per_second
-        self._rates = Rates(self._host, NORM_BYTES / memory, UPDATE_BYTES / memory, helps=profile.helps)
+        self._rates = Rates(self._host, NORM_BYTES / memory, UPDATE_BYTES / memory)
         self.is_gpu = self._host.overlaps
         if not self.is_gpu:  # torch steps resident chunks there
             self._rates = replace(self._rates, update_seconds=profile.update.seconds / max(profile.trainable, 1))
@@ -187,32 +195,43 @@ class Space:
         is_small = len(self.profile.chunks) + len(self._passes[micro_batch].blocks) <= SMALL
         if not is_small or forced:
             return offer
-        offers = [offer, self._of_any_chunks(micro_batch)]
-        if offers == [None, None]:
-            offers.append(self._squeezed(self.candidate(self.least(micro_batch))))
-        polished = [self._polished(each) for each in offers if each is not None]
-        best = min(polished, key=lambda each: each.simulated.step_seconds, default=None)
-        return best if best is not None and best.simulated.step_seconds < under else None
+        offers = [*([] if offer is None else [offer]), *self._of_any_chunks(micro_batch, starts)]
+        if not offers and (squeezed := self._squeezed(self.candidate(self.least(micro_batch)))) is not None:
+            offers.append(squeezed)
+        polished = [self._with_least_again(self._polished(each, 1)) for each in offers]
+        if not polished:
+            return None
+        best = self._polished(min(polished, key=lambda each: each.simulated.step_seconds), 2)
+        return best if best.simulated.step_seconds < under else None
 
-    def _of_any_chunks(self, micro_batch: int) -> Offer | None:
-        """With few chunks, any of them may be the resident ones, and the others all alike."""
+    def _of_any_chunks(self, micro_batch: int, starts: int) -> list[Offer]:
+        """With few chunks, any of them may be the resident ones, and the others all alike; as much is kept as there is room for.
+        The fastest of these."""
         count = len(self.profile.chunks)
         if count > MOST_SUBSETS_OF:
-            return None
-        found: Offer | None = None
-        first = self.candidate(Knobs(micro_batch))
-        for activations, stays, away in product(
-            self._ladders[micro_batch], product((True, False), repeat=count), PLACED.values()
-        ):
-            if (away.update == "device" and not self.is_gpu) or (away.speculates and first.accumulation > 1):
-                continue
-            placements = tuple(
-                RESIDENT if resident or not chunk.optimizer_bytes else away
+            return []
+        first, rungs = self.candidate(Knobs(micro_batch)), self._ladders[micro_batch][::-1]
+        placed = {
+            tuple(
+                RESIDENT if resident else away if chunk.optimizer_bytes else frozen
                 for chunk, resident in zip(self.profile.chunks, stays, strict=True)
-            )
-            offer = self._fitting(self._placed(replace(first, activations=activations), placements))
-            if offer is not None and (found is None or offer.simulated.step_seconds < found.simulated.step_seconds):
-                found = offer
+            ): None
+            for away, frozen in product(PLACED.values(), (RESIDENT, FROZEN_AWAY))
+            if (self.is_gpu or away.update == "host") and (first.accumulation == 1 or not away.speculates)
+            for stays in product((True, False), repeat=count)
+        }
+        bounds: list[tuple[float, Candidate]] = []
+        for placements in placed:
+            on_rungs = [replace(self._placed(first, placements), activations=rung) for rung in rungs]
+            fullest = on_rungs[_most(len(rungs) - 1, lambda kept: self.fits(weigh(self.profile, on_rungs[kept])))]  # noqa: B023
+            if self.fits(weigh(self.profile, fullest)):
+                bounds.append((least_seconds(fullest, self._rates), fullest))
+        found: list[Offer] = []
+        for bound, candidate in sorted(bounds, key=lambda pair: pair[0]):
+            if len(found) == starts and bound >= found[-1].simulated.step_seconds:
+                break
+            offer = Offer(candidate, weigh(self.profile, candidate), simulate(candidate, self._rates))
+            found = sorted([*found, offer], key=lambda each: each.simulated.step_seconds)[:starts]
         return found
 
     def _placed(self, candidate: Candidate, placements: tuple[Placement, ...]) -> Candidate:
@@ -228,9 +247,7 @@ class Space:
         """Changed one by one, and two by two, until it fits."""
         over = self._over(candidate)
         while over > 0:
-            once = list(self._changed(candidate))
-            tried = itertools.chain(once, (twice for each in once for twice in self._changed(each)))
-            less = next((each for each in tried if self._over(each) < over), None)
+            less = next((each for each in self._changed(candidate, 2) if self._over(each) < over), None)
             if less is None:
                 return None
             candidate, over = less, self._over(less)
@@ -245,33 +262,62 @@ class Space:
         device = max(needed / profile.device_limit_bytes - 1, 0.0)
         return device + max(self._host_bytes(weight) / profile.host_limit_bytes - 1, 0.0)
 
-    def _polished(self, offer: Offer) -> Offer:
-        """A few blocks and chunks are also changed one by one, and two by two: one step of a knob is much of so little."""
+    def _polished(self, offer: Offer, most: int) -> Offer:
+        """A few blocks and chunks are also changed one by one, up to so many at once: one step of a knob is much of so little."""
         better: Offer | None = offer
         while better is not None:
             offer, better = better, None
-            once = list(self._changed(offer.candidate))
-            for candidate in itertools.chain(once, (twice for each in once for twice in self._changed(each))):
-                other = self._fitting(candidate)
-                if other is not None and other.simulated.step_seconds < (1 - WORTH) * offer.simulated.step_seconds:
-                    better = other
-                    break
+            enough = (1 - WORTH) * offer.simulated.step_seconds
+            for candidate in self._changed(offer.candidate, most):
+                if least_seconds(candidate, self._rates) < enough:
+                    other = self._fitting(candidate)
+                    if other is not None and other.simulated.step_seconds < enough:
+                        better = other
+                        break
         return offer
 
-    def _changed(self, candidate: Candidate) -> Iterator[Candidate]:
-        for index, block in enumerate(candidate.each.blocks):
-            for choice in CHOICES if block.name else ():
-                if choice in block.choices and choice != candidate.activations[index]:
-                    yield replace(candidate, activations=_with(candidate.activations, index, choice))
+    def _with_least_again(self, offer: Offer) -> Offer:
+        """Of all choices for a few blocks those that cost least and fit, with the chunks as they are."""
+        for seconds, activations in self._all_activations(offer.candidate.each.micro_batch):
+            if seconds >= offer.candidate.seconds_again:
+                break
+            other = self._fitting(replace(offer.candidate, activations=activations))
+            if other is not None:
+                return min(offer, other, key=lambda each: each.simulated.step_seconds)
+        return offer
+
+    def _all_activations(self, micro_batch: int) -> list[tuple[float, tuple[Activations, ...]]]:
+        """By the seconds they cost; none where there are too many."""
+        if micro_batch not in self._activations:
+            first = self.candidate(Knobs(micro_batch))
+            choices = [[choice for choice in CHOICES if choice in block.choices] or ["keep"] for block in first.each.blocks]
+            found = product(*choices) if math.prod(map(len, choices)) <= MOST_ACTIVATIONS else ()
+            self._activations[micro_batch] = sorted((replace(first, activations=each).seconds_again, each) for each in found)
+        return self._activations[micro_batch]
+
+    def _changed(self, candidate: Candidate, most: int) -> Iterator[Candidate]:
+        """With one block or chunk changed, then with two, up to so many."""
+        changed = [(-1, candidate)]
+        for _ in range(most):
+            changed = [other for place, each in changed for other in self._changed_after(place, each)]
+            yield from (each for _, each in changed)
+
+    def _changed_after(self, last: int, candidate: Candidate) -> Iterator[tuple[int, Candidate]]:
+        """With one changed that comes after the last, of the blocks and then the chunks; and which it is."""
+        blocks = candidate.each.blocks
+        for place in range(last + 1, len(blocks)):
+            for choice in CHOICES if blocks[place].name else ():
+                if choice in blocks[place].choices and choice != candidate.activations[place]:
+                    yield place, replace(candidate, activations=_with(candidate.activations, place, choice))
         speculates = (False, True) if candidate.accumulation == 1 else (False,)
-        for index, chunk in enumerate(candidate.chunks):
-            choices = [RESIDENT, FROZEN_AWAY]
-            if chunk.optimizer_bytes:
+        for place in range(max(last + 1, len(blocks)), len(blocks) + len(candidate.chunks)):
+            index, choices = place - len(blocks), [RESIDENT, FROZEN_AWAY]
+            if candidate.chunks[index].optimizer_bytes:
                 streams = (False, True) if self.is_gpu else (False,)
                 choices = [RESIDENT, *(PLACED[key] for key in product(streams, (False, True), speculates))]
             for placement in choices:
                 if placement != candidate.placements[index]:
-                    yield self._placed(candidate, _with(candidate.placements, index, placement))
+                    yield place, self._placed(candidate, _with(candidate.placements, index, placement))
 
     def _seconds(self, knobs: Knobs) -> float:
         return self.simulated(knobs).step_seconds
@@ -334,33 +380,8 @@ class Space:
     def _bound(self, knobs: Knobs) -> float:
         """Seconds that no simulation of this is under."""
         if knobs not in self._bounds:
-            self._bounds[knobs] = self._least_seconds(knobs)
+            self._bounds[knobs] = least_seconds(self.candidate(knobs), self._rates)
         return self._bounds[knobs]
-
-    def _least_seconds(self, knobs: Knobs) -> float:
-        candidate, host = self.candidate(knobs), self._host
-        each, accumulation = candidate.each, candidate.accumulation
-        pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
-        updated = [pair for pair in pairs if pair[0].optimizer_bytes and pair[0].gradient_bytes]
-        elements = dict.fromkeys(("resident", "streamed", "host"), 0)
-        for chunk, placement in updated:
-            elements[placement.route] += chunk.elements
-        compute = accumulation * (each.seconds + candidate.seconds_again) + elements["resident"] * self._rates.update_seconds
-        compute += HAND_OUT_SECONDS * sum(placement.route != "resident" for _, placement in pairs)
-        states = sum(chunk.optimizer_bytes for chunk, placement in updated if placement.route == "streamed")
-        sent = accumulation * sum(chunk.gradient_bytes for chunk, placement in pairs if placement.gradients == "host")
-        on_host = elements["host"] / host.updates_per_second
-        if not host.overlaps:
-            return compute + on_host + sent / host.down_bytes_per_second
-        if self._rates.helps and states and elements["host"]:  # the host shares its updates with what streams
-            carried = sum(chunk.optimizer_bytes for chunk, placement in updated if placement.route == "host")
-            streamed_as_well = carried / elements["host"] * host.updates_per_second
-            on_host = min(on_host, (states + carried) / (host.up_bytes_per_second + streamed_as_well))
-        busy = max(on_host, states / host.up_bytes_per_second)
-        if not knobs.speculates:  # begun after backward, over before the last chunk is used in forward
-            forward = sum(segment.seconds for segment in each.segments if segment.phase == "forward")
-            return max(compute, compute - forward + busy)
-        return max(compute, busy, (states + sent) / host.down_bytes_per_second)
 
     def _improved(self, knobs: Knobs, forced: Mapping[str, float]) -> Knobs:
         for _ in range(ROUNDS):
