@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -92,7 +92,8 @@ def chunk_costs(graph: Graph, chunks: Sequence[Chunk]) -> tuple[ChunkCost, ...]:
         optimizer = chunk.elements * (rule.state_bytes_per_element[chunk.group] + low) if chunk.is_updated else 0
         gradient = sum(slot.elements for slot in chunk.slots if slot.name in used) * chunk.element_bytes
         blocks = tuple(sorted({block_of[slot.name] for slot in chunk.slots}))
-        costs.append(ChunkCost(chunk.bytes, chunk.elements, chunk.trainable, gradient, int(optimizer), blocks))
+        outside = tuple(slot.name for slot in chunk.slots if not graph.blocks[block_of[slot.name]].name)
+        costs.append(ChunkCost(chunk.bytes, chunk.elements, chunk.trainable, gradient, int(optimizer), blocks, outside))
     return tuple(costs)
 
 
@@ -127,6 +128,7 @@ def segments(graph: Graph, seconds: Sequence[float], live: Sequence[int]) -> tup
     kept = [0] * len(graph.blocks)
     in_all = 0
     found: list[Segment] = []
+    modules: list[set[str]] = []
     for index, op in enumerate(graph.ops):
         for block, change in changes.get(index, ()):
             kept[block] += change
@@ -137,7 +139,24 @@ def segments(graph: Graph, seconds: Sequence[float], live: Sequence[int]) -> tup
             found[-1] = replace(last, seconds=last.seconds + seconds[index], work_bytes=max(last.work_bytes, work))
         else:
             found.append(Segment(op.block, op.phase, seconds[index], work))
-    return tuple(found)
+            modules.append(set())
+        modules[-1].add(op.module)
+    return tuple(_with_parameters(graph, found, modules))
+
+
+def _with_parameters(graph: Graph, found: Sequence[Segment], modules: Sequence[set[str]]) -> Iterator[Segment]:
+    """Says of stretches between blocks which parameters they use: those of the modules that run there. One whose module runs
+    nowhere, as it is used by other code, counts everywhere."""
+    outside = [parameter for parameter in graph.parameters if not graph.blocks[parameter.block].name]
+    homes = {parameter.name: {name.rpartition(".")[0] for name in parameter.names} for parameter in outside}
+    between = [(each, ran) for each, ran in zip(found, modules, strict=True) if not graph.blocks[each.block].name]
+    seen = {phase: set[str]().union(*(ran for each, ran in between if each.phase == phase)) for phase in ("forward", "backward")}
+    for each, ran in zip(found, modules, strict=True):
+        if graph.blocks[each.block].name:
+            yield each
+            continue
+        used = (name for name, at in homes.items() if at & ran or not at & seen[each.phase])
+        yield replace(each, parameters=tuple(used))
 
 
 def reserved_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device, *, accumulating: bool) -> int:

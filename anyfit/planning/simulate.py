@@ -7,8 +7,7 @@ way up), for a stage to put gradients in. Beside it work the two copy engines an
     down    gradients, states that are lowered, activations; likewise
     host    updates, the most urgent of those whose gradients have come
 
-All three use the host's memory: the host is slower while copies run, and copies are while the host updates. Where several of the
-host's updates wait and the streamed ones do not take up all carriers, one of them is streamed too.
+All three use the host's memory: the host is slower while copies run, and copies are while the host updates.
 
 Updates that do not speculate begin when the norm is known. A chunk's weights are ready for the next forward when its update is
 over and they are where they live. The first steps fill the lanes; the last one is the figure.
@@ -19,8 +18,9 @@ from __future__ import annotations
 import functools
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from anyfit.values.plan import Activations, Placement
@@ -29,7 +29,6 @@ from anyfit.values.profile import ChunkCost, HostRates, Pass
 STEPS = 3
 STAGES = 5  # buffers in which gradients gather before they go down
 STREAMED_DEPTH = 3  # chunks that are under way at once
-SPARED = 2  # updates of the host, the most urgent, that are never streamed instead
 DONE = 1e-3  # of an update: what is left of it when it counts as done
 HAND_OUT_SECONDS = 1e-4  # that the host takes to start one chunk's update, while the device has nothing to do
 
@@ -46,6 +45,22 @@ class Candidate:
     slots: int
     prefetch: int
 
+    @cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """By segment, which chunks it takes weights from."""
+        of_block: list[list[int]] = [[] for _ in self.each.blocks]
+        for index, chunk in enumerate(self.chunks):
+            for block in chunk.blocks:
+                of_block[block].append(index)
+        return tuple(
+            tuple(
+                index
+                for index in of_block[segment.block]
+                if not segment.parameters or not set(segment.parameters).isdisjoint(self.chunks[index].parameters)
+            )
+            for segment in self.each.segments
+        )
+
     @property
     def seconds_again(self) -> float:
         """Of one pass: forward work that backward does once more."""
@@ -58,7 +73,6 @@ class Rates:
     host: HostRates
     norm_seconds: float  # of gradients that are on the device, each parameter
     update_seconds: float  # of a resident parameter, or one that was lifted
-    helps: bool = False  # updates of the host may be streamed, where others are
 
 
 Waits = Literal["fetch", "update", "gradients", "activations"]
@@ -169,15 +183,6 @@ class _Host:
         heapq.heappush(self._waiting, (chunk.index, self._count, chunk, done))
         self._start()
 
-    def take(self) -> tuple[_Chunk, Callable[[], None]] | None:
-        """One that may be done elsewhere."""
-        if len(self._waiting) <= SPARED:
-            return None
-        taken = heapq.nsmallest(SPARED + 1, self._waiting)[-1]
-        self._waiting.remove(taken)
-        heapq.heapify(self._waiting)
-        return taken[2], taken[3]
-
     def _start(self) -> None:
         if not self.is_busy and self._waiting:
             _, _, chunk, done = heapq.heappop(self._waiting)
@@ -233,24 +238,19 @@ class _Play:
         self._chunks = [
             _Chunk(index, *pair) for index, pair in enumerate(zip(candidate.chunks, candidate.placements, strict=True))
         ]
-        blocks = len(candidate.each.blocks)
-        self._of_block: list[list[_Chunk]] = [[] for _ in range(blocks)]
-        for chunk in self._chunks:
-            for block in chunk.cost.blocks:
-                self._of_block[block].append(chunk)
-        backwards = [segment.block for segment in candidate.each.segments if segment.phase == "backward"]
-        self._backward_segments = {
-            chunk.index: sum(backwards.count(block) for block in set(chunk.cost.blocks)) for chunk in self._chunks
-        }
+        self._uses = [[self._chunks[index] for index in used] for used in candidate.uses]
+        self._backward_segments = [0] * len(self._chunks)
+        for segment, used in zip(candidate.each.segments, candidate.uses, strict=True):
+            for index in used if segment.phase == "backward" else ():
+                self._backward_segments[index] += 1
         self._norm = _Signal()
         self._stages = 0  # gradients under way
         self._stage_free = _Signal(happened=True)
         self._lifted: list[tuple[int, int, Callable[[], None]]] = []  # that wait for a carrier
         self._carriers = STREAMED_DEPTH
-        self._is_helped = rates.helps and any(chunk.route == "streamed" for chunk in self._chunks)
         self._count = 0
         self._slots: dict[int, _Signal] = {}  # by chunk: its weights are there
-        self._touches = [chunk for segment in candidate.each.segments for chunk in self._of_block[segment.block] if chunk.is_away]
+        self._touches = [chunk for used in self._uses for chunk in used if chunk.is_away]
         self._positions: dict[int, list[int]] = {}  # in these, by chunk
         for position, chunk in enumerate(self._touches):
             self._positions.setdefault(chunk.index, []).append(position)
@@ -315,9 +315,9 @@ class _Play:
         self._returned, self._returning = {block: _Signal() for block in offloaded}, set()
         for chunk in self._chunks:
             chunk.missing = self._backward_segments[chunk.index]
-        for segment in candidate.each.segments:
+        for segment, used in zip(candidate.each.segments, self._uses, strict=True):
             block, choice = segment.block, candidate.activations[segment.block]
-            yield from self._ready(block)
+            yield from self._ready(used)
             costs = candidate.each.blocks[block].choices.get(choice)
             seconds = segment.seconds
             if segment.phase == "backward" and costs is not None:
@@ -334,14 +334,14 @@ class _Play:
                 if choice == "offload" and costs is not None:
                     self._copy(self._down, "activations", costs.moved_bytes)
                 continue
-            for chunk in self._of_block[block]:
+            for chunk in used:
                 chunk.missing -= 1
                 if chunk.missing == 0 and chunk.cost.gradient_bytes:
                     yield from self._complete(chunk, is_last=is_last)
 
-    def _ready(self, block: int) -> Generator[float | _Signal]:
-        """The block's weights are there."""
-        for chunk in self._of_block[block]:
+    def _ready(self, used: Sequence[_Chunk]) -> Generator[float | _Signal]:
+        """The weights of a segment are there."""
+        for chunk in used:
             if not chunk.is_away:
                 if not chunk.fresh.happened:
                     yield from self._wait("update", chunk.fresh)
@@ -411,7 +411,6 @@ class _Play:
                 done()
             else:
                 self._host.add(chunk, done)
-                self._help()
 
         arrived.then(start)
 
@@ -422,17 +421,10 @@ class _Play:
         else:
             self._copy(self._up, "fresh", chunk.cost.weights_bytes, chunk.fresh.fire)
 
-    def _help(self) -> None:
-        """Streams updates of a host that is behind."""
-        while self._is_helped and self._carriers and not self._lifted and (taken := self._host.take()) is not None:
-            self._stream(*taken, speculates=True)
-
     def _stream(self, chunk: _Chunk, done: Callable[[], None], *, speculates: bool) -> None:
-        cost, is_hosts = chunk.cost, chunk.route == "host"
+        cost = chunk.cost
         up = cost.optimizer_bytes + (cost.weights_bytes if chunk.is_away else 0)
-        if is_hosts:
-            up += self._sum_bytes(chunk)
-        down = cost.optimizer_bytes + (cost.weights_bytes if chunk.is_away or speculates or is_hosts else 0)
+        down = cost.optimizer_bytes + (cost.weights_bytes if chunk.is_away or speculates else 0)
 
         def begin() -> None:
             self._carriers -= 1
@@ -446,18 +438,12 @@ class _Play:
             done()
             if self._lifted:
                 heapq.heappop(self._lifted)[2]()
-            else:
-                self._help()
 
         if self._carriers:
             begin()
         else:
             self._count += 1
             heapq.heappush(self._lifted, (chunk.index, self._count, begin))
-
-    def _sum_bytes(self, chunk: _Chunk) -> int:
-        """Of its gradients on the host."""
-        return chunk.cost.gradient_bytes if self._candidate.accumulation == 1 else 4 * chunk.cost.elements
 
     def _in_parts(self, server: _Server, queue: str, size: float, order: int, done: Callable[[], None]) -> None:
         """Moments and low halves are copies of their own: others come in between."""

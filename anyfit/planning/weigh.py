@@ -37,7 +37,7 @@ def weigh(profile: Profile, candidate: Candidate) -> Weight:
     pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
     adds_up = candidate.accumulation > 1
     pools = profile.state.buffers + profile.workspace_bytes
-    pools += _pools(pairs, candidate.slots, adds_up=adds_up, helps=profile.host is not None and profile.helps)
+    pools += _pools(pairs, candidate.slots, adds_up=adds_up)
     resident = [chunk for chunk, placement in pairs if placement.route == "resident" and chunk.optimizer_bytes]
     updating = 0
     if profile.host is not None and profile.host.overlaps:
@@ -53,7 +53,7 @@ def _largest(pairs: list[Pair]) -> int:
     return max((chunk.weights_bytes for chunk, _ in pairs), default=0)
 
 
-def _pools(pairs: list[Pair], slots: int, *, adds_up: bool, helps: bool) -> int:
+def _pools(pairs: list[Pair], slots: int, *, adds_up: bool) -> int:
     of_route = {
         route: [pair for pair in pairs if pair[1].route == route and pair[0].optimizer_bytes]
         for route in ("resident", "streamed", "host")
@@ -65,7 +65,7 @@ def _pools(pairs: list[Pair], slots: int, *, adds_up: bool, helps: bool) -> int:
     found += min(slots, len(away)) * _largest(away) + min(STAGES, len(sent)) * _largest(sent)
     found += _largest(of_route["streamed"])  # gradients side by side
     if of_route["streamed"]:
-        carried = of_route["streamed"] + (of_route["host"] if helps else [])
+        carried = of_route["streamed"]
         found += STREAMED_DEPTH * sum(
             (
                 max(chunk.optimizer_bytes for chunk, _ in carried),
@@ -79,8 +79,7 @@ def _pools(pairs: list[Pair], slots: int, *, adds_up: bool, helps: bool) -> int:
 
 
 def _carried_weights(chunk: ChunkCost, placement: Placement) -> int:
-    needs = placement.weights == "host" or placement.speculates or placement.update == "host"
-    return chunk.weights_bytes if needs else 0
+    return chunk.weights_bytes if placement.weights == "host" or placement.speculates else 0
 
 
 def _landed_gradients(chunk: ChunkCost, placement: Placement, *, adds_up: bool) -> int:
@@ -99,16 +98,16 @@ def _live(candidate: Candidate, updating: int) -> Iterator[int]:
     backwards_left = Counter(segment.block for segment in each.segments if segment.phase == "backward")
     begun: set[int] = set()
     gradients, kept = 0, 0
-    staying: list[list[int]] = [[] for _ in each.blocks]  # by block: chunks whose gradients stay on the device
-    for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
-        for block in chunk.blocks if placement.gradients == "device" and chunk.gradient_bytes and not adds_up else ():
-            staying[block].append(index)
+    stays = [
+        placement.gradients == "device" and chunk.gradient_bytes > 0 and not adds_up
+        for chunk, placement in zip(candidate.chunks, candidate.placements, strict=True)
+    ]
     held: set[int] = set()  # blocks
-    for segment in each.segments:
+    for segment, used in zip(each.segments, candidate.uses, strict=True):
         block = segment.block
         if segment.phase == "backward":
-            for index in staying[block]:
-                if index not in begun:
+            for index in used:
+                if stays[index] and index not in begun:
                     begun.add(index)
                     gradients += candidate.chunks[index].gradient_bytes
         yield kept - (keeps[block] if block in held else 0) + segment.work_bytes + gradients

@@ -46,6 +46,7 @@ class Segment:
     seconds: float
     # Live at its peak: without what other blocks keep, but with what is kept outside all blocks; without parameters' gradients.
     work_bytes: int
+    parameters: tuple[str, ...] = ()  # between blocks, those that it uses
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class ChunkCost:
     gradient_bytes: int  # of parameters that get one; 0 where the chunk is frozen or unused
     optimizer_bytes: int  # low halves and moments; 0 where it is not updated
     blocks: tuple[int, ...]  # whose parameters it holds, ascending
+    parameters: tuple[str, ...] = ()  # those of no block
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,3 @@ class Profile(Record):
         if correction is None or correction.error <= self.reserved_error:
             return self
         return replace(self, reserved_error=correction.error, correction=correction)
-
-    @property
-    def helps(self) -> bool:
-        """Updates have the same bits on the host and on the device: what the one is behind with the other may do."""
-        return self.optimizer in ("Adam", "AdamW")
