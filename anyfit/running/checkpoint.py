@@ -7,26 +7,30 @@
     progress.json           steps, data position, scheduler, parameter groups, what else is not a tensor
     plan.json               the plan it was trained with, for reference
 
-It is written beside its place, synced, and renamed last. Reading checks every size and digest, and every name and shape
-against the model, before anything of the run changes. Nothing in it is executed: safetensors and JSON only.
+It is written beside its place, tensor by tensor, so that saving takes little memory; synced, and renamed last. Reading checks
+every size and digest, and every name and shape against the model, before anything of the run changes. Nothing in it is executed:
+safetensors and JSON only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from anyfit.placing import Placed
@@ -63,17 +67,17 @@ def save(folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan) 
 
 def _write(aside: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan) -> None:
     placed.residency.settle_all()
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}  # where they lie
     scalars: dict[str, dict[str, Any]] = {}
     for name, entries in placed.updates.state_dict().items():
         for key, value in entries.items():
             if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = value.detach().to("cpu", copy=True).contiguous()
+                tensors[f"{name}/{key}"] = value
             else:
                 scalars.setdefault(name, {})[key] = _plain(value, f"optimizer state {name}.{key}")
-    save_file(_model_tensors(placed), aside / "weights.safetensors")
-    save_file(tensors, aside / "optimizer.safetensors")
-    save_file(_random_states(), aside / "random.safetensors")
+    _write_tensors(aside / "weights.safetensors", dict(_model_tensors(placed)))
+    _write_tensors(aside / "optimizer.safetensors", {name: _as_it_is(tensor) for name, tensor in tensors.items()})
+    _write_tensors(aside / "random.safetensors", {name: _as_it_is(tensor) for name, tensor in _random_states().items()})
     document = {key: _plain(value, key) for key, value in progress.items()}
     document |= {"optimizer_scalars": scalars, "python_random": _plain(random.getstate(), "python_random")}
     document |= {"optimizer": type(placed.updates.optimizer).__name__}
@@ -114,16 +118,60 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _model_tensors(placed: Placed) -> dict[str, Tensor]:
-    tensors = placed.state.state_dict()
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file, read when its turn has come."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def _as_it_is(tensor: Tensor) -> Stored:
+    return Stored(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu())
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
+    """A safetensors file: its header's length, the header, and the bytes. The library's own writer wants all of them at once."""
+    header: dict[str, Any] = {}
+    end = 0
+    # Each starts at a multiple of its elements' size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    for name, stored in ordered:
+        if stored.dtype not in DTYPES:
+            raise TypeError(f"a checkpoint cannot hold {name}: {stored.dtype}")
+        start, end = end, end + stored.dtype.itemsize * math.prod(stored.shape)
+        header[name] = {"dtype": DTYPES[stored.dtype], "shape": list(stored.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little"))
+        out.write(text)
+        for name, stored in ordered:
+            flat = stored.read().contiguous().reshape(-1)
+            assert (flat.dtype, flat.numel()) == (stored.dtype, math.prod(stored.shape)), name
+            out.write(flat.view(torch.uint8).numpy().data)
+
+
+def _model_tensors(placed: Placed) -> Iterator[tuple[str, Stored]]:
+    for state in placed.state.chunks:
+        for slot in state.chunk.slots:
+            dtype = torch.float32 if state.is_split else state.dtype
+            yield slot.name, Stored(dtype, slot.shape, functools.partial(state.read, slot))
     for name, buffer in placed.model.named_buffers():
-        tensors[f"{name}"] = buffer.detach().to("cpu", copy=True).contiguous()
-    return tensors
+        yield name, _as_it_is(buffer)
 
 
 def full_state_dict(placed: Placed) -> dict[str, Tensor]:
     """As model.state_dict() would be, tied weights under each name, but with the masters."""
-    tensors = _model_tensors(placed)
+    tensors = placed.state.state_dict()
+    tensors |= {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in placed.model.named_buffers()}
     first = {id(parameter): name for name, parameter in placed.model.named_parameters()}
     first |= {id(buffer): name for name, buffer in placed.model.named_buffers()}
     full = {}

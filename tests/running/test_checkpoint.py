@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
 
 import anyfit
+from anyfit.demo import GPT
+from anyfit.placing.tiers import LiveBytes
 from anyfit.running import checkpoint
 from tests.machines import small_machine
 from tests.models import Convolutional, Tangled, byte_batches, image_batches, image_loss, next_byte_loss, tiny_gpt
@@ -258,3 +260,26 @@ def test_nothing_in_a_checkpoint_is_a_pickle(saved: Path) -> None:
     assert {path.suffix for path in saved.iterdir()} == {".json", ".safetensors"}
     for path in saved.glob("*.json"):
         json.loads(path.read_text())
+
+
+def test_saving_takes_the_memory_of_one_parameter_and_not_of_all(tmp_path: Path) -> None:
+    job = job_for(lambda: GPT(width=64, layers=12, heads=2, length=16), precision="bf16")
+    with start(job) as run:
+        run.step(byte_batches(1, ROWS)[0])
+        largest = max(4 * parameter.numel() for parameter in run.model.parameters())
+        with LiveBytes() as live:
+            run.save(tmp_path / "saved")
+        whole = sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
+    assert live.peak_bytes < 4 * largest < whole / 10
+
+
+@pytest.mark.parametrize("dtype", sorted(checkpoint.DTYPES, key=str), ids=str)
+def test_every_dtype_is_written_as_the_library_reads_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {
+        "a": torch.arange(6).view(2, 3).to(dtype).T,
+        "none": torch.empty(0, 4, dtype=dtype),
+        "one": torch.ones((), dtype=dtype),
+    }
+    tensors["byte"] = torch.ones(3, dtype=torch.uint8)
+    checkpoint._write_tensors(tmp_path / "file", {name: checkpoint._as_it_is(each) for name, each in tensors.items()})
+    assert_bit_equal(load_file(tmp_path / "file"), tensors)
