@@ -8,12 +8,13 @@ seconds, what cannot fit by its least memory is not searched, and the first mach
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from .planning.answers import answered, at_limits, change_to, could_fit, space_of, with_limits_of
-from .planning.search import Found, explained, fastest, no_plan, settled, shortfall
+from .planning.answers import answered, at_limits, change_to
+from .planning.search import Found, explained, fastest, may_fit, no_plan, settled, shortfall, space_of, with_limits_of
 from .targets import job_for
 from .values.machine import Limits, Machine
 from .values.plan import Change, NoPlan, Plan
@@ -79,10 +80,11 @@ def planned(question: Question, traced: Traced, profile: Profile) -> Plan:
 def nearest_changes(question: Question, traced: Traced, machine: Machine, profile: Profile, verdict: NoPlan) -> Iterator[Change]:
     """Each was planned: a smaller micro-batch or batch, a shorter length, another card."""
     of_function = ":" in question.target
-    if traced.job.micro_batch is not None and traced.job.micro_batch > 1 and not traced.job.real_run:
+    if traced.job.micro_batch is not None and not traced.job.real_run:
         smaller = Traced(replace(traced.job, micro_batch=None)).profile(machine)
-        passes = tuple(each for each in smaller.passes if each.micro_batch < traced.job.micro_batch)
-        yield from _verified("a smaller Job(micro_batch=), or none", replace(smaller, passes=passes))
+        sizes = [each for each in smaller.passes if each.micro_batch < traced.job.micro_batch]
+        tried = (change_to(f"Job(micro_batch={each.micro_batch})", replace(smaller, passes=(each,))) for each in sizes)
+        yield from itertools.islice((change for change in tried if change is not None), 1)
     largest: Change | None = None
     for size in sorted({each.micro_batch for each in profile.passes if each.micro_batch < profile.batch_size}):
         what = f"Job(batch_size={size})" if of_function else f"--batch {size}"
@@ -107,7 +109,7 @@ def _verified(what: str, profile: Profile) -> Iterator[Change]:
 def _lacks_device_alone(profile: Profile, verdict: NoPlan) -> bool:
     """Whether enough of the device is all it takes: shorter samples take less of nothing else."""
     larger = replace(profile, device_limit_bytes=profile.device_limit_bytes + verdict.shortfall_bytes)
-    return verdict.tier == "device" and could_fit(larger, space_of(larger))
+    return verdict.tier == "device" and bool(may_fit(larger, space_of(larger)))
 
 
 def _shorter(question: Question, machine: Machine, profile: Profile) -> Iterator[Change]:
@@ -137,7 +139,7 @@ def _other_machines(traced: Traced, machine: Machine, profile: Profile) -> Itera
         if other.device.kind != machine.device.kind or other.device.name == machine.device.name or not has_more:
             continue
         like = replace(profile, **limits)  # type: ignore[arg-type]
-        if not could_fit(like, space and with_limits_of(space, like)):
+        if not may_fit(like, space and with_limits_of(space, like)):
             continue
         for change in _verified(f"--machine {name}", traced.profile(other)):
             found += 1

@@ -6,7 +6,6 @@ one for other limits goes on with what the first has seen.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 
@@ -14,8 +13,8 @@ from anyfit.values.plan import Change, Decision, Plan
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
 
-from .offload import CLOSE, WORTH, Space
-from .search import Found, explained, fastest, forecast, settled
+from .offload import CLOSE, WORTH
+from .search import Found, explained, fastest, quickly, settled, with_limits_of
 
 SHARE = 8  # of a limit: how much more of it is asked about, to the nearest power of two
 
@@ -81,29 +80,7 @@ def _round(size: int) -> str:
     return f"{float(number):g} {unit}"
 
 
-def with_limits_of(space: Space, profile: Profile) -> Space:
-    """The same space for a profile that differs in its limits alone: what was weighed and simulated holds there too."""
-    other = copy.copy(space)
-    other.profile = profile
-    return other
-
-
-def could_fit(profile: Profile, space: Space | None) -> bool:
-    """Quickly, whether a search is worth its while: something needs no more than there is."""
-    if any(forecast(profile, each).needed_bytes <= profile.device_limit_bytes for each in profile.passes):
-        return True
-    if space is None:
-        return False
-    hosts = (space.least_host_bytes(each.micro_batch) for each in profile.passes)
-    return any(taken is not None and taken <= profile.host_limit_bytes for taken in hosts)
-
-
-def space_of(profile: Profile) -> Space | None:
-    return Space(profile) if profile.chunks and profile.host is not None else None
-
-
 def change_to(what: str, profile: Profile) -> Change | None:
     """The change that makes the profile this one, where a plan is found for it."""
-    space = space_of(profile)
-    found = fastest(profile, space, starts=1) if could_fit(profile, space) else None
+    found = quickly(profile)
     return None if found is None else Change(what, found.chosen.step_seconds)

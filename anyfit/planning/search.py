@@ -14,6 +14,7 @@ are weighed against these.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ OFFLOAD_PEAK_ERROR = 0.08  # of peak memory, on a CPU device: a chunk's gradient
 OFFLOAD_ERROR = {"cuda": 0.25, "cpu": 1.0}
 AGAIN: dict[Activations, str] = {"recompute": "made again in backward", "selective": "made again but for the costly ops"}
 DEVICE_FOR_HOST = 1.15  # of what the host lacks, on the device: what moves there takes a little room to work
+SIZES_TRIED = 1  # micro-batch, of a plan that is only to show that something fits
 MOST_TIMES = 4  # as much device memory: more is no change that anyone makes
 TIE = 0.05  # two forecasts closer than this are not told apart: the one with fewer passes has less that can go wrong
 
@@ -86,8 +88,7 @@ def fastest(profile: Profile, space: Space | None = None, under: float = float("
     are seconds that plans with state on the host have to beat to be of interest."""
     forecasts = {each.micro_batch: forecast(profile, each) for each in profile.passes}
     fitting = _fitting(profile, forecasts)
-    if profile.batch_size not in fitting and profile.chunks and profile.host is not None:
-        space = space or Space(profile)
+    if profile.batch_size not in fitting and (space := space or space_of(profile)) is not None:
         resident = min((forecasts[size].step_seconds for size in fitting), default=float("inf"))
         priced: dict[int, tuple[Forecast, Offer]] = {}
         least = min(resident, under)
@@ -381,8 +382,8 @@ def no_plan(profile: Profile) -> NoPlan:
 def shortfall(profile: Profile) -> NoPlan:
     """The verdict alone."""
     forecasts = {each.micro_batch: forecast(profile, each) for each in profile.passes}
-    if profile.chunks and profile.host is not None:
-        space = Space(profile)
+    space = space_of(profile)
+    if space is not None:
         least_host = _least_host_bytes(space)
         if least_host is not None:
             lacking = least_host - profile.host_limit_bytes
@@ -420,29 +421,62 @@ def _least_host_bytes(space: Space) -> int | None:
 
 def _enough_memory(profile: Profile, verdict: NoPlan) -> Iterator[Change]:
     """More of the device or of the host, as little as was found to do."""
+    space = space_of(profile)
     device, host = profile.device_limit_bytes, profile.host_limit_bytes
     if verdict.tier == "device":
-        yield from _with_memory(replace(profile, device_limit_bytes=rounded_up(device + verdict.shortfall_bytes)), "device")
+        larger = replace(profile, device_limit_bytes=rounded_up(device + verdict.shortfall_bytes))
+        yield from _with_memory(larger, space, "device")
         return
-    yield from _with_memory(replace(profile, host_limit_bytes=rounded_up(host + verdict.shortfall_bytes)), "host")
-    larger = rounded_up(device + int(DEVICE_FOR_HOST * verdict.shortfall_bytes))
-    if larger <= MOST_TIMES * device:
-        yield from _with_memory(replace(profile, device_limit_bytes=larger), "device")
+    yield from _with_memory(replace(profile, host_limit_bytes=rounded_up(host + verdict.shortfall_bytes)), space, "host")
+    larger = replace(profile, device_limit_bytes=rounded_up(device + int(DEVICE_FOR_HOST * verdict.shortfall_bytes)))
+    if larger.device_limit_bytes <= MOST_TIMES * device:
+        yield from _with_memory(larger, space, "device")
 
 
-def _with_memory(profile: Profile, tier: Literal["device", "host"]) -> Iterator[Change]:
+def _with_memory(profile: Profile, space: Space | None, tier: Literal["device", "host"]) -> Iterator[Change]:
     """The profile's own limit of this tier, where a plan is found with it; where that takes more of the host, with so much."""
     limit = profile.device_limit_bytes if tier == "device" else profile.host_limit_bytes
     said = f"{show_bytes(limit)} of {tier} memory"
-    found = fastest(profile, starts=1)
-    if found is None and profile.chunks and profile.host is not None:
-        least = _least_host_bytes(Space(profile))
+    found = quickly(profile, space)
+    if found is None and space is not None:
+        least = _least_host_bytes(with_limits_of(space, profile))
         if least is not None and least > profile.host_limit_bytes:
             profile = replace(profile, host_limit_bytes=rounded_up(least))
             said += f" and {show_bytes(profile.host_limit_bytes)} of host memory"
-            found = fastest(profile, starts=1)
+            found = quickly(profile, space)
     if found is not None:
         yield Change(said, found.chosen.step_seconds)
+
+
+def space_of(profile: Profile) -> Space | None:
+    """What else there is than all on the device with all activations kept; None where that is all."""
+    return Space(profile) if profile.chunks and profile.host is not None else None
+
+
+def with_limits_of(space: Space, profile: Profile) -> Space:
+    """The same space for a profile that differs in its limits alone: what was weighed and simulated holds there too."""
+    other = copy.copy(space)
+    other.profile = profile
+    return other
+
+
+def quickly(profile: Profile, space: Space | None = None) -> Found | None:
+    """A plan, if not the very fastest: of the largest micro-batch that may fit. `space` is one of a profile with other limits."""
+    space = space_of(profile) if space is None else with_limits_of(space, profile)
+    passes = may_fit(profile, space)[: None if space is None else SIZES_TRIED]
+    return fastest(replace(profile, passes=passes), space, starts=1) if passes else None
+
+
+def may_fit(profile: Profile, space: Space | None) -> tuple[Pass, ...]:
+    """Those passes of which something needs no more than there is."""
+
+    def may(each: Pass) -> bool:
+        if forecast(profile, each).needed_bytes <= profile.device_limit_bytes:
+            return True
+        taken = None if space is None else space.least_host_bytes(each.micro_batch)
+        return taken is not None and taken <= profile.host_limit_bytes
+
+    return tuple(each for each in profile.passes if may(each))
 
 
 def rounded_up(size: int) -> int:
