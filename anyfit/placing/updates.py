@@ -61,7 +61,7 @@ class Bench:
 
     @property
     def bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return sum(buffer.nbytes for buffer in list(self._buffers.values()))  # a lane may add one meanwhile
 
 
 class OptimizerState:
