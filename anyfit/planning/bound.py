@@ -1,0 +1,127 @@
+"""Seconds that no simulation of a candidate is under, in a small part of the time that one takes.
+
+A step is at least what the computation does in it, waits apart:
+
+    passes + norm + updates of resident chunks + handing out the others
+
+Where host and device share cores, all copies and updates come on top. Else each has a lane, on which one is done after another:
+the host's updates, the copies up, the copies down. Between the end of forward and the end of the next one, which a step like the
+last has a step later, a lane has jobs for every chunk that is updated elsewhere. None can begin before its head, and its tail is
+still to come when it is done:
+
+    head    backward until the chunk's gradients are there, or until the norm is known; its own jobs before
+    tail    its own jobs after; forward from its first use on
+
+Urgent jobs first (long tails), of those that may begin, interrupted when a more urgent one may: in no other order are they over
+earlier.
+
+Rates are those of lanes that do not slow each other, weights are fetched once, and there is always a stage for gradients: what
+else there is in a simulation makes it longer. So does every chunk more: the bound of some chunks is one of all.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from .simulate import DONE, HAND_OUT_SECONDS, Candidate, Rates
+
+
+class Job(NamedTuple):
+    lane: Literal["host", "up", "down"]
+    head: float
+    seconds: float
+    tail: float
+
+
+def least_seconds(candidate: Candidate, rates: Rates) -> float:
+    pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
+    resident = sum(chunk.elements for chunk, placement in pairs if placement.route == "resident" and chunk.optimizer_bytes)
+    norm = rates.norm_seconds * sum(chunk.elements for chunk, _ in pairs if chunk.gradient_bytes)
+    one_pass = sum(segment.seconds for segment in candidate.each.segments) + candidate.seconds_again
+    least = candidate.accumulation * one_pass + norm + rates.update_seconds * resident
+    least += HAND_OUT_SECONDS * sum(placement.route != "resident" for _, placement in pairs)
+    jobs = list(_jobs(candidate, rates, one_pass, norm))
+    if not rates.host.overlaps:
+        return least + sum(job.seconds for job in jobs)
+    lanes = ([job for job in jobs if job.lane == lane] for lane in ("host", "up", "down"))
+    return max(least, *map(_over, lanes))
+
+
+def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: float) -> Iterator[Job]:
+    """Of the chunks that are updated elsewhere. Moments are counted from the end of the step's first forward."""
+    host = rates.host
+    forward = sum(segment.seconds for segment in candidate.each.segments if segment.phase == "forward")
+    before, after = _around(candidate)
+    backward_over = candidate.accumulation * one_pass - forward
+    norm = backward_over + norm_seconds  # is known
+    for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
+        if placement.route == "resident" or not chunk.optimizer_bytes or not chunk.gradient_bytes:
+            continue
+        if index not in before or index not in after:
+            continue
+        speculates = placement.speculates and candidate.accumulation == 1
+        is_away = placement.weights == "host"
+        born, used = backward_over - after[index], forward - before[index]
+        up, down = chunk.weights_bytes / host.up_bytes_per_second, chunk.gradient_bytes / host.down_bytes_per_second
+        if placement.route == "host":
+            update = (1 - DONE) * chunk.elements / host.updates_per_second
+            begin = born + down if speculates else max(born + down, norm)
+            for earlier in range(candidate.accumulation):  # passes, whose gradients go down before
+                yield Job("down", born - earlier * one_pass, down, update + up + used)
+            yield Job("host", begin, update, up + used)
+            yield Job("up", max(begin + update, norm), up, used)
+            continue
+        lifted = (chunk.optimizer_bytes + chunk.weights_bytes * is_away) / host.up_bytes_per_second
+        lowered = (chunk.optimizer_bytes + chunk.weights_bytes * (is_away or speculates)) / host.down_bytes_per_second
+        begin, fetched = (born if speculates else norm), up if speculates or is_away else 0.0
+        yield Job("up", begin, lifted, lowered + fetched + used)
+        yield Job("down", begin + lifted, lowered, fetched + used)
+        yield Job("up", max(begin + lifted + lowered, norm), fetched, used)
+
+
+def _around(candidate: Candidate) -> tuple[dict[int, float], dict[int, float]]:
+    """By chunk: seconds of forward before it is first used, and of backward after its gradients are complete."""
+    again = [
+        block.choices[choice].seconds if choice in ("recompute", "selective") else 0.0
+        for block, choice in zip(candidate.each.blocks, candidate.activations, strict=True)
+    ]
+    before: dict[int, float] = {}
+    after: dict[int, float] = {}
+    segments = list(zip(candidate.each.segments, candidate.uses, strict=True))
+    now = 0.0
+    for segment, used in segments:
+        if segment.phase == "forward":
+            for index in used:
+                before.setdefault(index, now)
+            now += segment.seconds
+    now = 0.0
+    for segment, used in reversed(segments):
+        if segment.phase == "backward":
+            for index in used:
+                after.setdefault(index, now)
+            now += segment.seconds + again[segment.block]
+    return before, after
+
+
+def _over(jobs: list[Job]) -> float:
+    """When the last tail is over."""
+    waiting: list[tuple[float, float]] = []  # tails, the longest first, and seconds that are left
+    now = over = 0.0
+    for job in sorted(jobs, key=lambda job: job.head):
+        while waiting and now < job.head:
+            tail, left = heapq.heappop(waiting)
+            worked = min(left, job.head - now)
+            now += worked
+            if worked < left:
+                heapq.heappush(waiting, (tail, left - worked))
+            else:
+                over = max(over, now - tail)
+        now = max(now, job.head)
+        heapq.heappush(waiting, (-job.tail, job.seconds))
+    while waiting:
+        tail, left = heapq.heappop(waiting)
+        now += left
+        over = max(over, now - tail)
+    return over

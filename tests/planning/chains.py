@@ -1,0 +1,166 @@
+"""Random chains of blocks and random machines for them, small enough that all their plans can be gone through."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from random import Random
+from typing import Literal
+
+from anyfit.planning.offload import PLACED, RESIDENT, Space
+from anyfit.planning.simulate import Candidate
+from anyfit.planning.weigh import weigh
+from anyfit.values.profile import (
+    BlockCost,
+    ChoiceCost,
+    ChunkCost,
+    HostRates,
+    LoadedRates,
+    Pass,
+    Profile,
+    Segment,
+    StateBytes,
+    UpdateCost,
+)
+from tests.planning.profiles import block, one_pass, small_profile
+
+MIB, GIB = 2**20, 2**30
+MICRO_BATCH = 4
+
+
+def random_profile(random: Random, blocks: int) -> Profile:
+    """A chain between an embedding and a head, on a GPU or a CPU: every figure is drawn, from scales that are drawn first, so
+    that now the computation is long and now the copies are, now activations weigh most and now the state."""
+    is_gpu, accumulation = random.random() < 0.7, random.choice([1, 1, 1, 2, 3])
+    each = _pass(random, blocks)
+    chunks = _chunks(random, blocks, 6 if is_gpu and accumulation == 1 else 8)
+    elements = sum(chunk.elements for chunk in chunks)
+    weight = 2 * elements / each.seconds  # bytes a second at which weights cross while the pass computes
+    host = HostRates(
+        updates_per_second=weight * _scale(random, 0.1, 3),
+        up_bytes_per_second=weight * _scale(random, 0.5, 20),
+        down_bytes_per_second=weight * _scale(random, 0.5, 20),
+        overlaps=is_gpu,
+    )
+    if is_gpu and random.random() < 0.5:
+        slowed = (
+            rate * random.uniform(0.3, 1.0)
+            for rate in (host.updates_per_second, host.up_bytes_per_second, host.down_bytes_per_second)
+        )
+        host = replace(host, loaded=LoadedRates(*slowed))
+    profile = small_profile(
+        precision="bf16",
+        batch_size=MICRO_BATCH * accumulation,
+        passes=(each,),
+        blocks=blocks + 1,
+        chunks=chunks,
+        state=StateBytes(0, 0, 0, 0, 0, gradients=0, accumulators=0),
+        trainable=sum(chunk.elements for chunk in chunks if chunk.optimizer_bytes),
+        update=UpdateCost(seconds=each.seconds * _scale(random, 0.01, 0.5), scratch_bytes=random.randint(0, 4) * MIB),
+        host=host,
+        memory_bytes_per_second=30 * elements / each.seconds * _scale(random, 5, 100),
+        device_limit_bytes=1,
+        host_limit_bytes=1,
+    )
+    return _limited(random, profile)
+
+
+def _scale(random: Random, low: float, high: float) -> float:
+    """As likely between 1 and 10 as between 10 and 100."""
+    return float(low * (high / low) ** random.random())
+
+
+def _pass(random: Random, count: int) -> Pass:
+    is_like = random.random() < 0.3  # one block again and again
+    scale = _scale(random, 1, 100)
+
+    def own(index: int) -> BlockCost:
+        kept = int(scale * random.randint(1, 20) * MIB)
+        again = random.uniform(0.1, 1.0) * 0.01
+        choices = {
+            "keep": ChoiceCost(kept, 0, 0.0),
+            "recompute": ChoiceCost(int(kept * random.uniform(0.02, 0.3)), 0, again),
+            "selective": ChoiceCost(int(kept * random.uniform(0.3, 0.8)), 0, again * random.uniform(0.02, 0.6)),
+        }
+        forward = again * random.uniform(1.0, 1.3)
+        seconds = {"seconds_forward": forward, "seconds_backward": forward * random.uniform(1.5, 2.5)}
+        return block(f"layers.{index}", kept_bytes=kept, choices=choices, **seconds)
+
+    first = own(0)
+    blocks = [replace(first, name=f"layers.{index}") if is_like else own(index) for index in range(count)]
+    outside = _scale(random, 0.0005, 0.02)
+    blocks.append(block("", kept_bytes=MIB, choices={}, seconds_forward=outside, seconds_backward=2 * outside))
+    order = [count, *range(count), count]  # the embedding and the head are outside all blocks
+
+    def segment(phase: Literal["forward", "backward"], index: int) -> Segment:
+        seconds = blocks[index].seconds_forward if phase == "forward" else blocks[index].seconds_backward
+        work = blocks[index].kept_bytes + int(scale * random.randint(1, 10) * MIB)
+        return Segment(index, phase, seconds / order.count(index), work)
+
+    segments = [segment("forward", index) for index in order] + [segment("backward", index) for index in reversed(order)]
+    return one_pass(MICRO_BATCH, blocks=tuple(blocks), segments=tuple(segments))
+
+
+def _chunks(random: Random, count: int, most: int) -> tuple[ChunkCost, ...]:
+    """Each block its own, or some together; now and then one lies over two blocks, parts are frozen, a head is untied."""
+    homes: list[tuple[int, ...]] = [(index,) for index in range(count)]
+    outer = random.choice([0, 1, 1, 2])
+    while len(homes) + outer > most:
+        at = random.randrange(len(homes) - 1)
+        homes[at : at + 2] = [homes[at] + homes[at + 1]]
+    if outer:
+        homes.insert(0, (count,))
+    if outer == 2:
+        homes.append((count,))
+    frozen_until = random.choice([0, 0, 0, random.randrange(count + 1)])
+    is_like = random.random() < 0.5
+    usual = random.randint(1, 20)
+    found = []
+    for at, home in enumerate(homes):
+        elements = 1_000_000 * (usual * len(home) if is_like and home != (count,) else random.randint(1, 30))
+        trainable = at >= frozen_until
+        state = (2 * elements, 10 * elements) if trainable else (0, 0)
+        found.append(ChunkCost(2 * elements, elements, trainable, *state, tuple(sorted(home))))
+    return tuple(found)
+
+
+def _limited(random: Random, profile: Profile) -> Profile:
+    """With limits between what is needed least and what all of it would take: near one end or the other, or in between."""
+    each, count = profile.passes[0], len(profile.chunks)
+    accumulation = profile.batch_size // MICRO_BATCH
+    keep = Candidate(each, accumulation, ("keep",) * len(each.blocks), profile.chunks, (RESIDENT,) * count, 0, 0)
+    away = (PLACED[False, True, True],) * count
+    space = Space(profile)
+    least, most = (space.reserved_bytes(weigh(profile, each)) for each in (space.candidate(space.least(MICRO_BATCH)), keep))
+    host = weigh(profile, replace(keep, placements=away, slots=1)).host_bytes
+    share = random.choice([random.uniform(0.9, 1.1), random.uniform(1.0, 1.5), random.uniform(1, 6), random.uniform(1, 6)])
+    device = min(share * least, random.uniform(0.6, 1.0) * most) if least < most else most
+    return replace(
+        profile,
+        device_limit_bytes=int(device * (1 + profile.reserved_error)) + 1,
+        host_limit_bytes=3 * GIB * profile.host.overlaps + int(random.choice([2.0, random.uniform(0.2, 1.0)]) * host),
+    )
+
+
+def narrowed(random: Random, profile: Profile, most: int) -> Profile:
+    """With fewer choices for some blocks and with some chunks frozen, any of them, until there are at most so many plans."""
+    each, chunks = profile.passes[0], profile.chunks
+    blocks = list(each.blocks)
+    while _count(profile, blocks, chunks) > most:
+        index = random.randrange(len(blocks) - 1)
+        others = [name for name in blocks[index].choices if name != "keep"]
+        if others and random.random() < 0.8:
+            left = {name: cost for name, cost in blocks[index].choices.items() if name != random.choice(others)}
+            blocks[index] = replace(blocks[index], choices=left)
+        elif sum(chunk.trainable for chunk in chunks) > 2:
+            at = random.randrange(len(chunks))
+            frozen = replace(chunks[at], trainable=False, gradient_bytes=0, optimizer_bytes=0)
+            chunks = (*chunks[:at], frozen, *chunks[at + 1 :])
+    return replace(profile, passes=(replace(each, blocks=tuple(blocks)),), chunks=chunks)
+
+
+def _count(profile: Profile, blocks: list[BlockCost], chunks: tuple[ChunkCost, ...]) -> int:
+    assert profile.host is not None
+    ways = 1 + (4 if profile.host.overlaps else 2) * (2 if profile.batch_size == MICRO_BATCH else 1)
+    trained = sum(chunk.trainable for chunk in chunks)
+    return math.prod(max(len(block.choices), 1) for block in blocks) * ways**trained * 2 ** (len(chunks) - trained)
