@@ -30,8 +30,8 @@ from .shortage import Shortfall
 
 MOST_RESCUES = 3  # of one step
 FIRST_STEP = 0.08  # beyond what was seen to be needed; then twice and four times as much
-SMALL_BYTES = 2**20  # of a buffer
 LEAST_STEP = 0.02  # where no plan has room for more
+SMALL_BYTES = 2**20  # of a buffer
 
 
 class Rescue:
@@ -121,10 +121,10 @@ class Rescue:
 def said_of_device(step: int, short: Shortfall, before: Plan, after: Plan) -> str:
     needed, there, expected = map(show_bytes, (short.needed_bytes, short.there_bytes, before.forecast.reserved_bytes))
     old, new = (f"{plan.forecast.reserved_error:.0%}" for plan in (before, after))
+    how = f"with a margin of {new} instead of {old}" if new != old else "for as much as is there"
     return (
         f"after step {step}: {needed} of device memory were needed {short.where}, of {there}, and {expected} were forecast; "
-        f"planned anew with a margin of {new} instead of {old}, and going on{_in_passes(before, after)}: "
-        f"{_choices(after)}"
+        f"planned anew {how}, and going on{_in_passes(before, after)}: {_choices(after)}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import random
@@ -25,7 +26,9 @@ from anyfit.planning import search
 from anyfit.planning.search import forecast
 from anyfit.probing.cache import corrections_of
 from anyfit.running.launch import Launch, launched
+from anyfit.running.rescue import Rescue, said_of_device
 from anyfit.running.run import Run
+from anyfit.running.shortage import Shortfall
 from anyfit.running.watch import HostWatch
 from anyfit.values.profile import Profile
 from tests.machines import small_machine
@@ -301,6 +304,43 @@ def test_an_update_that_holds_too_much_is_made_and_the_run_is_planned_anew_for_t
         weights = run.state_dict()
     assert "after step 1" in capfd.readouterr().err
     assert_bit_equal(weights, train_plainly(job, batches)[1])
+
+
+def test_memory_that_others_took_is_no_fault_of_the_forecast() -> None:
+    """On a GPU: the run needed no more than was forecast, and less was there."""
+    job = job_for()
+    machine = limited(job, 1.2)
+    profile = replace(profile_of(job), device_limit_bytes=machine.device_limit_bytes)
+    plan, kept = search(profile), list[Any]()
+    there = int(0.7 * plan.forecast.reserved_bytes)
+    rescue = Rescue(lambda: profile, search, kept.append)
+    short = Shortfall("in blocks.3", there + 1, there)
+    other = rescue.with_less_device(plan, short, 0)
+    assert other.limit_bytes["device"] == there
+    assert other.fits
+    assert other.forecast.reserved_error == plan.forecast.reserved_error
+    assert kept == []
+    assert "planned anew for as much as is there" in said_of_device(3, short, plan, other)
+
+
+@pytest.mark.parametrize("is_own_model", [False, True])
+def test_a_run_that_was_resumed_is_profiled_when_it_has_to_be(tmp_path: Path, is_own_model: bool) -> None:
+    """Its plan is that of the folder: nothing was traced for it."""
+    torch.manual_seed(0)
+    job = replace(job_for(), model=gpt() if is_own_model else gpt)
+    machine = limited(job_for(), 0.6)
+    batches = [*byte_batches(2, ROWS, LENGTH), byte_batches(1, ROWS, LENGTH + 6)[0]]
+    expected = train_plainly(replace(job, model=lambda: copy.deepcopy(job.build())), batches)[1]
+    with launched(Launch(tmp_path)) as launch, anyfit.start(job, machine=machine) as run:
+        run.step(batches[0])
+        launch.save(run)
+    with launched(Launch(tmp_path, resume=True)), anyfit.start(job, machine=machine) as again:
+        assert again.plan == run.plan
+        again.step(batches[1])
+        again.step(batches[2])
+        assert again.rescues
+        weights = again.state_dict()
+    assert_bit_equal(weights, expected)
 
 
 # ---------------------------------------------------------------------- host memory
