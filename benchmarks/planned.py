@@ -1,0 +1,361 @@
+"""Are the planner's plans as fast and as large as it says, and is any other plan faster?
+
+    python -m benchmarks.planned [--jobs NAME ...] [--regret NAME ...] [--machine FILE] [--seconds 500] [--record NAME]
+    python -m benchmarks.planned --write-calls FILE
+
+(a GPU and its host.) Every job is planned for a part of the GPU's memory, as `anyfit.start` would, and trained for a few steps
+under a hard cap of that size: step time, peak on the device with and without the pools, and host memory stand beside the
+forecast. For the jobs of `--regret` many other plans are measured as well: other splits of the updates, all of them on the host,
+all streamed, other choices of what is made again, other chunk sizes. All are placed one after another in one process, in the same
+pinned memory.
+
+`--write-calls` lists the ops of all jobs as they are traced here; `--calls` times those too, so that a forecast made with this
+version of torch finds its own (benchmarks/profiler.py does the same).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import anyfit
+from anyfit.costing import cost
+from anyfit.costing.memory import chunk_costs, chunks_of
+from anyfit.kernels.pages import in_huge_pages
+from anyfit.placing import place
+from anyfit.placing.tiers import MADV_POPULATE_WRITE
+from anyfit.planning import search
+from anyfit.planning.offload import Offer, Space
+from anyfit.probing.calls import measure_calls
+from anyfit.running.run import Run
+from anyfit.values.graph import Graph
+from anyfit.values.machine import Machine
+from anyfit.values.plan import Placement, Plan
+from anyfit.values.profile import Profile
+
+from . import record
+from .cases import CASES, job_of
+from .peers import CONTEXT_BYTES, GIB, MODELS, NEVER, with_norms
+from .peers import Job as Peer
+from .profiler import CALLS_SECONDS, quickly_built, varied, weighty_calls
+
+WARM_UP, TIMED = 3, 6
+SHORT = 2, 4  # of other plans
+CODES = "rshRSH"  # resident, streamed, host; capitals: with their weights on the host
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    case: str  # of benchmarks/cases.py, or a model of benchmarks/peers.py
+    batch: int
+    cap_gib: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.case} batch {self.batch} " + ("no cap" if self.cap_gib is None else f"cap {self.cap_gib:g}")
+
+    def training(self) -> anyfit.Job:
+        """As a user has it: nothing said of micro-batches, and the loss of a language model in slices."""
+        if self.case in MODELS:
+            from transformers import AutoConfig
+
+            config = AutoConfig.for_model("gpt2", **MODELS[self.case])
+            length = Peer(self.case, self.batch).case.length
+            return anyfit.Job.from_huggingface(config, batch_size=self.batch, length=length, precision="bf16", clip_norm=NEVER)
+        case = replace(next(each for each in CASES if each.name == self.case), batch=self.batch)
+        return anyfit.Job(**{**vars(job_of(case)), "micro_batch": None, "clip_norm": NEVER})
+
+    def batch_for(self, training: anyfit.Job) -> Any:
+        if self.case in MODELS:
+            return varied(Peer(self.case, self.batch).case, training.sample)
+        return varied(replace(next(each for each in CASES if each.name == self.case), batch=self.batch), training.sample)
+
+
+JOBS = {
+    job.name: job
+    for job in (
+        *(Job("4b", 8, cap) for cap in (24, 12, 16, 40, 80, None)),
+        *(Job("4b", 32, cap) for cap in (24, 40)),
+        *(Job("llama-1b", 4, cap) for cap in (8, 12, 16)),
+        *(Job("convnext-tiny", 256, cap) for cap in (8, 12)),
+        Job("10b", 8, 24),
+    )
+}
+REGRET = ("4b batch 8 cap 24", "4b batch 8 cap 12", "llama-1b batch 4 cap 12")
+
+
+# ---------------------------------------------------------------------- plans
+
+
+def planned_by(plan: Plan, profile: Profile, offer: Offer) -> Plan:
+    """The plan with another candidate's choices."""
+    candidate = offer.candidate
+    pairs = zip(candidate.each.blocks, candidate.activations, strict=True)
+    stage = replace(plan.stages[0], activations={block.name: choice for block, choice in pairs if choice != "keep"})
+    peaks = {"device": offer.weight.device_bytes, "host": offer.weight.host_bytes, "disk": 0}
+    return replace(
+        plan,
+        micro_batch=candidate.each.micro_batch,
+        accumulation=candidate.accumulation,
+        stages=(stage,),
+        chunk_bytes=profile.offload_chunk_bytes,
+        chunks=candidate.placements,
+        slots=candidate.slots,
+        prefetch=candidate.prefetch,
+        forecast=replace(plan.forecast, step_seconds=offer.simulated.step_seconds, peak_bytes=peaks),
+    )
+
+
+def alternatives(graphs: list[Graph], profile: Profile, plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Other plans that fit, each the best with one thing as it says."""
+    size = plan.micro_batch
+    space = Space(profile)
+    last = space.last_rung(size)
+    forced: dict[str, dict[str, float]] = {
+        "none streamed": {"streamed": 0.0},
+        **{f"{share:.0%} streamed": {"streamed": share} for share in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)},
+        "none on the host": {"streamed": 1.0, "host_first": 0.0},
+        "updates wait for the norm": {"speculates": False},
+        "updates before the norm": {"speculates": True},
+        "all made again": {"rung": last},
+        **{f"rung {share:.0%}": {"rung": round(share * last)} for share in (0.25, 0.5, 0.75)},
+        "host first": {"host_first": 0.3},
+        "no weights away": {"away": 0},
+        "half of the weights away": {"away": len(profile.chunks) // 2},
+        "all weights away": {"away": len(profile.chunks)},
+    }
+    for name, knobs in forced.items():
+        offer = space.best(size, starts=1, **knobs)
+        if offer is not None:
+            yield name, planned_by(plan, profile, offer)
+    for times in (0.5, 2.0):
+        chunk_bytes = int(profile.offload_chunk_bytes * times)
+        chunks = chunk_costs(graphs[0], chunks_of(graphs[0], chunk_bytes))
+        other = replace(profile, offload_chunk_bytes=chunk_bytes, chunks=chunks)
+        offer = Space(other).best(size)
+        if offer is not None:
+            yield f"chunks {times:g} times as large", planned_by(plan, other, offer)
+    for micro_batch in {each.micro_batch for each in profile.passes} - {size}:
+        offer = space.best(micro_batch, starts=1)
+        if offer is not None and micro_batch * 2 >= size:
+            yield f"micro-batches of {micro_batch}", planned_by(plan, profile, offer)
+
+
+def coded(placements: tuple[Placement, ...]) -> str:
+    """A letter a chunk, with how often it comes: '18r4h1s'."""
+    letters = "".join(CODES["rsh".index(each.route[0]) + 3 * (each.weights == "host")] for each in placements)
+    runs: list[list[Any]] = []
+    for letter in letters:
+        if runs and runs[-1][1] == letter:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, letter])
+    return "".join(f"{count}{letter}" for count, letter in runs)
+
+
+def about(plan: Plan) -> Row:
+    stage = plan.stages[0]
+    return {
+        "micro_batch": plan.micro_batch,
+        "accumulation": plan.accumulation,
+        "chunk_bytes": plan.chunk_bytes,
+        "chunks": coded(plan.chunks),
+        "speculates": any(each.speculates for each in plan.chunks),
+        "activations": dict(Counter(stage.activations.values())),
+        "again": dict(stage.activations),
+        "slots": plan.slots,
+        "prefetch": plan.prefetch,
+    }
+
+
+# ---------------------------------------------------------------------- the measurement
+
+
+def pinned_arena(size: int) -> torch.Tensor:
+    """Host memory that all plans share: it takes longest to get."""
+    arena = in_huge_pages(size)
+    library: Any = ctypes.CDLL(None)
+
+    def touch(start: int) -> None:
+        part = arena[start : start + GIB]
+        library.madvise(ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.numel()), MADV_POPULATE_WRITE)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(touch, range(0, size, GIB)))
+    error = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
+    if error:
+        raise MemoryError(f"{size / GIB:.0f} GiB could not be pinned (CUDA error {error})")
+    return arena
+
+
+def measure(job: Job, training: anyfit.Job, plan: Plan, arena: torch.Tensor, steps: tuple[int, int]) -> Row:
+    total = torch.cuda.get_device_properties(0).total_memory
+    gc.collect()
+    torch.cuda.empty_cache()
+    cap = total if job.cap_gib is None else job.cap_gib * GIB - CONTEXT_BYTES
+    torch.cuda.set_per_process_memory_fraction(min(cap / total, 1.0))
+    building = replace(quickly_built(training), micro_batch=plan.micro_batch)
+    torch.manual_seed(0)
+    began = time.perf_counter()
+    placed = place(building, plan, with_norms(building.build()), torch.device("cuda", 0), arena=arena)
+    started = time.perf_counter() - began
+    with Run(building, plan, placed) as run:
+        torch.cuda.reset_peak_memory_stats()
+        batch, seconds = job.batch_for(training), []
+        losses = []
+        for _ in range(sum(steps)):
+            begun = time.perf_counter()
+            losses.append(float(run.step(batch)))
+            seconds.append(time.perf_counter() - begun)
+        return {
+            "step_seconds": statistics.median(seconds[steps[0] :]),
+            "step_seconds_all": seconds,
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "pool_bytes": placed.device_bytes,
+            "host_bytes": placed.host_bytes,
+            "start_seconds": started,
+            "loss_first": losses[0],
+            "loss_last": losses[-1],
+        }
+
+
+def row_of(job: Job, plan: Plan, measured: Row, name: str = "planned") -> Row:
+    forecast = plan.forecast
+    return {
+        "job": job.name,
+        "plan": name,
+        "about": about(plan),
+        "measured": measured,
+        "predicted_then": {
+            "step_seconds": forecast.step_seconds,
+            "device_bytes": forecast.peak_bytes["device"],
+            "host_bytes": forecast.peak_bytes["host"],
+            "reserved_bytes": forecast.reserved_bytes,
+        },
+    }
+
+
+def line_of(row: Row) -> str:
+    real, then = row["measured"], row["predicted_then"]
+    steps = real["step_seconds"], then["step_seconds"] / real["step_seconds"] - 1
+    return (
+        f"{row['job']:26} {row['plan']:28} {steps[0]:6.3f} s ({steps[1]:+6.1%})  "
+        f"GPU {real['allocated_bytes'] / GIB:5.2f} GiB ({then['device_bytes'] / real['allocated_bytes'] - 1:+5.1%}), "
+        f"reserved {real['reserved_bytes'] / GIB:5.2f}, pools {real['pool_bytes'] / GIB:5.2f}  "
+        f"host {real['host_bytes'] / GIB:5.1f} ({then['host_bytes'] / max(real['host_bytes'], 1) - 1:+5.1%})  "
+        f"start {real['start_seconds']:.1f} s  {row['about']['chunks']} {row['about']['activations']} "
+        f"{'speculates' * row['about']['speculates']} {row['about']['micro_batch']}"
+    )
+
+
+# ---------------------------------------------------------------------- all of it
+
+
+def graphs_of(job: Job) -> list[Graph]:
+    return anyfit.traced(job.training(), "cuda")
+
+
+def with_calls(machine: Machine, jobs: list[Job], elsewhere: dict[str, dict[str, float]]) -> Machine:
+    """With the seconds of the ops of all jobs."""
+    for case, batch in dict.fromkeys((job.case, job.batch) for job in jobs):
+        graph = anyfit.traced(replace(Job(case, batch).training(), micro_batch=batch), "cuda")[0]
+        weights = {**elsewhere.get(f"{case} batch {batch}", {}), **weighty_calls(graph, machine.device)}
+        found = measure_calls(torch.device("cuda", 0), weights, machine.device.measured, CALLS_SECONDS)
+        machine = replace(machine, device=replace(machine.device, measured={**machine.device.measured, **found}))
+    return machine
+
+
+def plans_of(job: Job, machine: Machine, with_others: bool) -> list[tuple[str, Plan]] | str:
+    """The planner's, and the others; or why there is none."""
+    torch.set_num_threads(1)
+    graphs = graphs_of(job)
+    limited = machine.with_limits(device_memory=None if job.cap_gib is None else int(job.cap_gib * GIB))
+    profile = cost(graphs, limited, job.batch)
+    try:
+        plan = search(profile)
+    except anyfit.NoPlan as error:
+        return str(error)
+    return [("planned", plan), *(alternatives(graphs, profile, plan) if with_others else ())]
+
+
+def run_all(options: argparse.Namespace) -> None:
+    jobs = [JOBS[name] for name in options.jobs or JOBS]
+    machine = Machine.load(options.machine) if options.machine else anyfit.probe("full")
+    elsewhere = json.loads(options.calls.read_text()) if options.calls else {}
+    machine = with_calls(machine, jobs, elsewhere)
+    print(f"{time.perf_counter() - BEGAN:4.0f} s  the machine is known", flush=True)
+    with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
+        planning = {job.name: pool.submit(plans_of, job, machine, job.name in options.regret) for job in jobs}
+        arena = pinned_arena(options.arena_gib * GIB)
+        print(f"{time.perf_counter() - BEGAN:4.0f} s  the arena is there", flush=True)
+        plans = {name: future.result() for name, future in planning.items()}
+    print(f"{time.perf_counter() - BEGAN:4.0f} s  all is planned", flush=True)
+    rows: list[Row] = []
+    for job in jobs:
+        found = plans[job.name]
+        if isinstance(found, str):
+            print(f"{job.name}: {found}", flush=True)
+            continue
+        training = job.training()
+        for name, plan in found:
+            if time.perf_counter() - BEGAN > options.seconds:
+                return
+            steps = (WARM_UP, TIMED) if name == "planned" else SHORT
+            try:
+                rows.append(row_of(job, plan, measure(job, training, plan, arena, steps), name))
+            except (RuntimeError, MemoryError, ValueError) as error:
+                print(f"{job.name}, {name}: {type(error).__name__} {str(error)[:300]}", flush=True)
+                continue
+            print(f"{time.perf_counter() - BEGAN:4.0f} s  {line_of(rows[-1])}", flush=True)
+            if options.record:
+                record.write(options.record, {"rows": rows})
+                machine.save(record.RESULTS / f"{options.record}-machine.json")
+
+
+def write_calls(file: Path) -> None:
+    device = Machine.load("h200").device
+    found = {}
+    for case, batch in dict.fromkeys((job.case, job.batch) for job in JOBS.values()):
+        graph = anyfit.traced(replace(Job(case, batch).training(), micro_batch=batch), "cuda")[0]
+        found[f"{case} batch {batch}"] = {call: float(f"{weight:.3g}") for call, weight in weighty_calls(graph, device).items()}
+    file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+BEGAN = time.perf_counter()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", nargs="*", choices=list(JOBS))
+    parser.add_argument("--regret", nargs="*", choices=list(JOBS), default=list(REGRET))
+    parser.add_argument("--machine", help="of this very computer; probed when not given")
+    parser.add_argument("--calls", type=Path)
+    parser.add_argument("--write-calls", type=Path)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so long")
+    parser.add_argument("--arena-gib", type=int, default=96, help="of host memory, for all plans one after another")
+    parser.add_argument("--workers", type=int, default=8, help="processes that plan")
+    parser.add_argument("--record", metavar="NAME")
+    options = parser.parse_args()
+    if options.write_calls:
+        write_calls(options.write_calls)
+    else:
+        run_all(options)
+
+
+if __name__ == "__main__":
+    main()
