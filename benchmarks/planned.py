@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from anyfit.kernels.pages import in_huge_pages
 from anyfit.placing import place
 from anyfit.placing.tiers import MADV_POPULATE_WRITE
 from anyfit.planning import search
-from anyfit.planning.offload import Offer, Space
+from anyfit.planning.offload import Knobs, Offer, Space
 from anyfit.probing.calls import measure_calls
 from anyfit.running.run import Run
 from anyfit.values.graph import Graph
@@ -125,23 +126,31 @@ def alternatives(graphs: list[Graph], profile: Profile, plan: Plan) -> Iterator[
     size = plan.micro_batch
     space = Space(profile)
     last = space.last_rung(size)
+    seen = {(plan.chunks, tuple(plan.stages[0].activations.items()))}
+
+    def is_new(other: Plan) -> bool:
+        key = (other.chunks, tuple(other.stages[0].activations.items()))
+        return key not in seen and not seen.add(key)  # type: ignore[func-returns-value]
+
     forced: dict[str, dict[str, float]] = {
         "none streamed": {"streamed": 0.0},
-        **{f"{share:.0%} streamed": {"streamed": share} for share in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)},
         "none on the host": {"streamed": 1.0, "host_first": 0.0},
         "updates wait for the norm": {"speculates": False},
         "updates before the norm": {"speculates": True},
         "all made again": {"rung": last},
-        **{f"rung {share:.0%}": {"rung": round(share * last)} for share in (0.25, 0.5, 0.75)},
-        "host first": {"host_first": 0.3},
-        "no weights away": {"away": 0},
         "half of the weights away": {"away": len(profile.chunks) // 2},
         "all weights away": {"away": len(profile.chunks)},
     }
     for name, knobs in forced.items():
         offer = space.best(size, starts=1, **knobs)
-        if offer is not None:
-            yield name, planned_by(plan, profile, offer)
+        if offer is not None and is_new(other := planned_by(plan, profile, offer)):
+            yield name, other
+    speculates = any(each.speculates for each in plan.chunks)
+    for streamed, host_first, rung in product((0.15, 0.3, 0.45, 0.6), (0.0, 0.12), (last, round(0.8 * last))):
+        filled = space._fill(Knobs(size, rung, host_first=host_first, streamed=streamed, speculates=speculates))
+        if filled is not None and space.fits(space.weight(filled)) and is_new(planned_by(plan, profile, space.offer(filled))):
+            name = f"{streamed:.0%} streamed, first {host_first:.0%} host, rung {rung}"
+            yield name, planned_by(plan, profile, space.offer(filled))
     for times in (0.5, 2.0):
         chunk_bytes = int(profile.offload_chunk_bytes * times)
         chunks = chunk_costs(graphs[0], chunks_of(graphs[0], chunk_bytes))
