@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,7 +20,7 @@ from anyfit.showing import timeline
 from anyfit.values.answers import beside
 from anyfit.values.profile import Profile
 from anyfit.values.units import parse_count, show_bytes, show_seconds
-from tests.machines import small_machine
+from tests.machines import figure, small_machine
 from tests.planning.profiles import small_profile
 
 VERBS = sorted(command.callback.__name__ for command in cli.app.registered_commands if command.callback is not None)
@@ -38,6 +38,13 @@ def job():
         batch_size=4,
         precision="fp32",
     )
+
+def whole():
+    made = job()
+    object.__setattr__(made, "sample", torch.ones(64, 8))
+    object.__setattr__(made, "batch_size", 64)
+    object.__setattr__(made, "micro_batch", 64)
+    return made
 
 def broken():
     return {}["a key of mine"]
@@ -244,6 +251,31 @@ def test_each_change_that_is_offered_where_nothing_fits_does_what_it_says(anyfit
         plan = printed(anyfit(*asked, *limit, *words, "--json"))
         seconds = plan.forecast.step_seconds
         assert show_seconds(seconds) == said or seconds <= 1.01 * seconds_of(said)
+
+
+def test_a_smaller_micro_batch_is_offered_where_the_job_asks_for_one_that_is_too_large(anyfit: Command, tmp_path: Path) -> None:
+    done = anyfit("plan", "jobs.py:whole", "--machine", "small.json", "--device-memory", "8kB")
+    assert done.status == 3
+    ((size, said),) = re.findall(r"^  Job\(micro_batch=(\d+)\) +(\S+ \S+) a step$", done.err, re.MULTILINE)
+    (tmp_path / "jobs.py").write_text(JOBS.replace('"micro_batch", 64', f'"micro_batch", {size}'))
+    sys.modules.pop("jobs")
+    plan = printed(anyfit("plan", "jobs.py:whole", "--machine", "small.json", "--device-memory", "8kB", "--json"))
+    assert plan.micro_batch == int(size)
+    assert plan.forecast.step_seconds <= 1.01 * seconds_of(said)
+
+
+def test_the_smallest_cards_that_are_enough_are_offered(anyfit: Command, tmp_path: Path) -> None:
+    card = Machine.load("l4")
+    host = replace(card.host, memory_bytes=figure(2**30))
+    replace(card, host=host, device=replace(card.device, name="a small card", memory_bytes=figure(2**30))).save("card.json")
+    asked = ("plan", "gpt2-small", "--batch", "2", "--seq", "64")
+    done = anyfit(*asked, "--machine", "card.json")
+    assert done.status == 3
+    offered = re.findall(r"^  --machine (\S+) +(\S+ \S+) a step$", done.err, re.MULTILINE)
+    assert [name for name, _ in offered] == ["l4", "rtx-3090"]
+    for name, said in offered:
+        plan = printed(anyfit(*asked, "--machine", name, "--json"))
+        assert plan.forecast.step_seconds <= 1.01 * seconds_of(said)
 
 
 def seconds_of(text: str) -> float:

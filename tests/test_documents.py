@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def blocks(language: str, document: str = "README.md") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -30,9 +30,10 @@ def test_every_python_block_of_the_readme_runs(block: str, tmp_path: Path) -> No
     run([sys.executable, "-W", "error", "-c", block], tmp_path)
 
 
-def test_every_command_of_the_readme_runs_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("document", ["README.md", "docs/planning.md"])
+def test_every_command_of_a_document_runs_in_order(document: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for line in "".join(blocks("bash")).splitlines():
+    for line in "".join(blocks("bash", document)).splitlines():
         words = line.partition("#")[0].split()
         assert words[0] == "anyfit"
         output = run([sys.executable, "-m", *words], tmp_path)
