@@ -202,7 +202,7 @@ def run_of(job: anyfit.Job, machine: anyfit.Machine, delay: Any = None, watch: H
 
 
 @given(
-    at=st.integers(0, 6),
+    at=st.integers(0, 3),
     longer=st.integers(4, 12),
     share=st.sampled_from([0.4, 0.5, 0.6, 0.8, 1.02]),
     model=st.sampled_from([gpt, Dropping]),
@@ -213,7 +213,7 @@ def test_a_batch_that_needs_more_than_the_sample_may_come_at_any_step(
     at: int, longer: int, share: float, model: Any, precision: Any, accumulation: int
 ) -> None:
     job = job_for(model, precision=precision, micro_batch=ROWS // accumulation)
-    batches = byte_batches(7, ROWS, LENGTH)
+    batches = byte_batches(4, ROWS, LENGTH)
     batches[at] = byte_batches(1, ROWS, LENGTH + longer, seed=at)[0]
     try:
         run = run_of(job, limited(job, share), random_delays(at))
