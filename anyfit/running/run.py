@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anyfit.placing import Placed, place
+from anyfit.placing.chunks import Carried
 from anyfit.placing.gradients import clip_factor, total_norm
 from anyfit.placing.tiers import LiveBytes, peak_bytes_of_gpu
 from anyfit.placing.timeline import Timeline
@@ -321,24 +322,18 @@ class Run:
 
     def _move(self, plan: Plan) -> None:
         """Places the model anew, as this plan says; as it was, where that cannot be done."""
-        placed, job = self._placed, self.job
-        on_gpu = placed.device.type == "cuda"
-        carried, device, delay = placed.lift(), placed.device, placed.delay
+        carried, device, delay = self._placed.lift(), self._placed.device, self._placed.delay
+        on_gpu = device.type == "cuda"
         if on_gpu:
             gc.unfreeze()
-        del placed, self._placed
+        del self._placed
         gc.collect()  # the engine's parts know each other
         if on_gpu:
             torch.cuda.empty_cache()
-        failed: str | None = None
-        try:
-            self._placed = place(job, plan, self.model, device, delay, carried)
-            self.plan = plan
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            let_go(error)
-            failed = str(error)
-        if failed is not None:
-            self._placed = place(job, self.plan, self.model, device, delay, carried)
+        failed = self._place(plan, carried, device, delay)
+        if failed is not None and self._place(self.plan, carried, device, delay) is not None:
+            self._let_go(carried)
+            raise failed
         self._watched.clear()
         if self.timeline is not None:
             self.timeline.follow(self._placed.lanes)
@@ -346,10 +341,29 @@ class Run:
             gc.collect()
             gc.freeze()
         if failed is not None:
-            raise MemoryError(failed)
+            raise failed
         self.rescues += 1
         if self.launch is not None:
             self.launch.replanned(self)
+
+    def _place(
+        self, plan: Plan, carried: Carried, device: torch.device, delay: Callable[[], None] | None
+    ) -> BaseException | None:
+        """The error, where it could not be done: one about memory is a MemoryError on a GPU too."""
+        try:
+            self._placed = place(self.job, plan, self.model, device, delay, carried)
+            self.plan = plan
+        except Exception as error:
+            let_go(error)
+            return MemoryError(str(error)) if is_about_memory(error) else error
+        return None
+
+    def _let_go(self, carried: Carried) -> None:
+        """The run ends here, since nothing can be placed; the model has its weights, wherever they lie."""
+        for name, parameter in self.model.named_parameters():
+            parameter.data = carried.weights[name]
+        self._closed = True
+        self._unfollow()
 
     def _say(self, line: str) -> None:
         if self.launch is not None:
@@ -476,11 +490,14 @@ class Run:
         if self._closed:
             return
         self._closed = True
-        if self._watch is not None:
-            self._watch.close()
         if self._placed.device.type == "cuda":
             gc.unfreeze()
         self._placed.close()
+        self._unfollow()
+
+    def _unfollow(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         if self.launch is not None:
             self.launch.unfollow()
             self.launch = None

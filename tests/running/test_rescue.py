@@ -25,6 +25,7 @@ from anyfit.placing import place
 from anyfit.planning import search
 from anyfit.planning.search import forecast
 from anyfit.probing.cache import corrections_of
+from anyfit.running import run as running
 from anyfit.running.launch import Launch, launched
 from anyfit.running.rescue import Rescue, said_of_device
 from anyfit.running.run import Run
@@ -75,7 +76,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @functools.cache
 def job_for(model: Any = gpt, optimizer: str = "AdamW", **options: Any) -> anyfit.Job:
-    options = {"clip_norm": 0.5, "micro_batch": ROWS} | options
+    options = {"clip_norm": 0.5, "micro_batch": ROWS, "precision": "fp32"} | options
     sample = byte_batches(1, ROWS, LENGTH)[0]
     return anyfit.Job(model, next_byte_loss, OPTIMIZERS[optimizer], sample=sample, batch_size=ROWS, **options)
 
@@ -288,7 +289,7 @@ def test_an_update_that_holds_too_much_is_made_and_the_run_is_planned_anew_for_t
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Resident weights are changed in place, and half a step would be left."""
-    job = replace(job_for(), sample=byte_batches(1, ROWS, 2)[0])
+    job = replace(job_for(precision="bf16"), sample=byte_batches(1, ROWS, 2)[0])
     batches = byte_batches(5, ROWS, 2)
     profile = anyfit.profile(job, small_machine())
     update = replace(profile.update, scratch_bytes=0)
@@ -304,6 +305,33 @@ def test_an_update_that_holds_too_much_is_made_and_the_run_is_planned_anew_for_t
         weights = run.state_dict()
     assert "after step 1" in capfd.readouterr().err
     assert_bit_equal(weights, train_plainly(job, batches)[1])
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_plan_that_cannot_be_placed_leaves_the_run_or_at_least_the_weights(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_for()
+    batches = byte_batches(4, ROWS, LENGTH)
+    run = run_of(job, limited(job, 0.6))
+    run.step(batches[0])
+    tries = iter([True] * failures)
+
+    def failing(*arguments: Any) -> Any:
+        if next(tries, False):
+            raise MemoryError("no more")
+        return place(*arguments)
+
+    monkeypatch.setattr(running, "place", failing)
+    with pytest.raises(MemoryError, match=r"are needed .* are allowed") as caught:
+        run.step(byte_batches(1, ROWS, LENGTH + 15)[0])
+    assert "could not be placed: no more" in caught.value.__notes__[0]
+    assert run.is_closed == (failures == 2)
+    for batch in batches[1:] if failures == 1 else []:
+        run.step(batch)
+    run.close()
+    done = batches if failures == 1 else batches[:1]
+    assert_bit_equal(run.model.state_dict(), train_plainly(job, done)[1])
 
 
 def test_memory_that_others_took_is_no_fault_of_the_forecast() -> None:
@@ -329,7 +357,7 @@ def test_a_run_that_was_resumed_is_profiled_when_it_has_to_be(tmp_path: Path, is
     torch.manual_seed(0)
     job = replace(job_for(), model=gpt() if is_own_model else gpt)
     machine = limited(job_for(), 0.6)
-    batches = [*byte_batches(2, ROWS, LENGTH), byte_batches(1, ROWS, LENGTH + 6)[0]]
+    batches = [*byte_batches(2, ROWS, LENGTH), byte_batches(1, ROWS, LENGTH + 15)[0]]
     expected = train_plainly(replace(job, model=lambda: copy.deepcopy(job.build())), batches)[1]
     with launched(Launch(tmp_path)) as launch, anyfit.start(job, machine=machine) as run:
         run.step(batches[0])
