@@ -228,7 +228,7 @@ def test_a_machine_is_shown_with_what_it_has(console: Console) -> None:
 
 
 def test_copies_and_disk_are_shown_where_they_are_known(console: Console) -> None:
-    copies = Copies(*(constant(rate * GIB) for rate in (50.0, 40.0, 30.0, 20.0)), pageable=figure(7e9))
+    copies = Copies(*(constant(rate * GIB) for rate in (50.0, 40.0, 30.0, 20.0)), *(figure(2e10),) * 2, pageable=figure(7e9))
     disk = Disk(figure(100 * GIB), read=constant(3 * GIB), write=constant(2 * GIB))
     show_machine(replace(small_machine(), copies=copies, disk=disk), console)
     text = shown(console)
