@@ -1,4 +1,4 @@
-// One pass of Adam or AdamW over a flat chunk, on threads of its own. Plain C++ and a C interface: it needs no torch header.
+// One pass of Adam or AdamW over a flat chunk, or of adding up gradients, on threads of its own. Plain C++ and a C interface: it needs no torch header.
 //
 // Every number is computed as torch's single-tensor AdamW computes it, down to the last bit: the same fp32 operations in the
 // same order, fused multiply-adds where torch's code has them and nowhere else (-ffp-contract=off), and the square roots that
@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <pthread.h>
@@ -289,21 +290,22 @@ void do_stretch(const Update& u, int64_t from, int64_t to) {
 
 // ---------------------------------------------------------------------- threads
 
-// One update on its threads. A thread takes what it can of its own stretch of the chunk, whose memory stays near it, and then of
-// the others': nobody waits for one that the system has taken off its core. Late ones find nothing left, and only this.
+// One pass over a chunk on its threads. A thread takes what it can of its own stretch of it, whose memory stays near it, and then
+// of the others': nobody waits for one that the system has taken off its core. Late ones find nothing left, and only this.
 struct Work {
     struct alignas(64) Stretch {
         std::atomic<int64_t> next{0};
         int64_t end = 0;
     };
 
-    Work(const Update& asked, int64_t threads) : update(asked), left(asked.elements), stretches(size_t(threads)) {
+    Work(std::function<void(int64_t, int64_t)> asked, int64_t elements, int64_t threads)
+        : pass(std::move(asked)), left(elements), stretches(size_t(threads)) {
         std::fegetenv(&environment);
-        int64_t size = (update.elements + threads - 1) / threads;
+        int64_t size = (elements + threads - 1) / threads;
         size = (size + BLOCK - 1) / BLOCK * BLOCK;
         for (int64_t each = 0; each < threads; each++) {
-            stretches[size_t(each)].next = std::min(each * size, update.elements);
-            stretches[size_t(each)].end = std::min((each + 1) * size, update.elements);
+            stretches[size_t(each)].next = std::min(each * size, elements);
+            stretches[size_t(each)].end = std::min((each + 1) * size, elements);
         }
     }
 
@@ -313,7 +315,7 @@ struct Work {
             Stretch& stretch = stretches[(own + each) % stretches.size()];
             for (int64_t from; (from = stretch.next.fetch_add(GRAIN)) < stretch.end;) {
                 const int64_t to = std::min(from + GRAIN, stretch.end);
-                do_stretch(update, from, to);
+                pass(from, to);
                 done += to - from;
             }
         }
@@ -327,7 +329,7 @@ struct Work {
         all_done.wait(lock, [this] { return left.load() == 0; });
     }
 
-    const Update update;
+    const std::function<void(int64_t, int64_t)> pass;  // over the elements from one to another
     fenv_t environment;  // the caller's treatment of denormals
     std::atomic<int64_t> left;  // elements
     std::vector<Stretch> stretches;
@@ -397,16 +399,73 @@ Pool* pool = [] {
     return new Pool;
 }();
 
-}  // namespace
-
-extern "C" void anyfit_adamw(const Update* update) {
-    const int64_t useful = std::max<int64_t>(1, update->elements / WORTH_A_THREAD);
-    const auto threads = size_t(std::min<int64_t>(update->threads, useful));
-    const auto work = std::make_shared<Work>(*update, int64_t(threads));
+void go_through(const std::function<void(int64_t, int64_t)>& pass, int64_t elements, int32_t wanted) {
+    const int64_t useful = std::max<int64_t>(1, elements / WORTH_A_THREAD);
+    const auto threads = size_t(std::min<int64_t>(wanted, useful));
+    const auto work = std::make_shared<Work>(pass, elements, int64_t(threads));
     try {
         for (size_t each = 1; each < threads; each++) pool->worker(each - 1)->take({work, each});
     } catch (...) {  // no more threads or memory to be had: fewer do it
     }
     work->help(0);
     work->wait();
+}
+
+// ---------------------------------------------------------------------- sums of gradients
+
+struct Sum {
+    float* total;
+    const void* part;
+    bool is_bf16, is_first;
+};
+
+INLINE void add_range(const Sum& s, int64_t from, int64_t to) {
+    float* total = s.total;
+    if (s.is_bf16) {
+        const auto* part = static_cast<const uint16_t*>(s.part);
+        if (s.is_first) {
+#pragma omp simd
+            for (int64_t i = from; i < to; i++) total[i] = as_float(uint32_t(part[i]) << 16);
+        } else {
+#pragma omp simd
+            for (int64_t i = from; i < to; i++) total[i] += as_float(uint32_t(part[i]) << 16);
+        }
+    } else {
+        const auto* part = static_cast<const float*>(s.part);
+        if (s.is_first) {
+            std::memcpy(total + from, part + from, size_t(to - from) * sizeof *part);
+        } else {
+#pragma omp simd
+            for (int64_t i = from; i < to; i++) total[i] += part[i];
+        }
+    }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
+void add_avx512(const Sum& s, int64_t from, int64_t to) { add_range(s, from, to); }
+
+__attribute__((target("avx2,fma")))
+void add_avx2(const Sum& s, int64_t from, int64_t to) { add_range(s, from, to); }
+#endif
+
+void add_best(const Sum& s, int64_t from, int64_t to) {
+#if defined(__x86_64__)
+    if (PROCESSOR.has_avx512) return add_avx512(s, from, to);
+    if (PROCESSOR.has_avx2) return add_avx2(s, from, to);
+#endif
+    add_range(s, from, to);
+}
+
+}  // namespace
+
+extern "C" void anyfit_adamw(const Update* update) {
+    const Update u = *update;
+    go_through([u](int64_t from, int64_t to) { do_stretch(u, from, to); }, u.elements, u.threads);
+}
+
+// total = part, or total += part, element by element.
+extern "C" void anyfit_add(float* total, const void* part, int32_t is_bf16, int32_t is_first, int64_t elements, int32_t threads) {
+    const Sum s{total, part, is_bf16 != 0, is_first != 0};
+    go_through([s](int64_t from, int64_t to) { add_best(s, from, to); }, elements, threads);
 }

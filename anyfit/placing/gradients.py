@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from anyfit.kernels.sums import add
 from anyfit.values.layout import ALIGN_ELEMENTS, Slot
+from anyfit.values.machine import update_threads
 
 from .chunks import ChunkState, ModelState, quietly
 from .lanes import Lanes, Ticket
@@ -50,6 +52,7 @@ class Gradients:
     def __init__(self, state: ModelState, lanes: Lanes, slabs: HostSlabs, accumulation: int, moved: set[str]) -> None:
         self._state, self._lanes, self._parameters = state, lanes, state.parameters
         self.adds_up = accumulation > 1  # over micro-batches
+        self._threads = update_threads(torch.get_num_threads())
         self._moved = moved
         self.on_complete: Callable[[ChunkState], None] = lambda _state: None
         self.on_late: Callable[[ChunkState], None] = lambda _state: None
@@ -213,15 +216,12 @@ class Gradients:
         down = self._lanes.down.run(copy, after, label)
         known, flat = set(home.names), home.flat
 
-        def add() -> None:
-            for slot in slots:
-                total, part = state.view(flat, slot), state.view(summand, slot)
-                if slot.name in known:
-                    total.add_(part)
-                else:
-                    total.copy_(part)
+        def add_up() -> None:
+            for is_first in (True, False):
+                for start, end in _stretches([slot for slot in slots if (slot.name not in known) == is_first]):
+                    add(flat[start:end], summand[start:end], is_first=is_first, threads=self._threads)
 
-        home.ticket = self._lanes.host.run(add, after=(down, home.ticket), label=f"add {label}")
+        home.ticket = self._lanes.host.run(add_up, after=(down, home.ticket), label=f"add {label}")
         self._landings.append((landing, home.ticket))
         home.names.update(slot.name for slot in slots)
         return down

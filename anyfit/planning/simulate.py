@@ -30,6 +30,7 @@ STEPS = 3
 STAGES = 5  # buffers in which gradients gather before they go down
 STREAMED_DEPTH = 3  # chunks that are under way at once
 DONE = 1e-3  # of an update: what is left of it when it counts as done
+ADDED, NORMED = 10 / 26, 4 / 26  # of an update's memory traffic: to add a gradient up on the host, and to take its norm there
 HAND_OUT_SECONDS = 1e-4  # that the host takes to start one chunk's update, while the device has nothing to do
 
 
@@ -174,20 +175,20 @@ class _Host:
 
     def __init__(self, clock: _Clock, rates: HostRates, up: _Server, down: _Server) -> None:
         self._clock, self._rates, self._copies = clock, rates, (up, down)
-        self._waiting: list[tuple[int, int, _Chunk, Callable[[], None]]] = []
+        self._waiting: list[tuple[int, int, float, Callable[[], None]]] = []
         self._count = 0
         self.is_busy = False
 
-    def add(self, chunk: _Chunk, done: Callable[[], None]) -> None:
+    def add(self, elements: float, done: Callable[[], None], order: int) -> None:
         self._count += 1
-        heapq.heappush(self._waiting, (chunk.index, self._count, chunk, done))
+        heapq.heappush(self._waiting, (order, self._count, elements, done))
         self._start()
 
     def _start(self) -> None:
         if not self.is_busy and self._waiting:
-            _, _, chunk, done = heapq.heappop(self._waiting)
+            _, _, elements, done = heapq.heappop(self._waiting)
             self.is_busy = True
-            self._go_on(chunk.cost.elements, self._rates.updates_per_second, DONE * chunk.cost.elements, done)
+            self._go_on(elements, self._rates.updates_per_second, DONE * elements, done)
 
     def _go_on(self, left: float, rate: float, enough: float, done: Callable[[], None]) -> None:
         began, copied = self._clock.now, self._copied
@@ -246,6 +247,8 @@ class _Play:
         self._norm = _Signal()
         self._stages = 0  # gradients under way
         self._stage_free = _Signal(happened=True)
+        self._adding = 0  # gradients that are being added up on the host
+        self._added = _Signal(happened=True)
         self._lifted: list[tuple[int, int, Callable[[], None]]] = []  # that wait for a carrier
         self._carriers = STREAMED_DEPTH
         self._count = 0
@@ -302,6 +305,7 @@ class _Play:
             for micro_batch in range(self._candidate.accumulation):
                 self._position = 0
                 yield from self._one_pass(is_last=micro_batch == self._candidate.accumulation - 1)
+            yield from self._wait("gradients", self._added)
             yield self._norm_seconds()
             self._norm.fire()
             yield self._resident_seconds()
@@ -359,7 +363,11 @@ class _Play:
         self._waits[kind] += self._clock.now - began
 
     def _norm_seconds(self) -> float:
-        return self._rates.norm_seconds * sum(chunk.cost.elements for chunk in self._chunks if chunk.cost.gradient_bytes)
+        sums = self._candidate.accumulation > 1
+        given = [chunk for chunk in self._chunks if chunk.cost.gradient_bytes]
+        on_host = sum(chunk.cost.elements for chunk in given if sums and chunk.placement.gradients == "host")
+        on_device = sum(chunk.cost.elements for chunk in given) - on_host
+        return self._rates.norm_seconds * on_device + NORMED * on_host / self._rates.host.updates_per_second
 
     def _resident_seconds(self) -> float:
         resident = (chunk.cost.elements for chunk in self._chunks if self._is_resident(chunk))
@@ -385,7 +393,21 @@ class _Play:
                 self._stages -= 1
                 if not self._stage_free.happened:
                     self._stage_free.fire()
+                if self._candidate.accumulation == 1:
+                    arrived.fire()
+                else:
+                    self._on_host(ADDED * chunk.cost.elements, added, -1)
+
+            def added() -> None:
                 arrived.fire()
+                self._adding -= 1
+                if self._adding == 0:
+                    self._added.fire()
+
+            if self._candidate.accumulation > 1:
+                if self._adding == 0:
+                    self._added = _Signal()
+                self._adding += 1
 
             self._copy(self._down, "gradients", chunk.cost.gradient_bytes, landed)
         else:
@@ -406,13 +428,17 @@ class _Play:
         def update(done: Callable[[], None]) -> None:
             if route == "streamed":
                 self._stream(chunk, done, speculates=speculates)
-            elif not self._rates.host.overlaps:
-                self._debt += chunk.cost.elements / self._rates.host.updates_per_second
-                done()
             else:
-                self._host.add(chunk, done)
+                self._on_host(chunk.cost.elements, done, chunk.index)
 
         arrived.then(start)
+
+    def _on_host(self, elements: float, done: Callable[[], None], order: int) -> None:
+        if self._rates.host.overlaps:
+            self._host.add(elements, done, order)
+        else:
+            self._debt += elements / self._rates.host.updates_per_second
+            done()
 
     def _send_up(self, chunk: _Chunk) -> None:
         """Fresh weights to where they live."""

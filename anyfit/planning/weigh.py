@@ -98,16 +98,16 @@ def _live(candidate: Candidate, updating: int) -> Iterator[int]:
     backwards_left = Counter(segment.block for segment in each.segments if segment.phase == "backward")
     begun: set[int] = set()
     gradients, kept = 0, 0
-    stays = [
-        placement.gradients == "device" and chunk.gradient_bytes > 0 and not adds_up
-        for chunk, placement in zip(candidate.chunks, candidate.placements, strict=True)
-    ]
+    staying: list[list[int]] = [[] for _ in each.blocks]  # by block: chunks whose gradients stay on the device
+    for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
+        for block in chunk.blocks if placement.gradients == "device" and chunk.gradient_bytes and not adds_up else ():
+            staying[block].append(index)
     held: set[int] = set()  # blocks
-    for segment, used in zip(each.segments, candidate.uses, strict=True):
+    for segment in each.segments:
         block = segment.block
         if segment.phase == "backward":
-            for index in used:
-                if stays[index] and index not in begun:
+            for index in staying[block]:  # a loss may give an embedding its gradient long before its own backward
+                if index not in begun:
                     begun.add(index)
                     gradients += candidate.chunks[index].gradient_bytes
         yield kept - (keeps[block] if block in held else 0) + segment.work_bytes + gradients

@@ -1,0 +1,40 @@
+"""Adding up gradients on the host, in fp32: in C++ (adamw.cpp), or in plain torch where that is not built.
+
+torch adds bf16 to fp32 several times slower than memory allows. The sums are the same: one rounding of the exact sum of two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adamw import is_native
+from .native import library
+
+
+def add(total: Tensor, part: Tensor, *, is_first: bool, threads: int = 1) -> None:
+    """Adds `part`, bf16 or fp32, to the flat fp32 `total`; or makes it the total. Written behind autograd's back."""
+    if total.dtype != torch.float32 or part.dtype not in (torch.bfloat16, torch.float32) or total.shape != part.shape:
+        raise ValueError(f"{part.dtype} {tuple(part.shape)} cannot be added to {total.dtype} {tuple(total.shape)}")
+    if not (total.is_contiguous() and part.is_contiguous() and total.device.type == part.device.type == "cpu"):
+        raise ValueError("gradients to be added lie on the host, each without gaps")
+    if not is_native():
+        if is_first:
+            total.copy_(part)
+        else:
+            total.add_(part)
+        return
+    _in_cpp()(total.data_ptr(), part.data_ptr(), part.dtype == torch.bfloat16, is_first, total.numel(), threads)
+
+
+@functools.cache
+def _in_cpp() -> Any:
+    run = library(Path(__file__).with_name("adamw.cpp")).anyfit_add
+    run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32]
+    run.restype = None
+    return run
