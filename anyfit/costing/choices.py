@@ -2,7 +2,8 @@
 
 keep        all that forward leaves stays
 recompute   what goes into the block stays; its forward runs again
-selective   also the results of COSTLY_OPS, whether backward needs them or not; all other forward ops run again
+selective   also the results of COSTLY_OPS, whether backward needs them or not; all other forward ops run again. Python looks at
+            every call of the block, in forward and again, and that takes its time
 offload     what is large enough moves to the host and back; only the rest stays
 """
 
@@ -13,9 +14,13 @@ from collections.abc import Mapping, Sequence
 from anyfit.values.graph import COSTLY_OPS, LEAST_OFFLOAD_BYTES, Graph
 from anyfit.values.profile import ChoiceCost, HostRates
 
+# What looking at a call costs, in calls of a training step: fitted to "4b batch 8 cap 40" of benchmarks/results/planned.json.
+LOOKED_AT = 3.4
 
-def choice_costs(graph: Graph, took: Sequence[float], host: HostRates) -> list[Mapping[str, ChoiceCost]]:
-    """By block; `took` are the seconds of every op. What is outside blocks can only be kept."""
+
+def choice_costs(graph: Graph, took: Sequence[float], host: HostRates, call_seconds: float) -> list[Mapping[str, ChoiceCost]]:
+    """By block; `took` are the seconds of every op, `call_seconds` the host's of one call. What is outside blocks can only be
+    kept."""
     count = len(graph.blocks)
     kept, costly, large, last = ([0] * count for _ in range(4))
     for value in graph.values:
@@ -31,7 +36,7 @@ def choice_costs(graph: Graph, took: Sequence[float], host: HostRates) -> list[M
     for index, (op, seconds) in enumerate(zip(graph.ops, took, strict=True)):
         if op.phase == "forward" and index <= last[op.block]:
             forward[op.block] += seconds
-            cheap[op.block] += 0.0 if _is_costly(op.name) else seconds
+            cheap[op.block] += (0.0 if _is_costly(op.name) else seconds) + LOOKED_AT * call_seconds * op.calls
     costs: list[Mapping[str, ChoiceCost]] = []
     for index, block in enumerate(graph.blocks):
         choices: dict[str, ChoiceCost] = {"keep": ChoiceCost(kept[index], 0, 0.0)}

@@ -126,7 +126,8 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: i
     seconds = {"forward": [0.0] * count, "backward": [0.0] * count}
     recompute = [0.0] * count
     all_seconds = pass_seconds(graph, machine)
-    choices = choice_costs(graph, all_seconds, _host_rates(machine))
+    call_seconds = machine.device.host_seconds.value if machine.device.kind == "cuda" else 0.0
+    choices = choice_costs(graph, all_seconds, _host_rates(machine), call_seconds)
     for op, took in zip(graph.ops, all_seconds, strict=True):
         flops[op.phase][op.block] += op.flops
         seconds[op.phase][op.block] += took

@@ -62,7 +62,7 @@ CLOSE = 1.1  # times the best before it: what may become better still
 WORTH = 0.002  # of a step: less is no reason to change a plan
 PROCESS_BYTES = 3 * 2**30  # of the host, that a process with a GPU takes besides the plan's
 FRAGMENTATION = 0.15  # of what is live beyond the pools: what torch's allocator was seen to add to it, with segments that grow
-NORM_BYTES, UPDATE_BYTES = 2, 30  # read, and read and written, of a parameter on the device
+NORM_BYTES, UPDATE_BYTES, GATHER_BYTES = 2, 30, 4  # read and written of a parameter on the device
 
 
 Item = TypeVar("Item")
@@ -104,7 +104,7 @@ class Space:
         self._bounds: dict[Knobs, float] = {}
         self._activations: dict[int, list[tuple[float, tuple[Activations, ...]]]] = {}
         memory = profile.memory_bytes_per_second
-        self._rates = Rates(self._host, NORM_BYTES / memory, UPDATE_BYTES / memory)
+        self._rates = Rates(self._host, NORM_BYTES / memory, UPDATE_BYTES / memory, GATHER_BYTES / memory)
         self.is_gpu = self._host.overlaps
         if not self.is_gpu:  # torch steps resident chunks there
             self._rates = replace(self._rates, update_seconds=profile.update.seconds / max(profile.trainable, 1))
@@ -160,7 +160,7 @@ class Space:
         return weight.host_bytes + (PROCESS_BYTES if self.is_gpu else 0)
 
     def _fits_device(self, weight: Weight) -> bool:
-        needed = int(self.reserved_bytes(weight) * (1 + self.profile.reserved_error))
+        needed = int(self.reserved_bytes(weight) * (1 + self.profile.offload_error))
         return needed <= self.profile.device_limit_bytes
 
     def offer(self, knobs: Knobs) -> Offer:
@@ -258,7 +258,7 @@ class Space:
         weight, profile = weigh(self.profile, candidate), self.profile
         if self.fits(weight):
             return 0.0
-        needed = self.reserved_bytes(weight) * (1 + profile.reserved_error)
+        needed = self.reserved_bytes(weight) * (1 + profile.offload_error)
         device = max(needed / profile.device_limit_bytes - 1, 0.0)
         return device + max(self._host_bytes(weight) / profile.host_limit_bytes - 1, 0.0)
 

@@ -74,6 +74,7 @@ class Rates:
     host: HostRates
     norm_seconds: float  # of gradients that are on the device, each parameter
     update_seconds: float  # of a resident parameter, or one that was lifted
+    gather_seconds: float = 0.0  # of a gradient that is put beside its chunk's others, to go down with them
 
 
 Waits = Literal["fetch", "update", "gradients", "activations"]
@@ -84,7 +85,7 @@ class Simulated:
     step_seconds: float
     compute_seconds: float  # without what is recomputed
     recompute_seconds: float
-    update_seconds: float  # of resident chunks, and the norm
+    update_seconds: float  # that the device works on updates: resident and streamed ones, the norm, gradients that are to go down
     waits_seconds: Mapping[Waits, float]
 
 
@@ -279,7 +280,7 @@ class _Play:
             step_seconds=self._steps[-1],
             compute_seconds=candidate.accumulation * candidate.each.seconds,
             recompute_seconds=candidate.accumulation * candidate.seconds_again,
-            update_seconds=self._norm_seconds() + self._resident_seconds(),
+            update_seconds=self._norm_seconds() + self._resident_seconds() + self._beside_seconds(),
             waits_seconds=dict(self._waits),
         )
 
@@ -373,6 +374,14 @@ class _Play:
         resident = (chunk.cost.elements for chunk in self._chunks if self._is_resident(chunk))
         return self._rates.update_seconds * sum(resident)
 
+    def _beside_seconds(self) -> float:
+        """What the device does besides, while it computes."""
+        given = [chunk for chunk in self._chunks if chunk.cost.gradient_bytes]
+        gathered = sum(chunk.cost.elements for chunk in given if chunk.placement.gradients == "host")
+        streamed = sum(chunk.cost.elements for chunk in given if chunk.route == "streamed" and chunk.cost.optimizer_bytes)
+        passes = self._candidate.accumulation
+        return passes * self._rates.gather_seconds * gathered + self._rates.update_seconds * streamed
+
     @staticmethod
     def _is_resident(chunk: _Chunk) -> bool:
         return chunk.route == "resident" and chunk.cost.optimizer_bytes > 0
@@ -384,6 +393,7 @@ class _Play:
         route = chunk.route
         arrived = _Signal()
         if chunk.placement.gradients == "host":
+            self._debt += self._rates.gather_seconds * chunk.cost.elements
             yield from self._wait("gradients", self._stage_free)
             self._stages += 1
             if self._stages == STAGES:
@@ -457,6 +467,7 @@ class _Play:
             self._in_parts(self._up, "lift", up, chunk.index, lower)
 
         def lower() -> None:
+            self._debt += self._rates.update_seconds * cost.elements  # the computation has less of the device meanwhile
             self._in_parts(self._down, "lower", down, chunk.index, free)
 
         def free() -> None:

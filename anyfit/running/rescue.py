@@ -68,7 +68,7 @@ class Rescue:
         profile = replace(profile, device_limit_bytes=min(profile.device_limit_bytes, short.there_bytes))
         expected = plan.forecast.reserved_bytes
         tried = [profile]
-        if short.needed_bytes > expected * (1 + profile.reserved_error):  # else others hold what was to be there
+        if short.needed_bytes > expected * (1 + plan.forecast.reserved_error):  # else others hold what was to be there
             tried = [
                 profile.corrected(self._correction(profile, short, expected, step))
                 for step in (FIRST_STEP * 2**rescues, LEAST_STEP)

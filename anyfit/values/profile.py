@@ -160,18 +160,24 @@ class Profile(Record):
     peak_flops_per_second: float  # the device's best matmul rate in this precision
     time_error: float  # relative, of a forecast step time
     memory_error: float  # relative, of the forecast peak
-    reserved_error: float  # relative, of what is forecast to be reserved
+    reserved_error: float  # relative, of what is forecast to be reserved with everything on the device
     model_fingerprint: str
     machine_fingerprint: str
     memory_bytes_per_second: float = 1.0  # of the device's own memory, read and written
+    offload_error: float = 0.02  # relative, of the same where chunks are placed one by one
     offload_chunk_bytes: int = 0  # of a layout fine enough to place part of the state on the host
     chunks: tuple[ChunkCost, ...] = ()  # of that layout, in its order
     host: HostRates | None = None  # None: nothing can be placed on the host
     notes: tuple[str, ...] = ()  # on how the passes were traced, where that was by real runs
-    correction: Correction | None = None  # where a run has shown that reserved_error must be larger than it would be
+    correction: Correction | None = None  # where a run has shown that these errors are larger than they would be
 
     def corrected(self, correction: Correction | None) -> Self:
         """The same with a margin as large as a run has shown to be needed."""
-        if correction is None or correction.error <= self.reserved_error:
+        if correction is None or correction.error <= min(self.reserved_error, self.offload_error):
             return self
-        return replace(self, reserved_error=correction.error, correction=correction)
+        return replace(
+            self,
+            reserved_error=max(self.reserved_error, correction.error),
+            offload_error=max(self.offload_error, correction.error),
+            correction=correction,
+        )
