@@ -19,6 +19,7 @@ import argparse
 import ctypes
 import gc
 import json
+import math
 import statistics
 import time
 from collections import Counter
@@ -49,7 +50,7 @@ from anyfit.values.profile import Profile
 
 from . import record
 from .cases import CASES, job_of
-from .peers import CONTEXT_BYTES, GIB, MODELS, NEVER, with_norms
+from .peers import ALWAYS, CONTEXT_BYTES, GIB, MODELS, NEVER, with_norms
 from .peers import Job as Peer
 from .profiler import CALLS_SECONDS, quickly_built, varied, weighty_calls
 
@@ -64,21 +65,27 @@ class Job:
     case: str  # of benchmarks/cases.py, or a model of benchmarks/peers.py
     batch: int
     cap_gib: float | None = None
+    clips: bool = False  # at every step
+    micro_batch: int | None = None  # where the user wants one
 
     @property
     def name(self) -> str:
-        return f"{self.case} batch {self.batch} " + ("no cap" if self.cap_gib is None else f"cap {self.cap_gib:g}")
+        cap = "no cap" if self.cap_gib is None else f"cap {self.cap_gib:g}"
+        parts = "" if self.micro_batch is None else f" in {self.batch // self.micro_batch}"
+        return f"{self.case} batch {self.batch}{parts} {cap}{' clipping' * self.clips}"
 
     def training(self) -> anyfit.Job:
-        """As a user has it: nothing said of micro-batches, and the loss of a language model in slices."""
+        """As a user has it, with the loss of a language model in slices."""
+        options: dict[str, Any] = {"micro_batch": self.micro_batch, "clip_norm": ALWAYS if self.clips else NEVER}
         if self.case in MODELS:
             from transformers import AutoConfig
 
             config = AutoConfig.for_model("gpt2", **MODELS[self.case])
             length = Peer(self.case, self.batch).case.length
-            return anyfit.Job.from_huggingface(config, batch_size=self.batch, length=length, precision="bf16", clip_norm=NEVER)
+            job = anyfit.Job.from_huggingface(config, batch_size=self.batch, length=length, precision="bf16")
+            return replace(job, **options)
         case = replace(next(each for each in CASES if each.name == self.case), batch=self.batch)
-        return anyfit.Job(**{**vars(job_of(case)), "micro_batch": None, "clip_norm": NEVER})
+        return replace(job_of(case), **options)
 
     def batch_for(self, training: anyfit.Job) -> Any:
         if self.case in MODELS:
@@ -93,6 +100,8 @@ JOBS = {
         *(Job("4b", 32, cap) for cap in (24, 40)),
         *(Job("llama-1b", 4, cap) for cap in (8, 12, 16)),
         *(Job("convnext-tiny", 256, cap) for cap in (8, 12)),
+        Job("4b", 8, 24, clips=True),
+        Job("4b", 8, 24, micro_batch=4),
         Job("10b", 8, 24),
     )
 }
@@ -225,11 +234,12 @@ def measure(job: Job, training: anyfit.Job, plan: Plan, arena: torch.Tensor, ste
     with Run(building, plan, placed) as run:
         torch.cuda.reset_peak_memory_stats()
         batch, seconds = job.batch_for(training), []
-        losses = []
+        losses, clipped = [], 0
         for _ in range(sum(steps)):
             begun = time.perf_counter()
             losses.append(float(run.step(batch)))
             seconds.append(time.perf_counter() - begun)
+            clipped += run.metrics.gradient_norm > (training.clip_norm or math.inf)
         return {
             "step_seconds": statistics.median(seconds[steps[0] :]),
             "step_seconds_all": seconds,
@@ -238,6 +248,7 @@ def measure(job: Job, training: anyfit.Job, plan: Plan, arena: torch.Tensor, ste
             "pool_bytes": placed.device_bytes,
             "host_bytes": placed.host_bytes,
             "start_seconds": started,
+            "clipped": clipped,
             "loss_first": losses[0],
             "loss_last": losses[-1],
         }
@@ -324,7 +335,7 @@ def run_all(options: argparse.Namespace) -> None:
         for name, plan in found:
             if time.perf_counter() - BEGAN > options.seconds:
                 return
-            steps = (WARM_UP, TIMED) if name == "planned" else SHORT
+            steps = (WARM_UP + 4 * job.clips, TIMED) if name == "planned" else SHORT  # a run waits for the norm after some
             try:
                 rows.append(row_of(job, plan, measure(job, training, plan, arena, steps), name))
             except (RuntimeError, MemoryError, ValueError) as error:
