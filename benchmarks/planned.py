@@ -20,6 +20,7 @@ import ctypes
 import gc
 import json
 import math
+import re
 import statistics
 import time
 from collections import Counter
@@ -29,7 +30,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -41,12 +42,13 @@ from anyfit.placing import place
 from anyfit.placing.tiers import MADV_POPULATE_WRITE
 from anyfit.planning import search
 from anyfit.planning.offload import Knobs, Offer, Space
+from anyfit.planning.simulate import Candidate
 from anyfit.probing.calls import measure_calls
 from anyfit.running.run import Run
 from anyfit.values.graph import Graph
 from anyfit.values.machine import Machine
 from anyfit.values.plan import Placement, Plan
-from anyfit.values.profile import Profile
+from anyfit.values.profile import Pass, Profile
 
 from . import record
 from .cases import CASES, job_of
@@ -185,6 +187,29 @@ def coded(placements: tuple[Placement, ...]) -> str:
     return "".join(f"{count}{letter}" for count, letter in runs)
 
 
+def placements_of(about: Row) -> tuple[Placement, ...]:
+    """What `coded` and `about` have made short."""
+    letters = "".join(letter * int(count) for count, letter in re.findall(r"(\d+)([a-zA-Z])", about["chunks"]))
+    return tuple(_placement(letter, speculates=about["speculates"]) for letter in letters)
+
+
+def _placement(letter: str, *, speculates: bool) -> Placement:
+    if letter == "r":
+        return Placement()
+    host: Literal["host"] = "host"
+    updated: Literal["host", "device"] = "host" if letter in "hH" else "device"
+    weights: Literal["host", "device"] = "host" if letter.isupper() else "device"
+    return Placement(weights=weights, gradients=updated, optimizer=host, update=updated, speculates=speculates)
+
+
+def candidate_of(about: Row, graph: Graph, each: Pass) -> Candidate:
+    """What the simulator needs to know of a plan that was measured."""
+    activations = tuple(about["again"].get(block.name, "keep") if block.name else "keep" for block in each.blocks)
+    chunks = chunk_costs(graph, chunks_of(graph, about["chunk_bytes"]))
+    placements = placements_of(about) or (Placement(),) * len(chunks)
+    return Candidate(each, about["accumulation"], activations, chunks, placements, about["slots"], about["prefetch"])
+
+
 def about(plan: Plan) -> Row:
     stage = plan.stages[0]
     return {
@@ -300,8 +325,8 @@ def with_calls(machine: Machine, jobs: list[Job], elsewhere: dict[str, dict[str,
     return machine
 
 
-def plans_of(job: Job, machine: Machine, with_others: bool) -> list[tuple[str, Plan]] | str:
-    """The planner's, and the others; or why there is none."""
+def plans_of(job: Job, machine: Machine, others: int) -> list[tuple[str, Plan]] | str:
+    """The planner's, and so many others, the fastest by their forecasts; or why there is none."""
     torch.set_num_threads(1)
     graphs = graphs_of(job)
     limited = machine.with_limits(device_memory=None if job.cap_gib is None else int(job.cap_gib * GIB))
@@ -310,7 +335,8 @@ def plans_of(job: Job, machine: Machine, with_others: bool) -> list[tuple[str, P
         plan = search(profile)
     except anyfit.NoPlan as error:
         return str(error)
-    return [("planned", plan), *(alternatives(graphs, profile, plan) if with_others else ())]
+    found = list(alternatives(graphs, profile, plan)) if others else []
+    return [("planned", plan), *sorted(found, key=lambda each: each[1].forecast.step_seconds)[:others]]
 
 
 def run_all(options: argparse.Namespace) -> None:
@@ -320,7 +346,8 @@ def run_all(options: argparse.Namespace) -> None:
     machine = with_calls(machine, jobs, elsewhere)
     print(f"{time.perf_counter() - BEGAN:4.0f} s  the machine is known", flush=True)
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
-        planning = {job.name: pool.submit(plans_of, job, machine, job.name in options.regret) for job in jobs}
+        others = {job.name: options.most if job.name in options.regret else 0 for job in jobs}
+        planning = {job.name: pool.submit(plans_of, job, machine, others[job.name]) for job in jobs}
         arena = pinned_arena(options.arena_gib * GIB)
         print(f"{time.perf_counter() - BEGAN:4.0f} s  the arena is there", flush=True)
         plans = {name: future.result() for name, future in planning.items()}
@@ -363,6 +390,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="*", choices=list(JOBS))
     parser.add_argument("--regret", nargs="*", choices=list(JOBS), default=list(REGRET))
+    parser.add_argument("--most", type=int, default=99, help="other plans of a job")
     parser.add_argument("--machine", help="of this very computer; probed when not given")
     parser.add_argument("--calls", type=Path)
     parser.add_argument("--write-calls", type=Path)
