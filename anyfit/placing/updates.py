@@ -11,7 +11,8 @@ while the computation goes on; whoever uses one first waits for it. Until its la
 nothing that counts, so one that fails can be started again.
 
 A plan may have chunks updated before the norm is known, into a second generation of their state: it is taken over when nothing
-was clipped, and the update done anew when something was. Where that happens often, updates wait for the norm.
+was clipped, and the update done anew when something was. Where that happens often, updates wait for the norm; only the states
+of the first streamed chunks are lifted before.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class OptimizerState:
         self.second: Second | None = None
         self.home: Ticket | None = None  # of the last way back of a streamed state
         self.live: dict[str, dict[str, Any]] = {}  # entries of a resident chunk, whose arrays never move
+        self.lifted: Load | None = None  # its state is on the device, or on its way there, before the norm is known
 
     def entries(self, moments: Mapping[str, Tensor], names: Iterable[str], *, cloned: bool = True) -> dict[str, dict[str, Any]]:
         """What the optimizer knows of each parameter, with moments from these flat buffers; empty before its first step."""
@@ -130,6 +132,7 @@ class Load:
     flat: Tensor | None = None  # the gradients, where they lie in one
     moments: dict[str, Tensor] = field(default_factory=dict)
     rest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ticket: Ticket | None = None  # of the last that was asked of it
 
 
 class Second:
@@ -162,7 +165,8 @@ class Updates:
         self._by_index = {each.state.index: each for each in self._chunks}
         self._benches = {"resident": Bench(state.device), "streamed": Bench(state.device), "host": Bench(torch.device("cpu"))}
         self._carriers = [Bench(state.device) for _ in range(STREAMED_DEPTH)]
-        self._next_carrier = itertools.cycle(self._carriers)
+        self._next_carrier = itertools.cycle(range(STREAMED_DEPTH))
+        self._loads: dict[int, Load] = {}  # by carrier, the last that it took
         self._device = state.device
         self.names = {slot.name: each for each in self._chunks for slot in each.state.chunk.slots}
         self._working: dict[tuple[str, int], list[nn.Parameter]] = {}
@@ -181,6 +185,7 @@ class Updates:
                 each.second.moments = {key: self._zeros(each, key) for key in each.moments}
         if any(each.second is not None for each in self._chunks):
             gradients.on_complete, gradients.on_late = self._speculate, self._revoke
+        self._first_streamed = [each for each in self._chunks if each.state.placement.route == "streamed"][:STREAMED_DEPTH]
         for each in self._chunks:
             self._furnish(each)
 
@@ -290,6 +295,7 @@ class Updates:
     def forget(self) -> None:
         """The step is over, however it ended: what was speculated in it is not to be used by another."""
         for each in self._chunks:
+            each.lifted = None
             if each.second is not None:
                 each.second.ticket = None
 
@@ -339,23 +345,38 @@ class Updates:
         """Starts a streamed update, of the state itself or into its second generation. Up, step and down are on streams of their
         own: the next chunk comes up while this one is stepped."""
         index = each.state.index
-        load = Load(own, second)
+        load, each.lifted = (each.lifted, None) if second is None else (None, each.lifted)
+        is_lifted = load is not None
+        if load is None:
+            load = Load(own, second)
+        load.gradients = own
         home = None if each.home is None else Over(each.home)
         parts = (
-            (lambda: self._lift(each, load), f"lift state of chunk {index}"),
+            (lambda: None if is_lifted else self._lift(each, load), f"lift state of chunk {index}"),
             (
                 lambda: self._step_lifted(each, load, factor, groups),
                 f"{'update' if second is None else 'speculate on'} chunk {index}",
             ),
             (lambda: self._lower(each, load), f"lower state of chunk {index}"),
         )
-        each.home = self._lanes.streamed.run_parts(parts, (home, *after), order=index)
+        each.home = load.ticket = self._lanes.streamed.run_parts(parts, (home, load.ticket, *after), order=index)
         return each.home
+
+    def _lift_ahead(self, each: OptimizerState) -> None:
+        """Of the streamed chunks that are needed first, as many as there are carriers."""
+        if each in self._first_streamed:
+            load = each.lifted = Load({}, None)
+            after = (None if each.home is None else Over(each.home), self._gradients.of(each.state)[1])
+            label = f"lift state of chunk {each.state.index}"
+            load.ticket = self._lanes.streamed.run(lambda: self._lift(each, load), after, label, each.state.index)
 
     def _lift(self, each: OptimizerState, load: Load) -> None:
         state, elements = each.state, each.state.chunk.elements
-        # Its last chunk has gone: no more are under way than there are carriers.
-        carrier = load.carrier = next(self._next_carrier)
+        which = next(self._next_carrier)
+        before, self._loads[which] = self._loads.get(which), load
+        if before is not None and before.ticket is not None:
+            Over(before.ticket).wait()
+        carrier = load.carrier = self._carriers[which]
         load.weights, load.flat = state.on_device, self._gradients.flat(state)
         load.moments = {key: carrier.flat(key, elements) for key in each.moments}
         copies = [(load.moments[key], flat) for key, flat in each.moments.items()]
@@ -515,8 +536,11 @@ class Updates:
     def _speculate(self, state: ChunkState) -> None:
         """All gradients of the chunk are there, or on their way: steps it, out of place, as if nothing were clipped."""
         each = self._by_index.get(state.index)
-        if each is None or each.second is None or self._clipped > CLIPPED_SHARE or len(each.rest) != len(state.chunk.slots):
+        if each is None or each.second is None or len(each.rest) != len(state.chunk.slots):
             return  # a first step makes state, which is taken over in place
+        if self._clipped > CLIPPED_SHARE:
+            self._lift_ahead(each)
+            return
         second = each.second
         own, arrived = self._gradients.of(state)
         groups = self._settings()
@@ -542,6 +566,8 @@ class Updates:
 
     def _revoke(self, state: ChunkState) -> None:
         each = self._by_index.get(state.index)
+        if each is not None:
+            each.lifted = None  # its gradients may have been lifted with it
         if each is not None and each.second is not None and each.second.ticket is not None:
             with contextlib.suppress(BaseException):  # of an update that does not count
                 each.second.ticket.wait()

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import anyfit
 from anyfit.placing import activations
+from anyfit.placing.lanes import STREAMED_DEPTH
 from anyfit.placing.residency import Saved
 from anyfit.values.plan import Placement
 from tests.models import Experts, Tangled, byte_batches, next_byte_loss, tiny_gpt
@@ -475,3 +476,24 @@ def test_after_the_end_the_model_is_plain_and_the_state_is_gone(placement: Place
     assert not any(lane._thread.is_alive() for lane in lanes)
     next_byte_loss(model, batch).backward()  # type: ignore[arg-type]
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("placement", [STREAMED, AWAY_STREAMED])
+def test_where_every_step_clips_the_first_states_are_lifted_before_the_norm_is_known(placement: Placement) -> None:
+    job = job_for(precision="bf16", clip_norm=1e-3)
+    batches = byte_batches(16, ROWS)
+    plan = hand_written(job, replace(placement, speculates=True), chunk_bytes=4096, slots=8)
+    with started(job, plan, random_delays(7)) as run:
+        for index, batch in enumerate(batches):
+            if index == 8:  # by then it is known that steps clip
+                timeline = run.record()
+            run.step(batch)
+        mine, events = run.state_dict(), timeline.document("a test")["traceEvents"]
+    assert_bit_equal(mine, train_plainly(job, batches)[1])
+    steps = [event for event in events if event["name"].startswith("step ")][-2:]
+    for step in steps:
+        inside = [event for event in events if step["ts"] <= event.get("ts", -1) < step["ts"] + step["dur"]]
+        norm = next(event["ts"] for event in inside if event["name"].startswith("norm"))
+        lifted = [event for event in inside if event["name"].startswith("lift") and event["ts"] < norm]
+        used = max(event["ts"] for event in inside if event["name"].startswith("forward"))  # by then all was updated
+        assert len({event["name"] for event in lifted if event["ts"] > used}) == STREAMED_DEPTH, lifted
