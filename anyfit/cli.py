@@ -399,6 +399,20 @@ def main() -> None:
             raise
         print(f"anyfit: {error}", file=sys.stderr)
         sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        notes = getattr(error, "__notes__", [])  # what a run says of the memory that it lacked
+        if not _is_about_memory(error) or (not notes and _in_user_code(error)):
+            raise
+        print("anyfit: " + "\n".join((str(error) or "out of memory", *notes)), file=sys.stderr)
+        sys.exit(2)
+
+
+def _is_about_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or "torch" not in sys.modules:
+        return isinstance(error, MemoryError)
+    from .running.shortage import is_about_memory
+
+    return is_about_memory(error)
 
 
 def _in_user_code(error: BaseException) -> bool:

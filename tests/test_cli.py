@@ -505,6 +505,48 @@ def test_when_nothing_fits_the_verdict_says_what_would_and_status_is_3(anyfit: C
     assert anyfit("plan", *SMALL, "--device-memory", "".join(typed)).status == 0
 
 
+# ---------------------------------------------------------------------- when memory ends
+
+GREEDY = """
+import anyfit, torch
+from torch import nn
+
+class Greedy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        hungry = torch.cat([x] * HUNGER)
+        return self.inner(hungry)[: len(x)]
+
+HUNGER = 1
+job = anyfit.Job(
+    model=Greedy, loss=lambda model, batch: model(batch).square().mean(), precision="fp32",
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), sample=torch.ones(4, 8), batch_size=4,
+)
+run = anyfit.start(job, PLAN)
+HUNGER = 2**20
+run.step(torch.ones(4, 8))
+"""
+
+
+@pytest.mark.parametrize("plan", ["None", "anyfit.plan(job, anyfit.probe().with_limits('1MiB'))"])
+def test_a_run_that_has_no_memory_left_says_so_without_a_traceback(anyfit: Command, tmp_path: Path, plan: str) -> None:
+    (tmp_path / "greedy.py").write_text(GREEDY.replace("PLAN", plan))
+    done = anyfit("fit", "--device-memory", "1MiB", "greedy.py")
+    assert done.status == 2
+    assert done.err.startswith("anyfit: ")
+    assert re.search(r"of device memory are needed .* and 1.00 MiB are allowed", done.err)
+    assert "Traceback" not in done.err
+
+
+def test_memory_that_the_users_own_code_lacks_keeps_its_traceback(anyfit: Command, tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text("raise MemoryError('mine')")
+    with pytest.raises(MemoryError, match="mine"):
+        anyfit("fit", "large.py")
+
+
 # ---------------------------------------------------------------------- what is the user's own
 
 
