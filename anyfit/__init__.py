@@ -59,7 +59,8 @@ def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Prof
     from .probing.cache import corrections_of
 
     made = cost(graphs, with_calls(machine, graphs), batch_size)
-    return made.corrected(corrections_of(machine).of(made.model))
+    known = corrections_of(machine)
+    return made.corrected(known.of(made.model)).paced(known.pace_of(made.model, made.parameters, made.precision))
 
 
 def with_calls(machine: Machine, graphs: Sequence[Graph]) -> Machine:

@@ -178,6 +178,7 @@ def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alt
             Decision("micro-batch", _passes(profile.batch_size, micro_batch), why_so_many),
             *([Decision("trace", "a real run", "; ".join(profile.notes))] if profile.notes else []),
             *([Decision("margin", f"{found.chosen.reserved_error:.0%}", profile.correction.why)] if profile.correction else []),
+            *([Decision("pace", profile.pace.choice, profile.pace.why)] if profile.pace else []),
         ),
         alternatives=alternatives,
         fingerprint=Fingerprint(profile.model_fingerprint, profile.machine_fingerprint),

@@ -1,8 +1,8 @@
 """The machine file: measured once, then read, until the hardware, its limits or torch change.
 
 A file that cannot be read, or not be written, costs a measurement and never an error: a cache is not worth a failed
-start. The seconds of the calls that traced models make are kept in the same file, and go with it. What runs have shown of the
-memory forecasts for this machine lies in a file beside it, until the machine is measured anew.
+start. The seconds of the calls that traced models make are kept in the same file, and go with it. What runs and checks have shown
+of the forecasts for this machine lies in a file beside it, until the machine is measured anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from anyfit.values.corrections import Correction, Corrections
+from anyfit.values.corrections import Correction, Corrections, Pace
 from anyfit.values.folder import cache_folder
 from anyfit.values.machine import Device, Machine
 
@@ -57,6 +57,11 @@ def corrections_of(machine: Machine) -> Corrections:
 def keep_correction(machine: Machine, correction: Correction) -> None:
     with contextlib.suppress(OSError):
         corrections_of(machine).with_one(correction).save(_corrections_file(machine))
+
+
+def keep_pace(machine: Machine, pace: Pace) -> None:
+    with contextlib.suppress(OSError):
+        corrections_of(machine).with_pace(pace).save(_corrections_file(machine))
 
 
 def _corrections_file(machine: Machine) -> Path:

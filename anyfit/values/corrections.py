@@ -1,17 +1,18 @@
-"""Corrections: which models needed more device memory than was forecast for them. Plans made later leave that much more room."""
+"""Corrections: which models needed more device memory than was forecast for them, and how long their passes really take. Plans
+made later leave that much more room, and forecast that much time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from .record import Record
-from .units import show_bytes
+from .units import show_bytes, show_seconds
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Of the forecasts for one model, after a run of it ran out of memory."""
+    """Of the memory forecast for one model, after a run of it needed more."""
 
     model: str
     where: str  # memory ended
@@ -35,19 +36,63 @@ class Correction:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How long the forward and backward passes of one model take, beside what the machine's rates alone say: a second correction
+    takes the place of the first, and is not put on top of it."""
+
+    model: str
+    parameters: int  # classes of one name may be of any size
+    precision: Literal["bf16", "fp32"]
+    measured_seconds: float  # of all passes of a step
+    forecast_seconds: float
+    date: str
+
+    def __post_init__(self) -> None:
+        if not (self.measured_seconds > 0 and self.forecast_seconds > 0):
+            raise ValueError(f"a pace of {self.measured_seconds} s beside {self.forecast_seconds} s; both must be positive")
+
+    @property
+    def scale(self) -> float:
+        return self.measured_seconds / self.forecast_seconds
+
+    @property
+    def choice(self) -> str:
+        return f"the passes take {self.scale:.3g} times what the machine's rates say"
+
+    @property
+    def why(self) -> str:
+        measured, forecast = show_seconds(self.measured_seconds), show_seconds(self.forecast_seconds)
+        return f"on {self.date} a check measured {measured} a step where {forecast} were forecast; anyfit probe forgets it"
+
+    def is_of_same(self, model: str, parameters: int, precision: str) -> bool:
+        return (self.model, self.parameters, self.precision) == (model, parameters, precision)
+
+
+@dataclass(frozen=True)
 class Corrections(Record):
     """All that is known of one machine, a model each."""
 
     kind: ClassVar[str] = "corrections"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     machine: str  # fingerprint
     models: tuple[Correction, ...] = ()
+    paces: tuple[Pace, ...] = ()
 
     def of(self, model: str) -> Correction | None:
         return next((each for each in self.models if each.model == model), None)
 
     def with_one(self, correction: Correction) -> Self:
-        """With this one in place of what was known of its model."""
+        """With this one in place of what was known of its model; a smaller one changes nothing, as plans are to stay safe."""
+        known = self.of(correction.model)
+        if known is not None and known.error > correction.error:
+            return self
         others = [each for each in self.models if each.model != correction.model]
         return replace(self, models=(*others, correction))
+
+    def pace_of(self, model: str, parameters: int, precision: str) -> Pace | None:
+        return next((each for each in self.paces if each.is_of_same(model, parameters, precision)), None)
+
+    def with_pace(self, pace: Pace) -> Self:
+        others = [each for each in self.paces if not each.is_of_same(pace.model, pace.parameters, pace.precision)]
+        return replace(self, paces=(*others, pace))

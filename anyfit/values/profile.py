@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Self
 
-from .corrections import Correction
+from .corrections import Correction, Pace
 from .record import Record
 
 
@@ -35,6 +35,19 @@ class BlockCost:
     kept_bytes: int  # held from forward for backward
     # By plan.Activations, what could be done with that; nothing where it is no block, or outside all of them.
     choices: Mapping[str, ChoiceCost] = field(default_factory=dict)
+
+    def scaled(self, scale: float) -> Self:
+        """The same where the device takes so many times as long; copies to the host take what they took."""
+        return replace(
+            self,
+            seconds_forward=self.seconds_forward * scale,
+            seconds_backward=self.seconds_backward * scale,
+            seconds_recompute=self.seconds_recompute * scale,
+            choices={
+                name: choice if choice.moved_bytes else replace(choice, seconds=choice.seconds * scale)
+                for name, choice in self.choices.items()
+            },
+        )
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,14 @@ class Pass:
     @property
     def kept_bytes(self) -> int:
         return sum(block.kept_bytes for block in self.blocks)
+
+    def scaled(self, scale: float) -> Self:
+        """The same where the device takes so many times as long."""
+        return replace(
+            self,
+            blocks=tuple(block.scaled(scale) for block in self.blocks),
+            segments=tuple(replace(segment, seconds=segment.seconds * scale) for segment in self.segments),
+        )
 
 
 @dataclass(frozen=True)
@@ -138,7 +159,7 @@ class HostRates:
 @dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
 
     model: str
     machine: str
@@ -170,6 +191,7 @@ class Profile(Record):
     host: HostRates | None = None  # None: nothing can be placed on the host
     notes: tuple[str, ...] = ()  # on how the passes were traced, where that was by real runs
     correction: Correction | None = None  # where a run has shown that these errors are larger than they would be
+    pace: Pace | None = None  # by which the seconds of the passes were scaled, where a check has measured them
 
     def corrected(self, correction: Correction | None) -> Self:
         """The same with a margin as large as a run has shown to be needed."""
@@ -181,3 +203,10 @@ class Profile(Record):
             offload_error=max(self.offload_error, correction.error),
             correction=correction,
         )
+
+    def paced(self, pace: Pace | None) -> Self:
+        """The same with passes that take as long as a check has measured."""
+        if pace is None:
+            return self
+        scale = pace.scale if self.pace is None else pace.scale / self.pace.scale
+        return replace(self, passes=tuple(each.scaled(scale) for each in self.passes), pace=pace)

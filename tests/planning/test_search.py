@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
 from anyfit.planning.search import TIE
-from anyfit.values.corrections import Correction
+from anyfit.values.corrections import Correction, Pace
 from anyfit.values.profile import Pass, Profile
 from anyfit.values.units import parse_bytes, show_bytes, show_seconds
 
@@ -198,3 +198,19 @@ def test_a_margin_that_a_run_has_shown_to_be_needed_is_kept_and_said() -> None:
     smaller = replace(correction, error=profile.reserved_error / 2)
     assert profile.corrected(smaller) == profile
     assert profile.corrected(None) == profile
+
+
+def test_passes_take_what_a_check_has_measured_and_the_plan_says_so() -> None:
+    profile = small_profile()
+    pace = Pace(profile.model, profile.parameters, profile.precision, 0.3, 0.2, date="2026-01-01")
+    plain, plan = search(profile).forecast, search(profile.paced(pace))
+    split = plan.forecast.split_seconds
+    assert split["compute"] == pytest.approx(1.5 * plain.split_seconds["compute"])
+    assert split["update"] == plain.split_seconds["update"]
+    assert plan.forecast.peak_bytes == plain.peak_bytes
+    assert plan.decision("pace").choice == "the passes take 1.5 times what the machine's rates say"
+    assert plan.decision("pace").why.startswith("on 2026-01-01 a check measured 300 ms a step where 200 ms were forecast")
+    slower = replace(pace, measured_seconds=0.4)
+    again = search(profile.paced(pace).paced(slower)).forecast  # takes its place: scales are not multiplied
+    assert again.split_seconds["compute"] == pytest.approx(2 * plain.split_seconds["compute"])
+    assert profile.paced(None) == profile

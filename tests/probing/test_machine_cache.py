@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anyfit.probing import cache, host
-from anyfit.values.corrections import Correction
+from anyfit.values.corrections import Correction, Pace
 from anyfit.values.machine import Machine
 from tests.machines import small_machine
 
@@ -110,6 +110,8 @@ def test_what_a_run_has_shown_of_a_model_is_there_for_its_next_plan_and_no_other
     assert known.of("GPT") == correction(error=0.3)
     assert known.of("ResNet") == correction("ResNet")
     assert known.of("BERT") is None
+    cache.keep_correction(machine, correction(error=0.2))
+    assert cache.corrections_of(machine).of("GPT") == correction(error=0.3)  # a margin only ever grows
     assert cache.corrections_of(small_machine(cores=99)).models == ()
     assert cache.corrections_of(machine.with_limits("1GiB")) == known  # another limit is not another machine
 
@@ -117,8 +119,32 @@ def test_what_a_run_has_shown_of_a_model_is_there_for_its_next_plan_and_no_other
 def test_a_machine_that_is_measured_anew_is_planned_for_as_if_nothing_had_been_shown(folder: Path, measured: list[str]) -> None:
     machine = cache.cached()
     cache.keep_correction(machine, correction())
-    assert cache.corrections_of(cache.cached()).of("GPT") is not None
-    assert cache.corrections_of(cache.remeasured()).of("GPT") is None
+    cache.keep_pace(machine, pace())
+    known = cache.corrections_of(cache.cached())
+    assert known.of("GPT") is not None
+    assert known.pace_of("GPT", 7, "fp32") is not None
+    known = cache.corrections_of(cache.remeasured())
+    assert known.of("GPT") is None
+    assert known.pace_of("GPT", 7, "fp32") is None
+
+
+def pace(parameters: int = 7, measured_seconds: float = 3.0) -> Pace:
+    return Pace("GPT", parameters, "fp32", measured_seconds, forecast_seconds=2.0, date="2026-01-01")
+
+
+def test_a_pace_is_that_of_one_model_of_one_size_and_the_last_that_was_measured(folder: Path) -> None:
+    machine = small_machine()
+    cache.keep_correction(machine, correction())
+    for each in (pace(), pace(parameters=8), pace(measured_seconds=1.0)):
+        cache.keep_pace(machine, each)
+    known = cache.corrections_of(machine)
+    assert known.pace_of("GPT", 7, "fp32") == pace(measured_seconds=1.0)
+    assert known.pace_of("GPT", 8, "fp32") == pace(parameters=8)
+    assert known.pace_of("GPT", 7, "bf16") is None
+    assert known.of("GPT") == correction()
+    assert pace().scale == 1.5
+    with pytest.raises(ValueError, match=r"a pace of 0.0 s beside 2.0 s; both must be positive"):
+        pace(measured_seconds=0.0)
 
 
 def test_a_file_of_corrections_that_cannot_be_read_is_none(folder: Path) -> None:

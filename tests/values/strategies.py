@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from anyfit.values.corrections import Correction, Corrections
+from anyfit.values.corrections import Correction, Corrections, Pace
 from anyfit.values.graph import Graph
 from anyfit.values.machine import DTYPES, OPERATIONS, Curve, Device, Machine
 from anyfit.values.plan import AXES, Forecast, Placement, Plan
@@ -113,6 +113,7 @@ RULES: dict[Any, st.SearchStrategy[Any]] = {
     Correction: st.deferred(_corrections),
     Curve: st.deferred(curves),
     Device: st.deferred(_devices),
+    Pace: st.deferred(lambda: st.builds(Pace, **fields_of(Pace) | {"measured_seconds": positive, "forecast_seconds": positive})),
     Forecast: st.deferred(lambda: st.builds(Forecast, **fields_of(Forecast) | {"step_seconds": positive})),
     Placement: placements(),
     Plan: st.deferred(_plans),
