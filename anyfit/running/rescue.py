@@ -206,4 +206,7 @@ def let_go(error: BaseException | None) -> None:
     """What the frames of an error hold, and of those it came from: a step's graph and activations."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
+        for frame, _line in traceback.walk_tb(error.__traceback__):
+            # Who looked at its names has left a copy of them in the frame, up to Python 3.12. Looking again brings it up to date.
+            _ = frame.f_locals
         error = error.__cause__ or error.__context__

@@ -8,6 +8,7 @@ import gc
 import random
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +28,9 @@ from anyfit.planning.search import forecast
 from anyfit.probing.cache import corrections_of
 from anyfit.running import run as running
 from anyfit.running.launch import Launch, launched
-from anyfit.running.rescue import Rescue, said_of_device
+from anyfit.running.rescue import Rescue, let_go, said_of_device
 from anyfit.running.run import Run
-from anyfit.running.shortage import Shortfall
+from anyfit.running.shortage import Shortfall, module_at
 from anyfit.running.watch import HostWatch
 from anyfit.values.profile import Profile
 from tests.machines import small_machine
@@ -477,3 +478,24 @@ def test_under_anyfit_fit_the_folder_has_the_plan_that_the_run_goes_on_with(tmp_
                 run.step(batch)
         assert len(lines) == run.rescues >= 1
     assert anyfit.Plan.load(tmp_path / "plan.json") == run.plan
+
+
+def test_what_a_failed_step_held_is_let_go_though_somebody_looked_at_its_frames() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            made = x * 2
+            seen.append(weakref.ref(made))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    model = nn.Sequential(nn.Linear(2, 2), Failing())
+    try:
+        model(torch.ones(1, 2))
+    except torch.OutOfMemoryError as error:
+        failed = error
+    assert module_at(model, failed.__traceback__) == "in 1"
+    let_go(failed)
+    gc.collect()
+    assert seen[0]() is None
+    assert failed.__traceback__ is not None, "it is still the whole error"
