@@ -15,6 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import nn
 
     from .asking import Question, Traced
     from .values.answers import Outcome
@@ -264,29 +265,39 @@ def check(
     host_memory: HostMemory = None,
     as_json: Json = False,
 ) -> None:
-    """A few real steps: predicted beside measured, and one step compared with plain PyTorch."""
-    from . import plan as make_plan
+    """A few real steps: predicted beside measured, and beside plain PyTorch. Later plans use what was measured."""
+    from . import profile as make_profile
+    from .planning import search
+    from .probing.cache import keep_correction, keep_pace
     from .running.check import check as run_check
     from .targets import job_for
     from .values.plan import Plan
 
     job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run)
+    given = None if plan is None else Plan.load(plan)
     machine = _machine(None, None, None, device_memory, host_memory)
-    made = Plan.load(plan) if plan is not None else make_plan(job, machine)
-    found = run_check(job, made, machine, steps)
+    made_of = make_profile(job, machine)
+    found = run_check(job, given or search(made_of), made_of, machine, steps, _kinds_of_blocks)
+    if found.pace is not None:
+        keep_pace(machine, found.pace)
+    if found.correction is not None:
+        keep_correction(machine, found.correction)
     if as_json:
         _print_json(found.to_json())
     else:
-        from .showing.terminal import show_forecast_beside_measured
+        from .showing.terminal import show_check
 
-        console = _console()
-        show_forecast_beside_measured(made, found.step_seconds, found.peak_bytes, console)
-        console.print(
-            f"one step beside plain PyTorch: loss off by {found.loss_difference:.1e}, weights by {found.weight_difference:.1e}",
-            highlight=False,
-        )
-    if not found.agrees:
-        raise ValueError("the step differs from plain PyTorch by more than rounding explains")
+        show_check(found, _console())
+    if found.parity is not None and not found.parity.agrees:
+        raise ValueError("the steps differ from plain PyTorch's by more than rounding explains")
+
+
+def _kinds_of_blocks(model: nn.Module) -> dict[str, str]:
+    """By the path of each block that a model is a chain of, what it is built like."""
+    from .tracing.blocks import find_blocks
+
+    found = find_blocks(model)
+    return {found.blocks[chain.first + index].name: kind for chain in found.chains for index, kind in enumerate(chain.kinds)}
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})

@@ -15,9 +15,9 @@ import pytest
 
 from anyfit import Machine, Plan, cli
 from anyfit.planning import search
-from anyfit.running.check import Check
 from anyfit.showing import timeline
 from anyfit.values.answers import beside
+from anyfit.values.check import Check
 from anyfit.values.profile import Profile
 from anyfit.values.units import parse_count, show_bytes, show_seconds
 from tests.machines import figure, small_machine
@@ -292,9 +292,11 @@ def test_the_machine_measured_is_read_back_from_its_json_and_from_its_file(anyfi
 def test_a_check_is_read_back_from_its_json(anyfit: Command) -> None:
     done = anyfit("check", "jobs.py:job", "--steps", "3", "--json")
     assert (done.status, done.err) == (0, "")
-    found = Check(**json.loads(done.out))
-    assert found.agrees
+    found = Check.from_json(json.loads(done.out))
+    assert found.parity is not None
+    assert found.parity.agrees
     assert found.step_seconds > 0
+    assert found.pace is not None
 
 
 def test_a_size_is_profiled_module_by_module(anyfit: Command) -> None:
@@ -503,6 +505,16 @@ def test_when_nothing_fits_the_verdict_says_what_would_and_status_is_3(anyfit: C
     assert first.startswith("anyfit: Sequential does not fit: with micro-batches of 1 it needs ")
     (typed,) = re.findall(r"^  (\S+) (\w+) of device memory", "\n".join(changes), re.MULTILINE)
     assert anyfit("plan", *SMALL, "--device-memory", "".join(typed)).status == 0
+
+
+def test_steps_that_are_not_plain_pytorchs_are_shown_and_the_status_says_so(
+    anyfit: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anyfit.running.parity.TOLERANCE", {"fp32": -1.0})
+    done = anyfit("check", "jobs.py:job", "--steps", "3")
+    assert done.status == 2
+    assert "2 steps of the whole model" in done.out
+    assert done.err == "anyfit: the steps differ from plain PyTorch's by more than rounding explains\n"
 
 
 # ---------------------------------------------------------------------- when memory ends

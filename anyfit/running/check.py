@@ -1,127 +1,155 @@
-"""A plan put to the test: a few real steps timed, and one step beside plain PyTorch.
+"""A plan put to the test: a few real steps timed, a few more recorded for what they are spent on, and a few beside plain PyTorch.
 
-Plain PyTorch here is a loop over the same micro-batches with torch's own clipping and the user's optimizer. In bf16 its
-masters are kept whole in fp32, and rounded to bf16 by the split's own rule.
+What the passes took beside what the machine's rates say of them is a pace, by which later forecasts for the model are scaled. It
+is always beside the rates alone, whether or not the plan at hand knew of an earlier one, so that checking again does not add up.
 """
 
 from __future__ import annotations
 
 import copy
+import datetime
 import statistics
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anyfit.placing import place
-from anyfit.values.job import Batch, Job
+from anyfit.values.check import Check
+from anyfit.values.corrections import Correction, Pace
+from anyfit.values.job import Job
 from anyfit.values.machine import Machine
-from anyfit.values.plan import Plan
+from anyfit.values.plan import TIERS, Plan
+from anyfit.values.profile import Profile
 
+from . import parity
 from .launch import Rank, device_for
+from .rescue import LEAST_STEP
 from .run import Run
 
-
-@dataclass(frozen=True)
-class Check:
-    step_seconds: float
-    peak_bytes: int
-    loss_difference: float  # relative
-    weight_difference: float  # of the change that one step makes, normwise, the worst tensor
-    agrees: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+WARM_UP = 3  # steps that are not timed: of the first ones memory is counted, and the optimizer's state made
+OFFLOAD = ("fetch", "offload", "return")  # what the computation waits for, by the first word of its label; else it is an update
 
 
-def check(job: Job, plan: Plan, machine: Machine, steps: int) -> Check:
+def check(job: Job, plan: Plan, profile: Profile, machine: Machine, steps: int, kinds: parity.Kinds) -> Check:
+    """The plan of a job beside what it does on a machine. `profile` is the job's, with or without a pace."""
     device = device_for(machine, Rank(0, 1, 0))
+    _refuse_others(job, plan)
     if isinstance(job.model, nn.Module):
         job = replace(job, model=copy.deepcopy(job.model))  # the user's own stays as it is
     torch.manual_seed(job.seed)
     model = job.build()
     plan.refuse_unless_made_for(job.fingerprint(model), machine.fingerprint)
-    batch = _batch_of(job)
-    plain = copy.deepcopy(model)
-    run = Run(job, plan, place(job, plan, model, device))
-    before = run.state_dict()
-    state = torch.get_rng_state()
-    loss = run.step(batch)
-    torch.set_rng_state(state)
-    plain_loss, plain_weights = _plain_step(job, plain, run.micro_batches, batch, device)
-    difference = _largest_difference(before, run.state_dict(), plain_weights)
-    seconds = []
-    for _ in range(steps):
-        run.step(batch)
-        seconds.append(run.metrics.seconds)
-    loss_difference = abs(float(loss) - plain_loss) / max(abs(plain_loss), 1e-12)
-    tolerance = 1e-5 if job.precision == "fp32" else 1e-2
-    found = Check(
-        step_seconds=statistics.median(seconds[2:] or seconds),
-        peak_bytes=run.metrics.peak_bytes["device"],
-        loss_difference=loss_difference,
-        weight_difference=difference,
-        agrees=max(loss_difference, difference) <= tolerance,
+    case = parity.case_of(job, plan, profile, model, kinds)
+    with Run(job, plan, place(job, plan, model, device)) as run:
+        for _ in range(WARM_UP):
+            run.step(job.sample)
+        seconds = []
+        for _ in range(steps):
+            run.step(job.sample)
+            seconds.append(run.metrics.seconds)
+        shares = _recorded_shares(run, job)
+        peaks = {tier: run.metrics.peak_bytes[tier] for tier in TIERS}
+    del run, model
+    del job  # where the model is the user's own, it holds what was placed
+    parity.free(device)
+    step_seconds = statistics.median(seconds)
+    split = {part: share * step_seconds for part, share in shares.items()}
+    pace = _pace(profile, plan, split["compute"])
+    if _shares_cores(profile, plan):
+        split = {}
+    compared = case if isinstance(case, str) else parity.compare(case, device)
+    return Check(
+        model=plan.model or profile.model,
+        machine=plan.machine or profile.machine,
+        forecast=plan.forecast,
+        step_seconds=step_seconds,
+        split_seconds=split,
+        peak_bytes=peaks,
+        parity=None if isinstance(compared, str) else compared,
+        no_parity=compared if isinstance(compared, str) else None,
+        pace=pace if isinstance(pace, Pace) else None,
+        no_pace=pace if isinstance(pace, str) else None,
+        correction=_correction(profile, plan, peaks["device"]),
     )
-    run.close()
-    return found
 
 
-def _batch_of(job: Job) -> Batch:
-    """The sample, which must be a whole batch to be trained on."""
+def _refuse_others(job: Job, plan: Plan) -> None:
+    """The sample must be a whole batch to be trained on, and one that the plan is for."""
     rows = job.rows(job.sample)
     if rows is not None and rows != job.batch_size:
         raise ValueError(f"check trains on Job(sample=), which has {rows} samples; give one of batch_size ({job.batch_size})")
-    return job.sample
+    if plan.batch_size != job.batch_size or plan.precision != job.precision:
+        raise ValueError(
+            f"the plan is for batch_size {plan.batch_size} in {plan.precision}, the job is {job.batch_size} in {job.precision}; "
+            "plan again with anyfit plan"
+        )
 
 
-def _plain_step(
-    job: Job, model: nn.Module, sizes: list[int], batch: Batch, device: torch.device
-) -> tuple[float, dict[str, Tensor]]:
-    model.to(device)
-    dtypes = job.dtypes(model)
-    optimizer, _ = job.build_optimizer(model)
-    if job.scheduler is not None:
-        job.scheduler(optimizer)  # sets the first learning rate
-    masters = {name: p.detach().clone() for name, p in model.named_parameters() if dtypes[name] != p.dtype}
-    for name, parameter in model.named_parameters():
-        parameter.data = _round(parameter.data) if name in masters else parameter.data
-    sums: dict[str, Tensor] = {}
-    total = torch.zeros((), device=device)
-    weight_sum = torch.zeros((), device=device)
-    for part, rows in zip(job.cut(batch, sizes), sizes, strict=True):
-        value, weight = job.evaluate(model, job.prepare(part, device))
-        scaled = value * (rows / job.batch_size) if weight is None else value
-        scaled.backward()
-        total += scaled.detach().float()
-        weight_sum += 0 if weight is None else weight
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                gradient = parameter.grad.float()
-                sums[name] = sums[name] + gradient if name in sums else gradient
-                parameter.grad = None
-    divisor = weight_sum if weight_sum > 0 else torch.ones((), device=device)
-    for name, parameter in model.named_parameters():
-        if name in masters:
-            parameter.data = masters[name]
-        parameter.grad = sums[name] / divisor if name in sums else None
-    if job.clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
-    optimizer.step()
-    return float(total / divisor), {name: p.detach().cpu() for name, p in model.named_parameters()}
+def _recorded_shares(run: Run, job: Job) -> dict[str, float]:
+    """By part of a forecast's split, its share of a step, over a few that are recorded."""
+    recorder = run.record()
+    while not recorder.is_done:
+        run.step(job.sample)
+    return shares_of(recorder.document(run.plan.model))
 
 
-def _round(exact: Tensor) -> Tensor:
-    """fp32 to bf16, ties away from zero, as the split rounds."""
-    bits = exact.contiguous().view(torch.int32)
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+def shares_of(document: Mapping[str, Any]) -> dict[str, float]:
+    """The parts of a step in a timeline; all that is neither an update nor a wait counts as computation."""
+    events, metadata = document["traceEvents"], document["metadata"]
+    row = next((each["tid"] for each in events if each["ph"] == "M" and each["args"].get("name") == "compute"), None)
+    first, last = metadata["steps"]
+    whole = metadata["step_seconds"] * (last - first + 1)
+    own = sum(each["dur"] for each in events if each["ph"] == "X" and each["tid"] == row and each["cat"] in ("norm", "update"))
+    shares = {"update": own / 1e6 / whole, "exposed update": 0.0, "exposed offload": 0.0}
+    for kind, share in metadata["waits"].items():
+        shares["exposed offload" if kind in OFFLOAD else "exposed update"] += share
+    return {"compute": max(1 - sum(shares.values()), 0.0), **shares}
 
 
-def _largest_difference(before: dict[str, Tensor], mine: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
-    """How far two updates of the same weights are apart, against the weight or the update, whichever is larger."""
-    worst = 0.0
-    for name, expected in plain.items():
-        scale = max(float(expected.float().norm()), float((expected.float() - before[name].float()).norm()), 1e-12)
-        worst = max(worst, float((mine[name].float() - expected.float()).norm()) / scale)
-    return worst
+def _pace(profile: Profile, plan: Plan, measured_seconds: float) -> Pace | str:
+    """What the passes took beside what the machine's rates say; or why that says nothing."""
+    each = next((each for each in profile.passes if each.micro_batch == plan.micro_batch), None)
+    stage = plan.stages[0]
+    if each is None:
+        return f"micro-batches of {plan.micro_batch} were not profiled"
+    if stage.compiled:
+        return "what torch.compile makes faster is not forecast"
+    if _shares_cores(profile, plan):
+        return "on a CPU device, what is done beside the computation cannot be told apart from it"
+    again = 0.0
+    for block in each.blocks:
+        choice = stage.activations.get(block.name, "keep")
+        if choice in ("recompute", "selective") and choice in block.choices:
+            again += block.choices[choice].seconds
+    by_rates = profile.batch_size / each.micro_batch * (each.seconds + again) / (profile.pace.scale if profile.pace else 1.0)
+    if not measured_seconds > 0:
+        return "no computation was seen"
+    return Pace(profile.model, profile.parameters, profile.precision, measured_seconds, by_rates, _today())
+
+
+def _shares_cores(profile: Profile, plan: Plan) -> bool:
+    """Whether lanes work beside the computation, on the cores that do it."""
+    at_work = any(chunk.optimizer == "host" for chunk in plan.chunks) or "offload" in plan.stages[0].activations.values()
+    return at_work and not (profile.host is not None and profile.host.overlaps)
+
+
+def _correction(profile: Profile, plan: Plan, peak_bytes: int) -> Correction | None:
+    """Where the device held more than the forecast's band. Less is no reason to leave less room."""
+    expected, error = plan.forecast.peak_bytes["device"], plan.forecast.peak_error
+    if not 0 < expected * (1 + error) < peak_bytes:
+        return None
+    return Correction(
+        model=profile.model,
+        where="in a check",
+        needed_bytes=peak_bytes,
+        expected_bytes=expected,
+        error=peak_bytes / expected * (1 + LEAST_STEP) - 1,
+        date=_today(),
+    )
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anyfit.values.answers import Outcome, Ranked, beside
+from anyfit.values.check import Check
 from anyfit.values.machine import Machine
 from anyfit.values.plan import TIERS, Forecast, Plan
 from anyfit.values.profile import BlockCost, Profile
@@ -255,15 +257,63 @@ def show_machine(machine: Machine, console: Console) -> None:
     show_rows(rows, console)
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A figure as it was forecast, with its error, and as it was measured."""
+
+    name: str
+    predicted: float
+    error: float | None
+    measured: float | None
+    show: Callable[[float], str]
+
+
 def show_forecast_beside_measured(plan: Plan, seconds: float, peak_bytes: int, console: Console) -> None:
     forecast = plan.forecast
+    step = Beside("step", forecast.step_seconds, forecast.step_error, seconds, show_seconds)
+    peak = Beside("device peak", forecast.peak_bytes["device"], forecast.peak_error, peak_bytes or None, show_bytes)
+    console.print(_beside_measured([step, peak]))
+
+
+def show_check(check: Check, console: Console) -> None:
+    """Predicted beside measured: the step, what it is spent on, and each tier's peak; then how far it is from plain PyTorch."""
+    forecast, split = check.forecast, dict(check.forecast.split_seconds)
+    again = split.pop("recompute", 0.0)
+    rows = [Beside("step", forecast.step_seconds, forecast.step_error, check.step_seconds, show_seconds)]
+    for name, measured in check.split_seconds.items():
+        predicted, label = split.get(name, 0.0), f"  {name}"
+        if name == "compute" and again:
+            predicted, label = predicted + again, "  compute, recompute"
+        if predicted or measured:
+            rows.append(Beside(label, predicted, None, measured, show_seconds))
+    for tier in TIERS:
+        predicted, measured = forecast.peak_bytes[tier], check.peak_bytes[tier]
+        if predicted or measured:
+            rows.append(Beside(f"{tier} peak", predicted, forecast.peak_error, measured, show_bytes))
+    console.print(_beside_measured(rows))
+    show_rows(dict(_found(check)), console)
+
+
+def _beside_measured(rows: Sequence[Beside]) -> Table:
     table = Table("", "predicted", "measured", "off by")
-    for name, predicted, measured, show in (
-        ("step", forecast.step_seconds, seconds, show_seconds),
-        ("device peak", forecast.peak_bytes["device"], peak_bytes, show_bytes),
-    ):
-        table.add_row(name, show(predicted), show(measured), f"{predicted / measured - 1:+.0%}" if measured else "not measured")
-    console.print(table)
+    for row in rows:
+        band = "" if row.error is None else f" ± {row.error:.0%}"
+        measured = "not measured" if row.measured is None else row.show(row.measured)
+        off = f"{row.predicted / row.measured - 1:+.0%}" if row.measured else ""
+        table.add_row(row.name, f"{row.show(row.predicted)}{band}", measured, off)
+    return table
+
+
+def _found(check: Check) -> Iterator[tuple[str, str]]:
+    parity = check.parity
+    if parity is None:
+        yield "plain PyTorch", f"not compared: {check.no_parity}"
+    else:
+        differences = f"losses off by {parity.loss_difference:.1e}, weights by {parity.weight_difference:.1e}"
+        yield "plain PyTorch", f"{parity.steps} steps of {parity.compared}: {differences}"
+    yield "pace", f"not corrected: {check.no_pace}" if check.pace is None else f"from now on {check.pace.choice}"
+    if check.correction is not None:
+        yield "margin", f"from now on {check.correction.error:.0%} of the memory"
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from anyfit.planning.search import forecast
 from anyfit.showing.terminal import (
     BAR_CELLS,
     _bar,
+    show_check,
     show_forecast_beside_measured,
     show_machine,
     show_modules,
@@ -26,6 +27,8 @@ from anyfit.showing.terminal import (
     show_rows,
     shown_progress,
 )
+from anyfit.values.check import Check, Parity
+from anyfit.values.corrections import Correction, Pace
 from anyfit.values.machine import Copies, Disk
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
@@ -247,6 +250,47 @@ def test_a_forecast_is_shown_beside_what_was_measured(plan: Plan, console: Conso
 def test_what_was_not_measured_is_not_compared(plan: Plan, console: Console) -> None:
     show_forecast_beside_measured(plan, 1.0, 0, console)
     assert "not measured" in shown(console)
+
+
+def test_a_check_shows_each_part_and_tier_that_was_measured_and_what_was_made_of_it(plan: Plan, console: Console) -> None:
+    split = {"compute": 0.5, "recompute": 0.1, "update": 0.2, "exposed update": 0.0, "exposed offload": 0.05}
+    peaks = {"device": 100 * GIB, "host": 10 * GIB, "disk": 0}
+    forecast = replace(plan.forecast, split_seconds=split, step_seconds=0.85, step_error=0.25, peak_bytes=peaks, peak_error=0.08)
+    found = Check(
+        model="GPT",
+        machine="small",
+        forecast=forecast,
+        step_seconds=1.7,
+        split_seconds={"compute": 1.2, "update": 0.2, "exposed update": 0.0, "exposed offload": 0.3},
+        peak_bytes={"device": 125 * GIB, "host": 10 * GIB, "disk": 0},
+        parity=Parity("3 of 10 blocks and 2 of 8 samples", 2, 1e-7, 2e-6, agrees=True),
+        no_parity=None,
+        pace=Pace("GPT", 7, "bf16", 1.2, 0.6, "2026-01-01"),
+        no_pace=None,
+        correction=Correction("GPT", "in a check", 125 * GIB, 100 * GIB, 0.27, "2026-01-01"),
+    )
+    show_check(found, console)
+    text = shown(console)
+    for row in (
+        r"step .* 850 ms ± 25% .* 1.70 s .* -50%",
+        r"  compute, recompute .* 600 ms .* 1.20 s .* -50%",
+        r"  update .* 200 ms .* 200 ms .* \+0%",
+        r"  exposed offload .* 50.0 ms .* 300 ms .* -83%",
+        r"device peak .* 100 GiB ± 8% .* 125 GiB .* -20%",
+        r"host peak .* 10.0 GiB ± 8% .* 10.0 GiB .* \+0%",
+        "plain PyTorch +2 steps of 3 of 10 blocks and 2 of 8 samples: losses off by 1.0e-07, weights by 2.0e-06",
+        "pace +from now on the passes take 2 times what the machine's rates say",
+        "margin +from now on 27%",
+    ):
+        assert re.search(row, text), row
+    assert "exposed update" not in text
+    assert "disk" not in text
+
+
+def test_a_check_says_why_something_was_not_found(plan: Plan, console: Console) -> None:
+    peaks = {"device": 1, "host": 0, "disk": 0}
+    show_check(Check("GPT", "small", plan.forecast, 1.0, {}, peaks, None, "too large", None, "no passes", None), console)
+    assert re.search(r"plain PyTorch +not compared: too large\s+pace +not corrected: no passes", shown(console))
 
 
 def test_rows_are_shown_without_reading_markup(console: Console) -> None:

@@ -8,13 +8,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
+from anyfit.values.check import Check
 from anyfit.values.corrections import Correction, Corrections, Pace
 from anyfit.values.graph import Graph
 from anyfit.values.machine import DTYPES, OPERATIONS, Curve, Device, Machine
 from anyfit.values.plan import AXES, Forecast, Placement, Plan
 from anyfit.values.profile import Profile
 
-RECORDS = (Corrections, Graph, Machine, Plan, Profile)
+RECORDS = (Check, Corrections, Graph, Machine, Plan, Profile)
 BY_DTYPE = ("matmul", "matmul_unaligned", "attention", "attention_backward", "convolution")
 # Objects whose keys are data (a dtype, an op, a call, a package), of which some may be missing.
 OPEN = {"activations", "choices", "split_seconds", "versions", "operations", "measured", *BY_DTYPE}

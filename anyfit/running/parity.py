@@ -1,0 +1,340 @@
+"""Parity: a few steps as a plan places them, beside the same steps in plain PyTorch.
+
+Plain PyTorch here is a loop over the same micro-batches with torch's own clipping and the user's optimizer. In bf16 its
+masters are kept whole in fp32, and rounded to bf16 by the split's own rule.
+
+Many a plan is for a model that plain PyTorch has no room for. Of such a one a few of its repeated blocks are compared, with few
+samples, and a plan for these that makes every choice the given one makes: what becomes of activations, where chunks lie, which
+way they are updated and whether before the norm is known, and chunks so small that there are some of each.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from anyfit.placing import place
+from anyfit.values.check import Parity
+from anyfit.values.job import Batch, Job
+from anyfit.values.layout import Placeable, lay_out
+from anyfit.values.plan import Activations, Placement, Plan, Stage
+from anyfit.values.profile import Profile
+from anyfit.values.units import show_bytes
+
+from .run import Run
+from .shortage import is_about_memory
+
+Item = TypeVar("Item")
+Kinds = Callable[[nn.Module], Mapping[str, str]]  # by the path of each block of a model, in order, what it is built like
+
+STEPS = 2  # the second starts from what the first left: state of the optimizer, weights on their way, an order learnt
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+PLAIN_BYTES = 8  # a parameter: what plain PyTorch holds besides the state as a run has it, whole masters and fp32 gradients
+HOST_BYTES = 20  # a parameter, of two models and three sets of weights
+LEAST_UNITS, UNITS_PER_CHOICE = 3, 2  # of repeated blocks that are left
+MOST_PERIOD = 8  # blocks, of a unit that is repeated
+LEAST_CHUNKS, CHUNKS_PER_PLACEMENT = 6, 3
+ROWS = 2  # samples of a micro-batch: batch norms refuse a single one
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What is compared."""
+
+    job: Job
+    plan: Plan
+    model: nn.Module
+    batch: Batch
+    compared: str
+    is_cut: bool
+
+
+def case_of(job: Job, plan: Plan, profile: Profile, model: nn.Module, kinds: Kinds) -> Case | str:
+    """The whole model where plain PyTorch has room for it, or else some of it; or why neither can be. To be asked while the
+    model is as it was built: what is compared is a copy."""
+    lacking = _lacking(profile, plan)
+    if lacking is None:
+        return Case(job, plan, copy.deepcopy(model), job.sample, "the whole model", is_cut=False)
+    try:
+        small = _cut(job, plan, model, kinds)
+    except Exception as error:  # of the user's model or optimizer, which may count on all blocks
+        return f"{lacking}, and with fewer blocks it cannot be made: {_said(error)}"
+    if small is None:
+        return f"{lacking}, and neither its blocks nor its samples can be fewer"
+    count = sum(parameter.numel() for parameter in small.model.parameters())
+    needed = int((profile.state.resident / profile.parameters + PLAIN_BYTES) * count)
+    if needed > profile.device_limit_bytes:
+        return f"{lacking}; with {small.compared} it still takes {show_bytes(needed)}"
+    return small
+
+
+def _lacking(profile: Profile, plan: Plan) -> str | None:
+    """What plain PyTorch has too little of for the whole model; None where it fits."""
+    large_enough = [each for each in profile.passes if each.micro_batch >= plan.micro_batch]
+    each = large_enough[-1] if large_enough else profile.passes[0]
+    plain = profile.state.resident + PLAIN_BYTES * profile.parameters + max(each.peak_bytes, each.peak_bytes_accumulating)
+    needed = {"device": plain + profile.context_bytes + profile.workspace_bytes, "host": HOST_BYTES * profile.parameters}
+    there = {"device": profile.device_limit_bytes, "host": profile.host_limit_bytes}
+    for tier, size in needed.items():
+        if size > there[tier]:
+            return f"plain PyTorch takes {show_bytes(size)} of {tier} memory, and {show_bytes(there[tier])} are allowed"
+    return None
+
+
+# ---------------------------------------------------------------------- a smaller one of the same kind
+
+
+@dataclass
+class Kept:
+    """The blocks of a model that stay, by their paths in the whole of it, and what is done with them."""
+
+    of_container: dict[str, list[str]]
+    choices: dict[str, Activations]
+    compiled: list[str]
+
+    @property
+    def count(self) -> int:
+        return len(self.choices)
+
+
+def _cut(job: Job, plan: Plan, model: nn.Module, kinds: Kinds) -> Case | None:
+    """The same job with fewer blocks and samples; None where it has no more than are kept."""
+    blocks = kinds(model)
+    kept = _kept(model, blocks, plan.stages[0])
+    rows = min(plan.micro_batch, ROWS)
+    batch_size = rows
+    if plan.accumulation > 1:  # with a last micro-batch that is smaller, where the plan has one
+        batch_size += 1 if plan.batch_size % plan.micro_batch else rows
+    if kept.count == len(blocks) and batch_size >= job.batch_size:
+        return None
+    with _only(model, blocks, kept) as renamed:
+        small = copy.deepcopy(model)
+    batch = job.cut(job.sample, [size for size in (batch_size, job.batch_size - batch_size) if size])[0]
+    job_of_it = replace(job, model=small, sample=batch, max_sample=None, batch_size=batch_size, micro_batch=None)
+    choices = {renamed[path]: choice for path, choice in kept.choices.items() if choice != "keep"}
+    chunk_bytes, placements = _placements(job_of_it, plan, small)
+    plan_of_it = replace(
+        plan,
+        batch_size=batch_size,
+        micro_batch=rows,
+        accumulation=-(-batch_size // rows),
+        stages=(Stage(0, kept.count, choices, tuple(renamed[path] for path in kept.compiled)),),
+        chunk_bytes=chunk_bytes,
+        chunks=placements,
+        fingerprint=None,
+    )
+    of_blocks = f"{kept.count} of {len(blocks)} blocks" if kept.count < len(blocks) else "all blocks"
+    of_samples = f"{batch_size} of {job.batch_size} samples" if batch_size < job.batch_size else "all samples"
+    return Case(job_of_it, plan_of_it, small, batch, f"{of_blocks} and {of_samples}", is_cut=True)
+
+
+def _kept(model: nn.Module, kinds: Mapping[str, str], stage: Stage) -> Kept:
+    """Of blocks that are repeated in a list a few, with every choice that is made of any of them, in the same order."""
+    kept = Kept({}, {}, [])
+    for container, paths in _by_container(kinds).items():
+        is_list = isinstance(model.get_submodule(container), nn.ModuleList | nn.Sequential)
+        stretches = repeats([kinds[path] for path in paths]) if is_list else [(0, len(paths), 1)]
+        for start, period, count in stretches:
+            units = [paths[at : at + period] for at in range(start, start + period * count, period)]
+            choices = [[(stage.activations.get(path, "keep"), path in stage.compiled) for path in unit] for unit in units]
+            distinct = [choice for index, choice in enumerate(choices) if choice not in choices[:index]]
+            units = units[: max(LEAST_UNITS, UNITS_PER_CHOICE * len(distinct))]
+            for index, unit in enumerate(units):
+                for path, (choice, is_compiled) in zip(unit, _spread(distinct, index, len(units)), strict=True):
+                    kept.of_container.setdefault(container, []).append(path)
+                    kept.choices[path] = choice
+                    kept.compiled += [path] * is_compiled
+    return kept
+
+
+def _by_container(paths: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        found.setdefault(path.rpartition(".")[0], []).append(path)
+    return found
+
+
+def _spread(items: Sequence[Item], index: int, count: int) -> Item:
+    """Which of the items falls to one of so many, each to neighbours."""
+    return items[index * len(items) // count]
+
+
+def repeats(kinds: Sequence[str]) -> Iterator[tuple[int, int, int]]:
+    """(start, period, count) of stretches in which a unit of `period` kinds comes `count` times; they cover all.
+
+    >>> list(repeats("abbbb")), list(repeats("xyxyxyz"))
+    ([(0, 1, 1), (1, 1, 4)], [(0, 2, 3), (6, 1, 1)])
+    """
+    at = 0
+    while at < len(kinds):
+        best = 1, 1
+        for period in range(1, MOST_PERIOD + 1):
+            count = 1
+            while kinds[at + count * period : at + (count + 1) * period] == kinds[at : at + period]:
+                if at + (count + 1) * period > len(kinds):
+                    break
+                count += 1
+            if count > 1 and period * count > best[0] * best[1]:
+                best = period, count
+        yield at, *best
+        at += best[0] * best[1]
+
+
+@contextmanager
+def _only(model: nn.Module, blocks: Iterable[str], kept: Kept) -> Iterator[dict[str, str]]:
+    """The model has, for a while, only these blocks; by their paths, those they have then."""
+    before: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+    renamed: dict[str, str] = {}
+    try:
+        for container, paths in _by_container(blocks).items():
+            module, prefix = model.get_submodule(container), f"{container}." if container else ""
+            dropped = set(paths) - set(kept.of_container[container])
+            children = {name: child for name, child in module._modules.items() if prefix + name not in dropped}
+            is_numbered = bool(dropped) and all(name.isdecimal() for name in children)
+            names = {name: str(index) if is_numbered else name for index, name in enumerate(children)}
+            renamed |= {path: prefix + names[path.removeprefix(prefix)] for path in kept.of_container[container]}
+            before.append((module, module._modules))
+            module._modules = {names[name]: child for name, child in children.items()}
+        yield renamed
+    finally:
+        for module, modules in before:
+            module._modules = modules
+
+
+def _placements(job: Job, plan: Plan, model: nn.Module) -> tuple[int, tuple[Placement, ...]]:
+    """A chunk size by which there are some chunks of each placement the plan has, and these, in the plan's order."""
+    distinct = list(dict.fromkeys(plan.chunks)) or [Placement()]
+    wanted = max(LEAST_CHUNKS, CHUNKS_PER_PLACEMENT * len(distinct))
+    dtypes = job.dtypes(model)
+    _, group_of = job.build_optimizer(model)
+    placeables = [
+        Placeable(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=str(dtypes[name]).removeprefix("torch."),
+            element_bytes=dtypes[name].itemsize,
+            trainable=parameter.requires_grad,
+            group=group_of.get(id(parameter), -1),
+        )
+        for name, parameter in model.named_parameters()
+    ]
+    chunk_bytes = plan.chunk_bytes
+    while (count := len(lay_out(placeables, chunk_bytes))) < min(wanted, len(placeables)) and chunk_bytes > 1:
+        chunk_bytes //= 2
+    return chunk_bytes, tuple(_spread(distinct, index, count) for index in range(count)) if plan.chunks else ()
+
+
+# ---------------------------------------------------------------------- both, and how far apart
+
+
+def compare(case: Case, device: torch.device) -> Parity | str:
+    """How far apart they are; or why that cannot be known."""
+    before = {name: parameter.detach().float().cpu().clone() for name, parameter in case.model.named_parameters()}
+    plan = case.plan
+    whole, rest = divmod(plan.batch_size, plan.micro_batch)
+    sizes = [plan.micro_batch] * whole + ([rest] if rest else [])
+    try:
+        plain_losses, plain = _plain_steps(case.job, copy.deepcopy(case.model), sizes, case.batch, device)
+    except Exception as error:
+        if isinstance(error, MemoryError) or is_about_memory(error):
+            return "plain PyTorch ran out of memory"
+        if case.is_cut:
+            return f"with {case.compared} plain PyTorch cannot run it: {_said(error)}"
+        raise
+    free(device)
+    torch.manual_seed(case.job.seed)
+    with Run(case.job, plan, place(case.job, plan, case.model, device)) as run:
+        losses = []
+        try:
+            losses = [float(run.step(case.batch)) for _ in range(STEPS)]
+        except (MemoryError, RuntimeError) as error:
+            if not case.is_cut or not is_about_memory(error):
+                raise
+            return f"with {case.compared} the plan ran out of memory: {error}"
+        mine = run.state_dict()
+    loss_difference = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, plain_losses, strict=True))
+    weight_difference = _largest_difference(before, mine, plain)
+    agrees = max(loss_difference, weight_difference) <= TOLERANCE[case.job.precision]
+    return Parity(case.compared, STEPS, loss_difference, weight_difference, agrees)
+
+
+def _said(error: BaseException) -> str:
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"
+
+
+def free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _plain_steps(
+    job: Job, model: nn.Module, sizes: list[int], batch: Batch, device: torch.device
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses, and the weights after the last step."""
+    model.to(device)
+    dtypes = job.dtypes(model)
+    optimizer, _ = job.build_optimizer(model)
+    scheduler = None if job.scheduler is None else job.scheduler(optimizer)
+    exact = {name: parameter.data for name, parameter in model.named_parameters() if dtypes[name] != parameter.dtype}
+    torch.manual_seed(job.seed)
+    losses = []
+    for _ in range(STEPS):
+        for name, parameter in model.named_parameters():
+            parameter.data = _round(exact[name]) if name in exact else parameter.data
+        loss, gradients = _plain_gradients(job, model, sizes, batch, device)
+        for name, parameter in model.named_parameters():
+            parameter.data = exact.get(name, parameter.data)
+            parameter.grad = gradients.get(name)
+        if job.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+        optimizer.step()
+        model.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss)
+    return losses, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+def _plain_gradients(
+    job: Job, model: nn.Module, sizes: list[int], batch: Batch, device: torch.device
+) -> tuple[float, dict[str, Tensor]]:
+    sums: dict[str, Tensor] = {}
+    total = torch.zeros((), device=device)
+    weight_sum = torch.zeros((), device=device)
+    for part, rows in zip(job.cut(batch, sizes), sizes, strict=True):
+        value, weight = job.evaluate(model, job.prepare(part, device))
+        scaled = value * (rows / job.batch_size) if weight is None else value
+        scaled.backward()
+        total += scaled.detach().float()
+        weight_sum += 0 if weight is None else weight
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.float()
+                sums[name] = sums[name] + gradient if name in sums else gradient
+                parameter.grad = None
+    divisor = weight_sum if weight_sum > 0 else torch.ones((), device=device)
+    return float(total / divisor), {name: gradient / divisor for name, gradient in sums.items()}
+
+
+def _round(exact: Tensor) -> Tensor:
+    """fp32 to bf16, ties away from zero, as the split rounds."""
+    bits = exact.contiguous().view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _largest_difference(before: dict[str, Tensor], mine: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
+    """How far two updates of the same weights are apart, against the weight or the update, whichever is larger."""
+    worst = 0.0
+    for name, expected in plain.items():
+        scale = max(float(expected.float().norm()), float((expected.float() - before[name]).norm()), 1e-12)
+        worst = max(worst, float((mine[name].float() - expected.float()).norm()) / scale)
+    return worst
