@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import datetime
+import itertools
 import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -43,19 +45,20 @@ def check(job: Job, plan: Plan, profile: Profile, machine: Machine, steps: int, 
     model = job.build()
     plan.refuse_unless_made_for(job.fingerprint(model), machine.fingerprint)
     case = parity.case_of(job, plan, profile, model, kinds)
+    parity.free(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # a probe may have held more
     with Run(job, plan, place(job, plan, model, device)) as run:
-        for _ in range(WARM_UP):
+        ends = []
+        for _ in range(WARM_UP + steps):
             run.step(job.sample)
-        seconds = []
-        for _ in range(steps):
-            run.step(job.sample)
-            seconds.append(run.metrics.seconds)
+            ends.append(time.perf_counter())  # a look at the metrics would have the device wait for the host
         shares = _recorded_shares(run, job)
         peaks = {tier: run.metrics.peak_bytes[tier] for tier in TIERS}
     del run, model
     del job  # where the model is the user's own, it holds what was placed
     parity.free(device)
-    step_seconds = statistics.median(seconds)
+    step_seconds = statistics.median(end - start for start, end in itertools.pairwise(ends[WARM_UP - 1 :]))
     split = {part: share * step_seconds for part, share in shares.items()}
     pace = _pace(profile, plan, split["compute"])
     if _shares_cores(profile, plan):

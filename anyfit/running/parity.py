@@ -41,6 +41,7 @@ HOST_BYTES = 20  # a parameter, of two models and three sets of weights
 LEAST_UNITS, UNITS_PER_CHOICE = 3, 2  # of repeated blocks that are left
 MOST_PERIOD = 8  # blocks, of a unit that is repeated
 LEAST_CHUNKS, CHUNKS_PER_PLACEMENT = 6, 3
+LEAST_SLOTS = 4  # for the weights of one op, which smaller chunks may hold apart
 ROWS = 2  # samples of a micro-batch: batch norms refuse a single one
 
 
@@ -61,7 +62,8 @@ def case_of(job: Job, plan: Plan, profile: Profile, model: nn.Module, kinds: Kin
     model is as it was built: what is compared is a copy."""
     lacking = _lacking(profile, plan)
     if lacking is None:
-        return Case(job, plan, copy.deepcopy(model), job.sample, "the whole model", is_cut=False)
+        model = copy.deepcopy(model)
+        return Case(replace(job, model=model), plan, model, job.sample, "the whole model", is_cut=False)
     try:
         small = _cut(job, plan, model, kinds)
     except Exception as error:  # of the user's model or optimizer, which may count on all blocks
@@ -128,6 +130,7 @@ def _cut(job: Job, plan: Plan, model: nn.Module, kinds: Kinds) -> Case | None:
         stages=(Stage(0, kept.count, choices, tuple(renamed[path] for path in kept.compiled)),),
         chunk_bytes=chunk_bytes,
         chunks=placements,
+        slots=plan.slots and max(plan.slots, LEAST_SLOTS),
         fingerprint=None,
     )
     of_blocks = f"{kept.count} of {len(blocks)} blocks" if kept.count < len(blocks) else "all blocks"
