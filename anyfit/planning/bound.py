@@ -2,7 +2,7 @@
 
 A step is at least what the computation does in it, waits apart:
 
-    passes + norm + updates of resident chunks + handing out the others
+    passes + gradients gathered to go down + norm + updates of resident chunks + handing out the others
 
 Where host and device share cores, all copies and updates come on top. Else each has a lane, on which one is done after another:
 the host's updates, the copies up, the copies down. Between the end of forward and the end of the next one, which a step like the
@@ -25,7 +25,7 @@ import heapq
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from .simulate import DONE, HAND_OUT_SECONDS, Candidate, Rates
+from .simulate import ADDED, DONE, HAND_OUT_SECONDS, NORMED, Candidate, Rates
 
 
 class Job(NamedTuple):
@@ -35,41 +35,51 @@ class Job(NamedTuple):
     tail: float
 
 
-def least_seconds(candidate: Candidate, rates: Rates) -> float:
+def least_seconds(candidate: Candidate, rates: Rates, again: float = 0.0) -> float:
+    """`again`: seconds of every pass that blocks make again besides, whichever they are."""
     pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
     resident = sum(chunk.elements for chunk, placement in pairs if placement.route == "resident" and chunk.optimizer_bytes)
-    norm = rates.norm_seconds * sum(chunk.elements for chunk, _ in pairs if chunk.gradient_bytes)
-    one_pass = sum(segment.seconds for segment in candidate.each.segments) + candidate.seconds_again
-    least = candidate.accumulation * one_pass + norm + rates.update_seconds * resident
+    given = sum(chunk.elements for chunk, _ in pairs if chunk.gradient_bytes)
+    sent = sum(chunk.elements for chunk, placement in pairs if chunk.gradient_bytes and placement.gradients == "host")
+    norm = rates.norm_seconds * given
+    if candidate.accumulation > 1:
+        norm += (NORMED / rates.host.updates_per_second - rates.norm_seconds) * sent
+    one_pass = sum(segment.seconds for segment in candidate.each.segments) + candidate.seconds_again + again
+    least = candidate.accumulation * (one_pass + rates.gather_seconds * sent) + norm + rates.update_seconds * resident
     least += HAND_OUT_SECONDS * sum(placement.route != "resident" for _, placement in pairs)
-    jobs = list(_jobs(candidate, rates, one_pass, norm))
+    jobs = list(_jobs(candidate, rates, one_pass, norm, again))
     if not rates.host.overlaps:
         return least + sum(job.seconds for job in jobs)
     lanes = ([job for job in jobs if job.lane == lane] for lane in ("host", "up", "down"))
     return max(least, *map(_over, lanes))
 
 
-def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: float) -> Iterator[Job]:
+def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: float, again: float) -> Iterator[Job]:
     """Of the chunks that are updated elsewhere. Moments are counted from the end of the step's first forward."""
-    host = rates.host
+    host, passes = rates.host, candidate.accumulation
     forward = sum(segment.seconds for segment in candidate.each.segments if segment.phase == "forward")
     before, after = _around(candidate)
-    backward_over = candidate.accumulation * one_pass - forward
+    backward_over = passes * one_pass - forward
     norm = backward_over + norm_seconds  # is known
     for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
         if placement.route == "resident" or not chunk.optimizer_bytes or not chunk.gradient_bytes:
             continue
         if index not in before or index not in after:
             continue
-        speculates = placement.speculates and candidate.accumulation == 1
+        speculates = placement.speculates and passes == 1
         is_away = placement.weights == "host"
-        born, used = backward_over - after[index], forward - before[index]
+        born, used = backward_over - again - after[index], forward - before[index]
         up, down = chunk.weights_bytes / host.up_bytes_per_second, chunk.gradient_bytes / host.down_bytes_per_second
         if placement.route == "host":
             update = (1 - DONE) * chunk.elements / host.updates_per_second
-            begin = born + down if speculates else max(born + down, norm)
-            for earlier in range(candidate.accumulation):  # passes, whose gradients go down before
-                yield Job("down", born - earlier * one_pass, down, update + up + used)
+            added = ADDED * update if passes > 1 else 0.0
+            begin = born + down if speculates else max(born + down + added + (norm_seconds if added else 0.0), norm)
+            rest = update + up + used
+            for earlier in range(passes):  # gradients go down, and are added up, before the norm is taken
+                came = born - earlier * one_pass
+                yield Job("down", came, down, added + rest)
+                if added:
+                    yield Job("host", came + down, added, norm_seconds + rest)
             yield Job("host", begin, update, up + used)
             yield Job("up", max(begin + update, norm), up, used)
             continue

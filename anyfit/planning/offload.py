@@ -25,8 +25,9 @@ make up for.
 
 Of few blocks and chunks one step of a knob is much, so each is chosen by itself. Starts are the best of the above, and the best
 with any chunks resident, all others alike, and as much kept as there is room for; where neither fits, what is changed until it
-does. Each start is changed block by block and chunk by chunk for as long as that helps, gets of all choices for its blocks those
-that cost least and fit, and the best is changed by two at once too. What is no better by its bound (bound.py) is not simulated.
+does. Each start is changed block by block and chunk by chunk for as long as that helps, and gets of all choices for its blocks
+those that cost least and fit; the best few are changed by two at once too. Last, all plans are gone through as a tree, but for
+branches that do not fit or are no better by their bound (bound.py): what is found is the best there is if that comes to its end.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from itertools import product
 from typing import TypeVar
 
 from anyfit.values.plan import Activations, Placement
-from anyfit.values.profile import ChunkCost, Pass, Profile
+from anyfit.values.profile import BlockCost, ChunkCost, Pass, Profile
 
 from .bound import least_seconds
 from .simulate import Candidate, Rates, Simulated, simulate
@@ -52,6 +53,10 @@ LEAST_SLOTS = 4
 CHOICES: tuple[Activations, ...] = ("keep", "selective", "recompute")
 SMALL = 16  # blocks and chunks together: few enough to change each by itself
 MOST_SUBSETS_OF = 9  # chunks: few enough to try any of them
+MOST_BRANCHES = 12_000  # of the trees of all plans: two seconds
+SLACK = 0.005  # of a step: the tree is not searched for less
+TWICE = 2  # of those that were changed one by one: the best, that are changed two by two
+SUBSETS = 4  # of resident chunks that are started from, for every other start
 MOST_ACTIVATIONS = 3**7  # choices for all blocks: few enough to try them all
 RUNGS = 9  # of a ladder that are tried at first
 STREAMED = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -99,9 +104,11 @@ class Space:
         self._host = profile.host
         self._passes = {each.micro_batch: each for each in profile.passes}
         self._ladders = {size: ladder(each) for size, each in self._passes.items()}
+        self._candidates: dict[Knobs, Candidate] = {}
         self._weights: dict[Knobs, Weight] = {}
         self._simulated: dict[Knobs, Simulated] = {}
         self._bounds: dict[Knobs, float] = {}
+        self._branches_left = MOST_BRANCHES
         self._activations: dict[int, list[tuple[float, tuple[Activations, ...]]]] = {}
         memory = profile.memory_bytes_per_second
         self._rates = Rates(self._host, NORM_BYTES / memory, UPDATE_BYTES / memory, GATHER_BYTES / memory)
@@ -122,6 +129,11 @@ class Space:
         return max(LEAST_SLOTS, 2 * max(named, default=1) + 1 if self.is_gpu else max(named, default=1) + 1)
 
     def candidate(self, knobs: Knobs) -> Candidate:
+        if knobs not in self._candidates:
+            self._candidates[knobs] = self._candidate(knobs)
+        return self._candidates[knobs]
+
+    def _candidate(self, knobs: Knobs) -> Candidate:
         placements = tuple(_placements(self.profile.chunks, knobs))
         return Candidate(
             each=self._passes[knobs.micro_batch],
@@ -195,14 +207,70 @@ class Space:
         is_small = len(self.profile.chunks) + len(self._passes[micro_batch].blocks) <= SMALL
         if not is_small or forced:
             return offer
-        offers = [*([] if offer is None else [offer]), *self._of_any_chunks(micro_batch, starts)]
+        offers = [*([] if offer is None else [offer]), *self._of_any_chunks(micro_batch, SUBSETS * starts)]
         if not offers and (squeezed := self._squeezed(self.candidate(self.least(micro_batch)))) is not None:
             offers.append(squeezed)
-        polished = [self._with_least_again(self._polished(each, 1)) for each in offers]
-        if not polished:
-            return None
-        best = self._polished(min(polished, key=lambda each: each.simulated.step_seconds), 2)
-        return best if best.simulated.step_seconds < under else None
+        once = [self._with_least_again(self._polished(each, 1)) for each in offers]
+        different = {(each.candidate.activations, each.candidate.placements): each for each in once}.values()
+        twice = [self._polished(each, 2) for each in sorted(different, key=_offered_seconds)[:TWICE]]
+        best = min(twice, key=_offered_seconds, default=None)
+        least = min(under, best.simulated.step_seconds if best else under)
+        best = self._in_tree(micro_batch, (1 - SLACK) * least) or best
+        return best if best is not None and best.simulated.step_seconds < under else None
+
+    def _in_tree(self, micro_batch: int, under: float) -> Offer | None:
+        """The best of all there is, of what takes less than `under`: all plans of a few blocks and chunks gone through as a tree,
+        chunk by chunk and then block by block, as far as MOST_BRANCHES go. One is left out where nothing in it fits, chunks
+        that are not placed weighing nothing and blocks that are not decided keeping the least they can; and where nothing in it
+        is faster, such chunks taking no time and such blocks making again no more than the room takes that is left."""
+        first = replace(self.candidate(Knobs(micro_batch)), chunks=(), placements=(), slots=0, prefetch=0)
+        blocks, chunks = first.each.blocks, self.profile.chunks
+        choices = [_choices(block) for block in blocks]
+        least_kept = tuple(min(names, key=lambda name: _kept(block, name)) for block, names in zip(blocks, choices, strict=True))
+        kept = tuple[Activations, ...]("keep" for _ in blocks)
+        front: list[tuple[float, int]] = []  # seconds again, and bytes live: those that nothing beats in both
+        for seconds, activations in self._all_activations(micro_batch):
+            live = weigh(self.profile, replace(first, activations=activations)).live_bytes
+            if not front or live < front[-1][1]:
+                front.append((seconds, live))
+
+        def bound(placements: tuple[Placement, ...], activations: tuple[Activations, ...]) -> float:
+            part = self._placed(replace(first, chunks=chunks[: len(placements)]), placements)
+            weight = weigh(self.profile, replace(part, activations=(*activations, *least_kept[len(activations) :])))
+            if not self.fits(weight):
+                return math.inf
+            fits = (seconds for seconds, live in front if self.fits(replace(weight, live_bytes=max(live, weight.live_bytes))))
+            fastest = replace(part, activations=(*activations, *kept[len(activations) :]))
+            return least_seconds(fastest, self._rates, max(next(fits) - fastest.seconds_again, 0.0))
+
+        found: Offer | None = None
+        branches = [(0.0, tuple[Placement, ...](), tuple[Activations, ...]())]
+        while branches and self._branches_left > 0:
+            least, placements, activations = branches.pop()
+            if least >= under:
+                continue
+            if len(placements) < len(chunks):
+                places = self._places(chunks[len(placements)], first.accumulation)
+                nexts = [((*placements, each), activations) for each in places]
+            elif len(activations) < len(blocks):
+                nexts = [(placements, (*activations, each)) for each in choices[len(activations)]]
+            else:
+                candidate = self._placed(replace(first, chunks=chunks, activations=activations), placements)
+                offer = self._fitting(candidate)
+                if offer is not None and offer.simulated.step_seconds < under:
+                    found, under = offer, (1 - SLACK) * offer.simulated.step_seconds
+                continue
+            self._branches_left -= len(nexts)
+            bounds = [(bound(*each), *each) for each in nexts]
+            branches += sorted((each for each in bounds if each[0] < under), key=lambda each: each[0], reverse=True)
+        return found
+
+    def _places(self, chunk: ChunkCost, accumulation: int) -> list[Placement]:
+        if not chunk.optimizer_bytes:
+            return [RESIDENT, FROZEN_AWAY]
+        streams = (False, True) if self.is_gpu else (False,)
+        speculates = (False, True) if accumulation == 1 else (False,)
+        return [RESIDENT, *(PLACED[key] for key in product(streams, (False, True), speculates))]
 
     def _of_any_chunks(self, micro_batch: int, starts: int) -> list[Offer]:
         """With few chunks, any of them may be the resident ones, and the others all alike; as much is kept as there is room for.
@@ -226,13 +294,17 @@ class Space:
             fullest = on_rungs[_most(len(rungs) - 1, lambda kept: self.fits(weigh(self.profile, on_rungs[kept])))]  # noqa: B023
             if self.fits(weigh(self.profile, fullest)):
                 bounds.append((least_seconds(fullest, self._rates), fullest))
-        found: list[Offer] = []
+        found: dict[
+            tuple[bool, ...], Offer
+        ] = {}  # by which are resident: starts that differ in more than how the others are placed
         for bound, candidate in sorted(bounds, key=lambda pair: pair[0]):
-            if len(found) == starts and bound >= found[-1].simulated.step_seconds:
+            slowest = sorted(each.simulated.step_seconds for each in found.values())[starts - 1 : starts]
+            if slowest and bound >= slowest[0]:
                 break
+            stay = tuple(placement == RESIDENT for placement in candidate.placements)
             offer = Offer(candidate, weigh(self.profile, candidate), simulate(candidate, self._rates))
-            found = sorted([*found, offer], key=lambda each: each.simulated.step_seconds)[:starts]
-        return found
+            found[stay] = min(offer, found.get(stay, offer), key=_offered_seconds)
+        return sorted(found.values(), key=_offered_seconds)[:starts]
 
     def _placed(self, candidate: Candidate, placements: tuple[Placement, ...]) -> Candidate:
         """The same with its chunks so, and as many slots as that takes."""
@@ -283,14 +355,14 @@ class Space:
                 break
             other = self._fitting(replace(offer.candidate, activations=activations))
             if other is not None:
-                return min(offer, other, key=lambda each: each.simulated.step_seconds)
+                return min(offer, other, key=_offered_seconds)
         return offer
 
     def _all_activations(self, micro_batch: int) -> list[tuple[float, tuple[Activations, ...]]]:
         """By the seconds they cost; none where there are too many."""
         if micro_batch not in self._activations:
             first = self.candidate(Knobs(micro_batch))
-            choices = [[choice for choice in CHOICES if choice in block.choices] or ["keep"] for block in first.each.blocks]
+            choices = [_choices(block) for block in first.each.blocks]
             found = product(*choices) if math.prod(map(len, choices)) <= MOST_ACTIVATIONS else ()
             self._activations[micro_batch] = sorted((replace(first, activations=each).seconds_again, each) for each in found)
         return self._activations[micro_batch]
@@ -306,16 +378,12 @@ class Space:
         """With one changed that comes after the last, of the blocks and then the chunks; and which it is."""
         blocks = candidate.each.blocks
         for place in range(last + 1, len(blocks)):
-            for choice in CHOICES if blocks[place].name else ():
-                if choice in blocks[place].choices and choice != candidate.activations[place]:
+            for choice in _choices(blocks[place]):
+                if choice != candidate.activations[place]:
                     yield place, replace(candidate, activations=_with(candidate.activations, place, choice))
-        speculates = (False, True) if candidate.accumulation == 1 else (False,)
         for place in range(max(last + 1, len(blocks)), len(blocks) + len(candidate.chunks)):
-            index, choices = place - len(blocks), [RESIDENT, FROZEN_AWAY]
-            if candidate.chunks[index].optimizer_bytes:
-                streams = (False, True) if self.is_gpu else (False,)
-                choices = [RESIDENT, *(PLACED[key] for key in product(streams, (False, True), speculates))]
-            for placement in choices:
+            index = place - len(blocks)
+            for placement in self._places(candidate.chunks[index], candidate.accumulation):
                 if placement != candidate.placements[index]:
                     yield place, self._placed(candidate, _with(candidate.placements, index, placement))
 
@@ -386,10 +454,13 @@ class Space:
     def _improved(self, knobs: Knobs, forced: Mapping[str, float]) -> Knobs:
         for _ in range(ROUNDS):
             near = [each for each in set(self._neighbours(knobs)) if _is_forced(each, forced) and self._is_sound(each)]
-            better = [each for each in near if self._is_better(each, knobs)]
-            if not better:
+            best = knobs
+            for each in sorted(near, key=lambda each: (self._bound(each), str(each))):
+                if self._is_better(each, best):
+                    best = each
+            if best == knobs:
                 break
-            knobs = min(better, key=lambda each: (self._seconds(each), str(each)))
+            knobs = best
         return knobs
 
     def _is_sound(self, knobs: Knobs) -> bool:
@@ -420,6 +491,18 @@ class Space:
                 yield changed
                 if filled is not None:
                     yield filled
+
+
+def _choices(block: BlockCost) -> list[Activations]:
+    return [choice for choice in CHOICES if block.name and choice in block.choices] or ["keep"]
+
+
+def _kept(block: BlockCost, choice: Activations) -> int:
+    return block.choices[choice].kept_bytes if block.name else 0
+
+
+def _offered_seconds(offer: Offer) -> float:
+    return offer.simulated.step_seconds
 
 
 def _is_forced(knobs: Knobs, forced: Mapping[str, float], *names: str) -> bool:

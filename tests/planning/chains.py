@@ -33,7 +33,7 @@ def random_profile(random: Random, blocks: int) -> Profile:
     that now the computation is long and now the copies are, now activations weigh most and now the state."""
     is_gpu, accumulation = random.random() < 0.7, random.choice([1, 1, 1, 2, 3])
     each = _pass(random, blocks)
-    chunks = _chunks(random, blocks, 6 if is_gpu and accumulation == 1 else 8)
+    chunks = _chunks(random, blocks, 5 if is_gpu and accumulation == 1 else 8)
     elements = sum(chunk.elements for chunk in chunks)
     weight = 2 * elements / each.seconds  # bytes a second at which weights cross while the pass computes
     host = HostRates(
@@ -92,12 +92,15 @@ def _pass(random: Random, count: int) -> Pass:
     blocks.append(block("", kept_bytes=MIB, choices={}, seconds_forward=outside, seconds_backward=2 * outside))
     order = [count, *range(count), count]  # the embedding and the head are outside all blocks
 
-    def segment(phase: Literal["forward", "backward"], index: int) -> Segment:
+    def segment(phase: Literal["forward", "backward"], at: int) -> Segment:
+        index = order[at]
         seconds = blocks[index].seconds_forward if phase == "forward" else blocks[index].seconds_backward
         work = blocks[index].kept_bytes + int(scale * random.randint(1, 10) * MIB)
-        return Segment(index, phase, seconds / order.count(index), work)
+        outer = {0: ("embedding",), count + 1: ("head",)}
+        return Segment(index, phase, seconds / order.count(index), work, outer.get(at, ()))
 
-    segments = [segment("forward", index) for index in order] + [segment("backward", index) for index in reversed(order)]
+    places = range(count + 2)
+    segments = [segment("forward", at) for at in places] + [segment("backward", at) for at in reversed(places)]
     return one_pass(MICRO_BATCH, blocks=tuple(blocks), segments=tuple(segments))
 
 
@@ -120,7 +123,9 @@ def _chunks(random: Random, count: int, most: int) -> tuple[ChunkCost, ...]:
         elements = 1_000_000 * (usual * len(home) if is_like and home != (count,) else random.randint(1, 30))
         trainable = at >= frozen_until
         state = (2 * elements, 10 * elements) if trainable else (0, 0)
-        found.append(ChunkCost(2 * elements, elements, trainable, *state, tuple(sorted(home))))
+        names = ("embedding", "head") if outer == 1 else ("embedding",) if at == 0 else ("head",)
+        outside = names if home == (count,) else ()
+        found.append(ChunkCost(2 * elements, elements, trainable, *state, home, outside))
     return tuple(found)
 
 
