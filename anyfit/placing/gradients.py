@@ -4,15 +4,18 @@ On the device: with one micro-batch autograd's own gradient is used as it is. Wi
 put them; bf16 ones are added in fp32 to a buffer beside the chunk as soon as each is complete, and freed.
 
 On the host: gradients of a chunk are gathered in a staging buffer on the device, which goes down in one copy when all are
-there, or when another chunk needs the buffer. With several micro-batches the host adds them up in fp32. A parameter counts
-when its gradient came; which ones a step uses may change from step to step.
+there, or when another chunk needs the buffer. With several micro-batches the host adds them up in fp32; torch takes a norm
+there on one thread, so several chunks' are taken at once. A parameter counts when its gradient came; which ones a step uses may
+change from step to step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -244,20 +247,23 @@ class Gradients:
         return {name: norms[name] for name in self._parameters if name in norms}
 
     def _finish_sums(self, weight: Tensor | None) -> dict[str, Tensor]:
-        divisor = None if weight is None else weight.cpu()
+        divisor = None if weight is None else weight.cpu().numpy()
         found: dict[str, Tensor] = {}
-        for index, home in self._on_host.items():
+
+        @torch.no_grad()
+        def finish(index: int) -> dict[str, Tensor]:
+            home = self._on_host[index]
+            if home.ticket is not None:
+                home.ticket.wait()
             own = self._views(self._state.chunks[index], home)
+            if divisor is not None:
+                for gradient in own.values():
+                    numpy.divide(gradient.numpy(), divisor, out=gradient.numpy())  # on this thread alone, as the norm is
+            return _norms(own)
 
-            def work(own: Mapping[str, Tensor] = own) -> None:
-                if divisor is not None:
-                    for gradient in own.values():
-                        gradient.div_(divisor)
-                found.update(_norms(own))
-
-            home.ticket = self._lanes.host.run(work, after=(home.ticket,), label=f"norms of chunk {index}")
-        for home in self._on_host.values():
-            self._lanes.wait(home.ticket)
+        with ThreadPoolExecutor(self._threads, "anyfit norms") as pool:
+            for norms in pool.map(finish, self._on_host):
+                found |= norms
         return found
 
     def _of_device(self) -> dict[str, Tensor]:

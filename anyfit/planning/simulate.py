@@ -29,8 +29,15 @@ from anyfit.values.profile import ChunkCost, HostRates, Pass
 STEPS = 3
 STAGES = 5  # buffers in which gradients gather before they go down
 STREAMED_DEPTH = 3  # chunks that are under way at once
+# What the computation takes where copies and updates run beside it, on the same memory and behind the same Python lock: the
+# planned steps of benchmarks/results/planned.json that waited for nothing took 1.04 to 1.08 of their own.
+BESIDE = 1.05
+UPDATE_TRAFFIC = 26  # bytes of the host's memory that an update reads and writes
 DONE = 1e-3  # of an update: what is left of it when it counts as done
-ADDED, NORMED = 10 / 26, 4 / 26  # of an update's memory traffic: to add a gradient up on the host, and to take its norm there
+ADDED, NORMED = (
+    10 / UPDATE_TRAFFIC,
+    4 / UPDATE_TRAFFIC,
+)  # of an update's memory traffic: to add a gradient up on the host, and to take its norm there
 HAND_OUT_SECONDS = 1e-4  # that the host takes to start one chunk's update, while the device has nothing to do
 
 
@@ -138,8 +145,8 @@ class _Server:
         self._in_turn = list(self._queues.values())
         self._turn = 0
         self._count = 0
-        self._since = 0.0
-        self._over = 0.0  # seconds at work, but for what it is at now
+        self._since = self._speed = 0.0
+        self._done = 0.0  # amount, but for what it is at now
         self.is_busy = False
         self.rate: Callable[[], float] = lambda: 1.0  # of what is begun now
 
@@ -149,8 +156,9 @@ class _Server:
         self._start()
 
     @property
-    def busy_seconds(self) -> float:
-        return self._over + (self._clock.now - self._since if self.is_busy else 0.0)
+    def done(self) -> float:
+        """Amount, up to now."""
+        return self._done + ((self._clock.now - self._since) * self._speed if self.is_busy else 0.0)
 
     def _start(self) -> None:
         if self.is_busy:
@@ -160,19 +168,20 @@ class _Server:
             queue = queues[turn]
             turn = (turn + 1) % len(queues)
             if queue:
-                self._turn, self.is_busy, self._since = turn, True, self._clock.now
+                self._turn, self.is_busy = turn, True
+                self._since, self._speed = self._clock.now, self.rate()
                 _, _, amount, done = heapq.heappop(queue)
-                self._clock.at(amount / self.rate(), functools.partial(self._finish, done))
+                self._clock.at(amount / self._speed, functools.partial(self._finish, done))
                 return
 
     def _finish(self, done: Callable[[], None]) -> None:
-        self._over, self.is_busy = self.busy_seconds, False
+        self._done, self.is_busy = self.done, False
         done()
         self._start()
 
 
 class _Host:
-    """Updates, the most urgent first; how fast, is known when one ends, by what was copied meanwhile."""
+    """Updates, the most urgent first; how fast they are is known when one ends, by what was copied meanwhile."""
 
     def __init__(self, clock: _Clock, rates: HostRates, up: _Server, down: _Server) -> None:
         self._clock, self._rates, self._copies = clock, rates, (up, down)
@@ -193,12 +202,10 @@ class _Host:
 
     def _go_on(self, left: float, rate: float, enough: float, done: Callable[[], None]) -> None:
         began, copied = self._clock.now, self._copied
-        slower = self._rates.updates_per_second - (self._rates.loaded or self._rates).updates_per_second
 
         def look() -> None:
             took = self._clock.now - began
-            share = (self._copied - copied) / (len(self._copies) * took)
-            found = self._rates.updates_per_second - share * slower
+            found = self._rate_beside((self._copied - copied) / took)
             still = left - found * took
             if still > enough:
                 self._go_on(still, found, enough, done)
@@ -209,9 +216,17 @@ class _Host:
 
         self._clock.at(left / rate, look)
 
+    def _rate_beside(self, copied_per_second: float) -> float:
+        """Updates a second, of what copies leave of the host's memory: together they get no more than when all of it is busy."""
+        alone, loaded = self._rates.updates_per_second, self._rates.loaded
+        if loaded is None:
+            return alone
+        left = loaded.up_bytes_per_second + loaded.down_bytes_per_second - copied_per_second
+        return min(alone, loaded.updates_per_second + max(left, 0.0) / UPDATE_TRAFFIC)
+
     @property
     def _copied(self) -> float:
-        return sum(server.busy_seconds for server in self._copies)
+        return sum(server.done for server in self._copies)
 
 
 @dataclass(eq=False)
@@ -252,6 +267,8 @@ class _Play:
         self._added = _Signal(happened=True)
         self._lifted: list[tuple[int, int, Callable[[], None]]] = []  # that wait for a carrier
         self._carriers = STREAMED_DEPTH
+        is_alone = not rates.host.overlaps or all(chunk.route == "resident" and not chunk.is_away for chunk in self._chunks)
+        self._slowness = 1.0 if is_alone else BESIDE
         self._count = 0
         self._slots: dict[int, _Signal] = {}  # by chunk: its weights are there
         self._touches = [chunk for used in self._uses for chunk in used if chunk.is_away]
@@ -278,8 +295,8 @@ class _Play:
         candidate = self._candidate
         return Simulated(
             step_seconds=self._steps[-1],
-            compute_seconds=candidate.accumulation * candidate.each.seconds,
-            recompute_seconds=candidate.accumulation * candidate.seconds_again,
+            compute_seconds=self._slowness * candidate.accumulation * candidate.each.seconds,
+            recompute_seconds=self._slowness * candidate.accumulation * candidate.seconds_again,
             update_seconds=self._norm_seconds() + self._resident_seconds() + self._beside_seconds(),
             waits_seconds=dict(self._waits),
         )
@@ -324,7 +341,7 @@ class _Play:
             block, choice = segment.block, candidate.activations[segment.block]
             yield from self._ready(used)
             costs = candidate.each.blocks[block].choices.get(choice)
-            seconds = segment.seconds
+            seconds = self._slowness * segment.seconds
             if segment.phase == "backward" and costs is not None:
                 if choice == "offload":
                     self._bring_back(block)
@@ -333,7 +350,7 @@ class _Play:
                     if earlier:
                         self._bring_back(earlier[-1])
                 else:
-                    seconds += costs.seconds
+                    seconds += self._slowness * costs.seconds
             yield seconds
             if segment.phase == "forward":
                 if choice == "offload" and costs is not None:

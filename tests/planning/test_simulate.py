@@ -143,7 +143,8 @@ def test_what_a_plan_says_of_its_neighbours_is_what_they_cost_when_planned() -> 
     profile = profile_in_little()
     plan, space = search(profile), Space(profile)
     assert {"model state", "updates", "speculation", "activations", "micro-batch"} == {each.name for each in plan.decisions}
-    assert {other.choice for other in plan.alternatives} == set(FORCED)
+    assert {other.choice for other in plan.alternatives} <= set(FORCED)
+    assert {"updates", "speculation"} <= {other.decision for other in plan.alternatives}
     for other in plan.alternatives:
         forced = {knob: space.last_rung(8) if value == -1 else value for knob, value in FORCED[other.choice].items()}
         offer = space.best(8, starts=1, **forced)
