@@ -18,7 +18,7 @@ class Parity:
     compared: str  # the whole model, or what was cut out of it
     steps: int
     loss_difference: float  # relative, the largest
-    weight_difference: float  # of the weights or their change, whichever is larger, normwise, the worst tensor
+    weight_difference: float  # of the weights or their change, whichever is larger; of the worst tensor that plain steps repeat
     agrees: bool  # no further apart than rounding explains
 
 

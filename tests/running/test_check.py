@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -246,6 +247,33 @@ def test_a_step_that_is_not_plain_pytorchs_is_told(own_cache: Path, monkeypatch:
     assert found.parity is not None
     assert found.parity.loss_difference == pytest.approx(0.01, rel=0.1)
     assert not found.parity.agrees
+
+
+class Whimsical(GPT):
+    """Adds nothing but chance, to one weight's gradient or to the loss."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__(width=32, layers=2, heads=2, length=16)
+        self.chance = chance
+        self.moved = nn.Parameter(torch.zeros(1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        whim = random.SystemRandom().random()
+        return super().forward(ids) * (1 + self.chance * whim) + whim * (self.moved - self.moved.detach())
+
+
+@pytest.mark.parametrize(("chance", "is_compared"), [(0.0, True), (1.0, False)])
+def test_what_plain_pytorch_does_otherwise_each_time_says_nothing(chance: float, is_compared: bool) -> None:
+    job = job_of(lambda: Whimsical(chance), clip_norm=None)
+    job = replace(job, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    case = case_of(job, hand_written(job, ON_HOST), 8 * GIB)
+    assert isinstance(case, parity.Case)
+    found = parity.compare(case, torch.device("cpu"))
+    if is_compared:
+        assert not isinstance(found, str)
+        assert found.agrees
+    else:
+        assert found == "plain PyTorch itself takes other steps each time, from the same weights and random numbers"
 
 
 # ---------------------------------------------------------------------- what later plans make of it
