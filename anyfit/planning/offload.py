@@ -66,7 +66,7 @@ STARTS, ROUNDS = 4, 10  # that are improved, and by how many single steps at mos
 CLOSE = 1.1  # times the best before it: what may become better still
 WORTH = 0.002  # of a step: less is no reason to change a plan
 PROCESS_BYTES = 3 * 2**30  # of the host, that a process with a GPU takes besides the plan's
-FRAGMENTATION = 0.15  # of what is live beyond the pools: what torch's allocator was seen to add to it, with segments that grow
+FRAGMENTATION = 0.19  # of what is live beyond the pools: the most that torch's allocator was seen to add, with segments that grow
 NORM_BYTES, UPDATE_BYTES, GATHER_BYTES = 2, 30, 4  # read and written of a parameter on the device
 
 
@@ -111,10 +111,10 @@ class Space:
         self._branches_left = MOST_BRANCHES
         self._activations: dict[int, list[tuple[float, tuple[Activations, ...]]]] = {}
         memory = profile.memory_bytes_per_second
-        self._rates = Rates(self._host, NORM_BYTES / memory, UPDATE_BYTES / memory, GATHER_BYTES / memory)
+        self.rates = Rates(self._host, NORM_BYTES / memory, UPDATE_BYTES / memory, GATHER_BYTES / memory)
         self.is_gpu = self._host.overlaps
         if not self.is_gpu:  # torch steps resident chunks there
-            self._rates = replace(self._rates, update_seconds=profile.update.seconds / max(profile.trainable, 1))
+            self.rates = replace(self.rates, update_seconds=profile.update.seconds / max(profile.trainable, 1))
 
     # ------------------------------------------------------------------ one point
 
@@ -158,7 +158,7 @@ class Space:
 
     def simulated(self, knobs: Knobs) -> Simulated:
         if knobs not in self._simulated:
-            self._simulated[knobs] = simulate(self.candidate(knobs), self._rates)
+            self._simulated[knobs] = simulate(self.candidate(knobs), self.rates)
         return self._simulated[knobs]
 
     def reserved_bytes(self, weight: Weight) -> int:
@@ -241,7 +241,7 @@ class Space:
                 return math.inf
             fits = (seconds for seconds, live in front if self.fits(replace(weight, live_bytes=max(live, weight.live_bytes))))
             fastest = replace(part, activations=(*activations, *kept[len(activations) :]))
-            return least_seconds(fastest, self._rates, max(next(fits) - fastest.seconds_again, 0.0))
+            return least_seconds(fastest, self.rates, max(next(fits) - fastest.seconds_again, 0.0))
 
         found: Offer | None = None
         branches = [(0.0, tuple[Placement, ...](), tuple[Activations, ...]())]
@@ -293,7 +293,7 @@ class Space:
             on_rungs = [replace(self._placed(first, placements), activations=rung) for rung in rungs]
             fullest = on_rungs[_most(len(rungs) - 1, lambda kept: self.fits(weigh(self.profile, on_rungs[kept])))]  # noqa: B023
             if self.fits(weigh(self.profile, fullest)):
-                bounds.append((least_seconds(fullest, self._rates), fullest))
+                bounds.append((least_seconds(fullest, self.rates), fullest))
         found: dict[
             tuple[bool, ...], Offer
         ] = {}  # by which are resident: starts that differ in more than how the others are placed
@@ -302,7 +302,7 @@ class Space:
             if slowest and bound >= slowest[0]:
                 break
             stay = tuple(placement == RESIDENT for placement in candidate.placements)
-            offer = Offer(candidate, weigh(self.profile, candidate), simulate(candidate, self._rates))
+            offer = Offer(candidate, weigh(self.profile, candidate), simulate(candidate, self.rates))
             found[stay] = min(offer, found.get(stay, offer), key=_offered_seconds)
         return sorted(found.values(), key=_offered_seconds)[:starts]
 
@@ -313,7 +313,7 @@ class Space:
 
     def _fitting(self, candidate: Candidate) -> Offer | None:
         weight = weigh(self.profile, candidate)
-        return Offer(candidate, weight, simulate(candidate, self._rates)) if self.fits(weight) else None
+        return Offer(candidate, weight, simulate(candidate, self.rates)) if self.fits(weight) else None
 
     def _squeezed(self, candidate: Candidate) -> Offer | None:
         """Changed one by one, and two by two, until it fits."""
@@ -341,7 +341,7 @@ class Space:
             offer, better = better, None
             enough = (1 - WORTH) * offer.simulated.step_seconds
             for candidate in self._changed(offer.candidate, most):
-                if least_seconds(candidate, self._rates) < enough:
+                if least_seconds(candidate, self.rates) < enough:
                     other = self._fitting(candidate)
                     if other is not None and other.simulated.step_seconds < enough:
                         better = other
@@ -448,7 +448,7 @@ class Space:
     def _bound(self, knobs: Knobs) -> float:
         """Seconds that no simulation of this is under."""
         if knobs not in self._bounds:
-            self._bounds[knobs] = least_seconds(self.candidate(knobs), self._rates)
+            self._bounds[knobs] = least_seconds(self.candidate(knobs), self.rates)
         return self._bounds[knobs]
 
     def _improved(self, knobs: Knobs, forced: Mapping[str, float]) -> Knobs:

@@ -34,10 +34,8 @@ STREAMED_DEPTH = 3  # chunks that are under way at once
 BESIDE = 1.05
 UPDATE_TRAFFIC = 26  # bytes of the host's memory that an update reads and writes
 DONE = 1e-3  # of an update: what is left of it when it counts as done
-ADDED, NORMED = (
-    10 / UPDATE_TRAFFIC,
-    4 / UPDATE_TRAFFIC,
-)  # of an update's memory traffic: to add a gradient up on the host, and to take its norm there
+# Of an update's traffic: to add a gradient up on the host, and to take its norm there.
+ADDED, NORMED = 10 / UPDATE_TRAFFIC, 4 / UPDATE_TRAFFIC
 HAND_OUT_SECONDS = 1e-4  # that the host takes to start one chunk's update, while the device has nothing to do
 
 

@@ -46,7 +46,7 @@ class Plans:
 
     def __init__(self, profile: Profile) -> None:
         self.space = Space(profile)
-        self.rates = self.space._rates
+        self.rates = self.space.rates
         self._profile = profile
         self._first = self.space.candidate(Knobs(MICRO_BATCH))
         blocks = profile.passes[0].blocks

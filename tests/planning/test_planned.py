@@ -1,0 +1,105 @@
+"""Plans that were measured on a GPU (benchmarks/planned.py), against what is forecast for them today."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import anyfit
+from anyfit.costing import cost
+from anyfit.planning.offload import FRAGMENTATION, Space
+from anyfit.planning.search import OFFLOAD_ERROR
+from anyfit.planning.simulate import simulate
+from anyfit.planning.weigh import weigh
+from anyfit.values.graph import Graph
+from anyfit.values.machine import Machine
+from anyfit.values.profile import Profile
+from benchmarks import planned
+from benchmarks.peers import CONTEXT_BYTES, GIB
+
+ROOT = Path(__file__).parents[2]
+Row = dict[str, Any]
+
+
+def rows_of(name: str) -> list[Row]:
+    rows: list[Row] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["figures"]["rows"]
+    return [row for row in rows if row["about"]["chunks"]]  # without those that have everything on the device
+
+
+# Sums of micro-batches were measured before their norms were taken by several threads; a convolutional model is forecast by
+# rough curves for micro-batches whose ops were not timed; and a plan does not know that every step will clip.
+LEFT_OUT = ("in 2", "convnext", "clipping", "micro-batches of")
+RECORDS = [
+    (name, row)
+    for name in ("planned", "planned-regret")
+    for row in rows_of(name)
+    if not any(words in f"{row['job']} {row['plan']}" for words in LEFT_OUT)
+]
+IDS = [f"{name}-{row['job']}-{row['plan']}" for name, row in RECORDS]
+
+
+@cache
+def traced(case: str, batch: int, micro_batch: int) -> Graph:
+    return anyfit.traced(replace(planned.Job(case, batch).training(), micro_batch=micro_batch), "cuda")[0]
+
+
+@cache
+def profiled(name: str, case: str, batch: int, micro_batch: int) -> Profile:
+    machine = Machine.load(ROOT / f"tests/golden/h200/{name}-machine.json")
+    return cost([traced(case, batch, micro_batch)], machine, batch)
+
+
+@cache
+def predicted(index: int) -> dict[str, float]:
+    name, row = RECORDS[index]
+    job, about = planned.JOBS[row["job"]], row["about"]
+    profile = profiled(name, job.case, job.batch, about["micro_batch"])
+    candidate = planned.candidate_of(about, traced(job.case, job.batch, about["micro_batch"]), profile.passes[0])
+    weight = weigh(profile, candidate)
+    space = Space(profile)
+    return {
+        "step_seconds": simulate(candidate, space.rates).step_seconds,
+        "device_bytes": weight.device_bytes,
+        "live_bytes": weight.live_bytes,
+        "pool_bytes": weight.pool_bytes,
+        "host_bytes": weight.host_bytes,
+        "reserved_bytes": space.reserved_bytes(weight) - profile.context_bytes,
+    }
+
+
+@pytest.mark.parametrize("index", range(len(RECORDS)), ids=IDS)
+def test_memory_is_as_forecast(index: int) -> None:
+    expected, row = predicted(index), RECORDS[index][1]
+    measured = row["measured"]
+    assert expected["device_bytes"] == pytest.approx(measured["allocated_bytes"], rel=0.02)
+    assert expected["live_bytes"] == pytest.approx(measured["allocated_bytes"] - expected["pool_bytes"], rel=0.05)
+    assert expected["host_bytes"] == pytest.approx(measured["host_bytes"], rel=1e-3)
+    added = measured["reserved_bytes"] - measured["allocated_bytes"]
+    assert added <= FRAGMENTATION * (measured["allocated_bytes"] - measured["pool_bytes"])
+    cap = planned.JOBS[row["job"]].cap_gib
+    assert cap is not None
+    assert measured["reserved_bytes"] + CONTEXT_BYTES <= cap * GIB
+
+
+@pytest.mark.parametrize("index", range(len(RECORDS)), ids=IDS)
+def test_a_step_takes_what_is_forecast_within_its_band(index: int) -> None:
+    measured = RECORDS[index][1]["measured"]["step_seconds"]
+    assert predicted(index)["step_seconds"] == pytest.approx(measured, rel=OFFLOAD_ERROR["cuda"])
+
+
+@pytest.mark.parametrize(("name", "median", "most"), [("planned-regret", 0.04, 0.10), ("planned", 0.06, 0.19)])
+def test_steps_are_forecast_well(name: str, median: float, most: float) -> None:
+    """The first were measured on the very machine that was probed, in full; the others after a quick probe."""
+    off = {
+        IDS[index]: abs(predicted(index)["step_seconds"] / row["measured"]["step_seconds"] - 1)
+        for index, (of, row) in enumerate(RECORDS)
+        if of == name
+    }
+    assert statistics.median(off.values()) <= median, off
+    assert max(off.values()) <= most, off
