@@ -38,7 +38,7 @@ STEPS = 2  # the second starts from what the first left: state of the optimizer,
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 PLAIN_BYTES = 8  # a parameter: what plain PyTorch holds besides the state as a run has it, whole masters and fp32 gradients
 HOST_BYTES = 24  # a parameter, of two models and four sets of weights
-LEAST_UNITS, UNITS_PER_CHOICE = 3, 2  # of repeated blocks that are left
+UNITS = ((3, 2), (1, 1))  # of repeated blocks that are left, at least and for every choice; the second where memory is short
 MOST_PERIOD = 8  # blocks, of a unit that is repeated
 LEAST_CHUNKS, CHUNKS_PER_PLACEMENT = 6, 3
 LEAST_SLOTS = 4  # for the weights of one op, which smaller chunks may hold apart
@@ -64,17 +64,19 @@ def case_of(job: Job, plan: Plan, profile: Profile, model: nn.Module, kinds: Kin
     if lacking is None:
         model = copy.deepcopy(model)
         return Case(replace(job, model=model), plan, model, job.sample, "the whole model", is_cut=False)
-    try:
-        small = _cut(job, plan, model, kinds)
-    except Exception as error:  # of the user's model or optimizer, which may count on all blocks
-        return f"{lacking}, and with fewer blocks it cannot be made: {_said(error)}"
-    if small is None:
-        return f"{lacking}, and neither its blocks nor its samples can be fewer"
-    count = sum(parameter.numel() for parameter in small.model.parameters())
-    needed = int((profile.state.resident / profile.parameters + PLAIN_BYTES) * count)
-    if needed > profile.device_limit_bytes:
-        return f"{lacking}; with {small.compared} it still takes {show_bytes(needed)}"
-    return small
+    for units in UNITS:
+        try:
+            small = _cut(job, plan, model, kinds, units)
+        except Exception as error:  # of the user's model or optimizer, which may count on all blocks
+            return f"{lacking}, and with fewer blocks it cannot be made: {_said(error)}"
+        if small is None:
+            return f"{lacking}, and neither its blocks nor its samples can be fewer"
+        count = sum(parameter.numel() for parameter in small.model.parameters())
+        needed = int((profile.state.resident / profile.parameters + PLAIN_BYTES) * count)
+        if needed <= profile.device_limit_bytes:
+            return small
+        lacking_still = f"{lacking}; with {small.compared} it still takes {show_bytes(needed)}"
+    return lacking_still
 
 
 def _lacking(profile: Profile, plan: Plan) -> str | None:
@@ -106,10 +108,10 @@ class Kept:
         return len(self.choices)
 
 
-def _cut(job: Job, plan: Plan, model: nn.Module, kinds: Kinds) -> Case | None:
+def _cut(job: Job, plan: Plan, model: nn.Module, kinds: Kinds, units: tuple[int, int]) -> Case | None:
     """The same job with fewer blocks and samples; None where it has no more than are kept."""
     blocks = kinds(model)
-    kept = _kept(model, blocks, plan.stages[0])
+    kept = _kept(model, blocks, plan.stages[0], *units)
     rows = min(plan.micro_batch, ROWS)
     batch_size = rows
     if plan.accumulation > 1:  # with a last micro-batch that is smaller, where the plan has one
@@ -138,7 +140,7 @@ def _cut(job: Job, plan: Plan, model: nn.Module, kinds: Kinds) -> Case | None:
     return Case(job_of_it, plan_of_it, small, batch, f"{of_blocks} and {of_samples}", is_cut=True)
 
 
-def _kept(model: nn.Module, kinds: Mapping[str, str], stage: Stage) -> Kept:
+def _kept(model: nn.Module, kinds: Mapping[str, str], stage: Stage, least: int, per_choice: int) -> Kept:
     """Of blocks that are repeated in a list a few, with every choice that is made of any of them, in the same order."""
     kept = Kept({}, {}, [])
     for container, paths in _by_container(kinds).items():
@@ -148,7 +150,7 @@ def _kept(model: nn.Module, kinds: Mapping[str, str], stage: Stage) -> Kept:
             units = [paths[at : at + period] for at in range(start, start + period * count, period)]
             choices = [[(stage.activations.get(path, "keep"), path in stage.compiled) for path in unit] for unit in units]
             distinct = [choice for index, choice in enumerate(choices) if choice not in choices[:index]]
-            units = units[: max(LEAST_UNITS, UNITS_PER_CHOICE * len(distinct))]
+            units = units[: max(least, per_choice * len(distinct))]
             for index, unit in enumerate(units):
                 for path, (choice, is_compiled) in zip(unit, _spread(distinct, index, len(units)), strict=True):
                     kept.of_container.setdefault(container, []).append(path)
