@@ -61,7 +61,7 @@ MOST_ACTIVATIONS = 3**7  # choices for all blocks: few enough to try them all
 RUNGS = 9  # of a ladder that are tried at first
 STREAMED = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 HOST_FIRST = (0.0, 0.12)
-TRIED = 48  # that are simulated at first
+TRIED = 48  # that are simulated at first, of all STARTS
 STARTS, ROUNDS = 4, 10  # that are improved, and by how many single steps at most
 CLOSE = 1.1  # times the best before it: what may become better still
 WORTH = 0.002  # of a step: less is no reason to change a plan
@@ -197,12 +197,13 @@ class Space:
         tried: list[Knobs] = []
         least = under
         for bound, knobs in sorted(self._filled(micro_batch, forced), key=lambda pair: pair[0]):
-            if bound >= least or len(tried) == TRIED:
+            if bound >= least or len(tried) == TRIED * starts // STARTS:
                 break
             tried.append(knobs)
             least = min(least, self._seconds(knobs))
         first = sorted(tried, key=self._seconds)[:starts]
-        improved = [self._improved(knobs, forced) for knobs in first if self._seconds(knobs) < CLOSE * least]
+        rounds = ROUNDS if starts == STARTS else ROUNDS // 2
+        improved = [self._improved(knobs, forced, rounds) for knobs in first if self._seconds(knobs) < CLOSE * least]
         offer = self.offer(min(improved, key=self._seconds)) if improved else None
         is_small = len(self.profile.chunks) + len(self._passes[micro_batch].blocks) <= SMALL
         if not is_small or forced:
@@ -451,8 +452,8 @@ class Space:
             self._bounds[knobs] = least_seconds(self.candidate(knobs), self.rates)
         return self._bounds[knobs]
 
-    def _improved(self, knobs: Knobs, forced: Mapping[str, float]) -> Knobs:
-        for _ in range(ROUNDS):
+    def _improved(self, knobs: Knobs, forced: Mapping[str, float], rounds: int) -> Knobs:
+        for _ in range(rounds):
             near = [each for each in set(self._neighbours(knobs)) if _is_forced(each, forced) and self._is_sound(each)]
             best = knobs
             for each in sorted(near, key=lambda each: (self._bound(each), str(each))):
