@@ -202,7 +202,7 @@ class Space:
             tried.append(knobs)
             least = min(least, self._seconds(knobs))
         first = sorted(tried, key=self._seconds)[:starts]
-        rounds = ROUNDS if starts == STARTS else ROUNDS // 2
+        rounds = ROUNDS * starts // STARTS
         improved = [self._improved(knobs, forced, rounds) for knobs in first if self._seconds(knobs) < CLOSE * least]
         offer = self.offer(min(improved, key=self._seconds)) if improved else None
         is_small = len(self.profile.chunks) + len(self._passes[micro_batch].blocks) <= SMALL
