@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from anyfit.values.job import Job
-from anyfit.values.layout import Placeable, lay_out
+from anyfit.values.layout import lay_out
 from anyfit.values.plan import Placement, Plan
 from anyfit.values.record import nearest
 
@@ -98,26 +98,12 @@ def place(
     carried    what `lift` took out of another placing of the same model; whole also when this fails
     arena      pinned bytes to place on the host in, for whoever places many times: making them takes long
     """
-    dtypes = job.dtypes(model)
     if carried is None:
         optimizer, group_of = job.build_optimizer(model)
     else:
         optimizer = carried.optimizer
         group_of = {id(each): index for index, group in enumerate(optimizer.param_groups) for each in group["params"]}
-    layout = lay_out(
-        (
-            Placeable(
-                name=name,
-                shape=tuple(parameter.shape),
-                dtype=str(dtypes[name]).removeprefix("torch."),
-                element_bytes=dtypes[name].itemsize,
-                trainable=parameter.requires_grad,
-                group=group_of.get(id(parameter), -1),
-            )
-            for name, parameter in model.named_parameters()
-        ),
-        plan.chunk_bytes,
-    )
+    layout = lay_out(job.placeables(model, group_of), plan.chunk_bytes)
     placements = plan.chunks or (Placement(),)
     if len(placements) == 1:
         placements *= len(layout)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from anyfit.placing import place
 from anyfit.values.check import Parity
 from anyfit.values.job import Batch, Job
-from anyfit.values.layout import Placeable, lay_out
+from anyfit.values.layout import lay_out
 from anyfit.values.plan import Activations, Placement, Plan, Stage
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes
@@ -217,19 +217,7 @@ def _placements(job: Job, plan: Plan, model: nn.Module) -> tuple[int, tuple[Plac
     """A chunk size by which there are some chunks of each placement the plan has, and these, in the plan's order."""
     distinct = list(dict.fromkeys(plan.chunks)) or [Placement()]
     wanted = max(LEAST_CHUNKS, CHUNKS_PER_PLACEMENT * len(distinct))
-    dtypes = job.dtypes(model)
-    _, group_of = job.build_optimizer(model)
-    placeables = [
-        Placeable(
-            name=name,
-            shape=tuple(parameter.shape),
-            dtype=str(dtypes[name]).removeprefix("torch."),
-            element_bytes=dtypes[name].itemsize,
-            trainable=parameter.requires_grad,
-            group=group_of.get(id(parameter), -1),
-        )
-        for name, parameter in model.named_parameters()
-    ]
+    placeables = job.placeables(model, job.build_optimizer(model)[1])
     chunk_bytes = plan.chunk_bytes
     while (count := len(lay_out(placeables, chunk_bytes))) < min(wanted, len(placeables)) and chunk_bytes > 1:
         chunk_bytes //= 2

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from .batches import cut, map_tensors, rows_of
+from .layout import Placeable
 from .record import nearest
 
 if TYPE_CHECKING:
@@ -108,6 +109,21 @@ class Job:
         if not isinstance(model, nn.Module):
             raise TypeError(f"Job(model=) made {_describe(model)}, not an nn.Module")
         return model
+
+    def placeables(self, model: nn.Module, group_of: Mapping[int, int]) -> list[Placeable]:
+        """What is to be laid out in chunks; by identity of a parameter, its optimizer group."""
+        dtypes = self.dtypes(model)
+        return [
+            Placeable(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=str(dtypes[name]).removeprefix("torch."),
+                element_bytes=dtypes[name].itemsize,
+                trainable=parameter.requires_grad,
+                group=group_of.get(id(parameter), -1),
+            )
+            for name, parameter in model.named_parameters()
+        ]
 
     def dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
         """By parameter name, the dtype in which a run holds it: as `precision` says, batch norms and integers as they are."""
