@@ -32,6 +32,7 @@ class Forecast:
     samples_per_second: float
     tokens_per_second: float
     compute_share: float  # of the device's best matmul rate
+    start_seconds: float = 0.0  # to place a model whose weights are there; 0 where nothing is known of it
 
     def __post_init__(self) -> None:
         if not self.step_seconds > 0:
@@ -223,6 +224,8 @@ class Plan(Record):
                 peak, error = forecast.reserved_bytes, forecast.reserved_error
             if peak:
                 rows.append((f"{tier} memory", f"{show_bytes(peak)} ± {error:.0%} of {show_bytes(self.limit_bytes[tier])}"))
+        if forecast.start_seconds:
+            rows.append(("start", f"about {forecast.start_seconds:.0f} s, once, until the first step begins"))
         return rows
 
     def __str__(self) -> str:

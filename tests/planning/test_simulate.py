@@ -20,6 +20,7 @@ from anyfit.placing import gradients, lanes
 from anyfit.planning import search
 from anyfit.planning import simulate as simulating
 from anyfit.planning.offload import Space
+from anyfit.planning.search import _start_seconds
 from anyfit.planning.simulate import HAND_OUT_SECONDS, Candidate, Rates, Simulated, simulate
 from anyfit.planning.weigh import Weight, weigh
 from anyfit.tracing import trace
@@ -168,3 +169,9 @@ def test_a_plan_in_little_memory_holds_what_it_says_and_keeps_both_limits() -> N
 
 def test_the_simulator_counts_buffers_as_the_engine_has_them() -> None:
     assert (simulating.STAGES, simulating.STREAMED_DEPTH) == (gradients.STAGES, lanes.STREAMED_DEPTH)
+
+
+@pytest.mark.parametrize("job", ROWS)
+def test_starting_takes_about_as_long_as_is_forecast(job: str) -> None:
+    profile = replace(profile_in_little(), parameters=ROWS[job]["parameters"])
+    assert _start_seconds(profile, ROWS[job]["host_bytes"]) == pytest.approx(ROWS[job]["start_seconds"], rel=0.2)
