@@ -39,7 +39,6 @@ KINDS = {
     "upload": ("#7fd1b9", "updated weights back to the device"),
     "gradients": ("#e69f00", "gradients of a chunk to the host"),
     "add": ("#b38600", "micro-batches' gradients added up"),
-    "norms": ("#8c6d31", "their norms"),
     "speculate": ("#8064a2", "update before the norm is known"),
     "commit": ("#c5b0d5", "that update taken over"),
     "offload": ("#8c564b", "activations to the host"),
