@@ -31,24 +31,31 @@ from .meters import Effort, Ladder, Meter, host_seconds, rate_meter, torch_threa
 LOAD_COPY_BYTES = 32 * 2**20
 LOAD_EDGE = 4096
 CHUNKS = 4
+PARAMETERS_A_CORE = 2**20
 Result = TypeVar("Result")
 
 
 def update_ladders(cores: int, effort: Effort, load: Callable[[], AbstractContextManager[None]]) -> tuple[Ladder, Ladder]:
     """Parameters/s by threads: alone, and under the load."""
-    step = _adamw(effort.update_parameters)
+    parameters = _parameters(cores, effort)
+    step = _adamw(parameters)
     alone, loaded = Ladder(), Ladder()
     for threads in thread_counts(cores):
         with torch_threads(threads):
-            meter, _ = rate_meter("CPU update", step, effort.update_parameters, host_seconds, effort)
+            meter, _ = rate_meter("CPU update", step, parameters, host_seconds, effort)
         alone.rungs[threads] = Meter(meter.label, functools.partial(_on_threads, threads, meter.read))
         loaded.rungs[threads] = Meter(f"{meter.label} under load", functools.partial(_under, load, threads, meter.read))
     return alone, loaded
 
 
+def _parameters(cores: int, effort: Effort) -> int:
+    """Of a chunk: enough that waking its threads does not count."""
+    return max(effort.update_parameters, cores * PARAMETERS_A_CORE)
+
+
 def updating(cores: int, effort: Effort) -> Callable[[], AbstractContextManager[None]]:
     """A load of updates, on as many threads as a run has for them."""
-    step = _adamw(effort.update_parameters)
+    step = _adamw(_parameters(cores, effort))
     return lambda: _repeating(lambda: _on_threads(update_threads(cores), step))
 
 
