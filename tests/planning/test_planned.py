@@ -124,3 +124,16 @@ def test_what_is_planned_today_was_measured_close_to_the_best(name: str) -> None
     nearest = min((row for row in measured if row["about"]["speculates"]), key=distance)
     assert distance(nearest) <= 6
     assert nearest["measured"]["step_seconds"] <= 1.05 * best
+
+
+def test_the_plans_that_are_compared_are_different_and_fit() -> None:
+    job = planned.JOBS["llama-1b batch 4 cap 12"]
+    found = planned.plans_of(job, Machine.load(ROOT / "tests/golden/h200/planned-machine.json"), 4)
+    assert isinstance(found, list)
+    assert found[0][0] == "planned"
+    assert len({(plan.chunk_bytes, plan.chunks, str(plan.stages)) for _, plan in found}) == 5
+    for _, plan in found:
+        assert plan.forecast.peak_bytes["device"] < 12 * GIB
+        placements = planned.placements_of(planned.about(plan))
+        assert [each.route for each in placements] == [each.route for each in plan.chunks]
+        assert [each.weights for each in placements] == [each.weights for each in plan.chunks]
