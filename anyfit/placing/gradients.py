@@ -66,6 +66,7 @@ class Gradients:
         self._norms: dict[str, Tensor] = {}  # of final gradients that have left the device
         self._on_host: dict[int, HostGradients] = {}
         self._hooks: list[RemovableHandle] = []
+        self._wanted: list[tuple[str, Callable[[Tensor], None]]] = []
         self.device_bytes = 0
         self._frozen = [slot.name for each in state.chunks if not each.chunk.trainable for slot in each.chunk.slots]
         for each in state.chunks:
@@ -88,9 +89,12 @@ class Gradients:
         if self.adds_up:
             self._landings = [(slabs.zeros(largest, torch.uint8, crosses=True), None) for _ in range(count)]
         self.device_bytes += sum(stage.flat.nbytes for stage in self._stages)
+        while self._wanted:  # when all memory is there: where it is not, the parameters are as they were
+            name, hook = self._wanted.pop(0)
+            self._hooks.append(self._parameters[name].register_post_accumulate_grad_hook(hook))
 
     def _hook(self, name: str, hook: Callable[[Tensor], None]) -> None:
-        self._hooks.append(self._parameters[name].register_post_accumulate_grad_hook(hook))
+        self._wanted.append((name, hook))
 
     def close(self) -> None:
         """Gradients are autograd's again."""
