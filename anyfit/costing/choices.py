@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from anyfit.values.graph import COSTLY_OPS, LEAST_OFFLOAD_BYTES, Graph
 from anyfit.values.profile import ChoiceCost, HostRates
 
-# What looking at a call costs, in calls of a training step: fitted to "4b batch 8 cap 40" of benchmarks/results/planned.json.
+# What looking at a call costs, in calls of a training step: fitted to "4b batch 8 cap 40" of
+# benchmarks/results/planned-regret.json.
 LOOKED_AT = 3.4
 
 

@@ -1,4 +1,5 @@
-// One pass of Adam or AdamW over a flat chunk, or of adding up gradients, on threads of its own. Plain C++ and a C interface: it needs no torch header.
+// One pass of Adam or AdamW over a flat chunk, or of adding up gradients, on threads of its own. Plain C++ and a C interface: it
+// needs no torch header.
 //
 // Every number is computed as torch's single-tensor AdamW computes it, down to the last bit: the same fp32 operations in the
 // same order, fused multiply-adds where torch's code has them and nowhere else (-ffp-contract=off), and the square roots that

@@ -30,7 +30,7 @@ STEPS = 3
 STAGES = 5  # buffers in which gradients gather before they go down
 STREAMED_DEPTH = 3  # chunks that are under way at once
 # What the computation takes where copies and updates run beside it, on the same memory and behind the same Python lock: the
-# planned steps of benchmarks/results/planned.json that waited for nothing took 1.04 to 1.08 of their own.
+# planned steps of benchmarks/results/planned.json that were to wait for nothing took 1.04 to 1.14 of their own, most under 1.09.
 BESIDE = 1.05
 UPDATE_TRAFFIC = 26  # bytes of the host's memory that an update reads and writes
 DONE = 1e-3  # of an update: what is left of it when it counts as done

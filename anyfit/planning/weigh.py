@@ -36,8 +36,7 @@ class Weight:
 def weigh(profile: Profile, candidate: Candidate) -> Weight:
     pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
     adds_up = candidate.accumulation > 1
-    pools = profile.state.buffers + profile.workspace_bytes
-    pools += _pools(pairs, candidate.slots, adds_up=adds_up)
+    pools = profile.state.buffers + profile.workspace_bytes + _pools(pairs, candidate.slots, adds_up=adds_up)
     resident = [chunk for chunk, placement in pairs if placement.route == "resident" and chunk.optimizer_bytes]
     updating = 0
     if profile.host is not None and profile.host.overlaps:
