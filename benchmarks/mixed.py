@@ -1,9 +1,10 @@
 """How fast does a model train in a fraction of the memory it takes, with the same losses?
 
-    python -m benchmarks.mixed [--only NAME ...] [--steps 10] [--set KEY=VALUE ...] [--timeline FILE] [--record NAME]
+    python -m benchmarks.mixed [--only NAME ...] [--steps 10] [--set KEY=VALUE ... | --planned] [--timeline FILE] [--record NAME]
 
 (a GPU, and as much host memory as a configuration says.) Each configuration is a plan written by hand and runs in a process of
-its own, under a hard cap on the GPU's memory. The optimizer's state of the model's first parameters is resident: their gradients
+its own, under a hard cap on the GPU's memory; with --planned the planner's own plan for that cap runs instead. By hand, the
+optimizer's state of the model's first parameters is resident: their gradients
 come last in backward and their weights are needed first in forward, so that nothing could hide their update. The rest is
 updated on the host and streamed through the device by turns. Weights and batch are the same in all of one model; losses, median
 step, peak bytes on both sides and the time to start are recorded.
@@ -18,7 +19,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from anyfit.values.plan import Placement
 from . import record
 from .by_hand import hand_written
 from .peers import CONTEXT_BYTES, GIB, JOBS, LR, MODELS, VOCABULARY, WEIGHT_DECAY, Job, with_norms
+from .planned import about
 from .profiler import quickly_built
 
 
@@ -54,6 +58,7 @@ class Configuration:
 CONFIGURATIONS = {
     "4b batch 8 no cap": Configuration(resident=10),
     "4b batch 8 no cap compiled": Configuration(resident=10, compiled=1),
+    "4b batch 8 no cap kept": Configuration(resident=10, kept=32),
     "4b batch 32 no cap": Configuration(resident=10),
     "4b batch 8 cap 24": Configuration(resident=0.75, streamed=0.39),
     "4b batch 8 cap 24 clipping": Configuration(resident=0.65, streamed=0.5),
@@ -65,14 +70,14 @@ CONFIGURATIONS = {
 }
 
 
-def job_of(job: Job) -> anyfit.Job:
+def job_of(job: Job, micro_batch: int | None = None) -> anyfit.Job:
     """With the loss in slices, as anyfit trains a Hugging Face model."""
     from transformers import AutoConfig
 
     return anyfit.Job.from_huggingface(
         AutoConfig.for_model("gpt2", **MODELS[job.model]),
         batch_size=job.batch,
-        micro_batch=job.batch,
+        micro_batch=micro_batch,
         length=job.case.length,
         precision="bf16",
         clip_norm=job.clip_norm,
@@ -125,18 +130,32 @@ def plan_of(job: Job, configuration: Configuration, training: anyfit.Job) -> any
     )
 
 
+def start(name: str, changes: dict[str, Any]) -> anyfit.Run:
+    """The job, placed by hand."""
+    job, configuration = JOBS[name], replace(CONFIGURATIONS[name], **changes)
+    training = job_of(job, micro_batch=job.batch)
+    return anyfit.start(_quickly_built(training), plan_of(job, configuration, training), anyfit.Machine.load("h200"))
+
+
+def start_planned(name: str) -> anyfit.Run:
+    """The job as a user starts it, who says how much memory there is."""
+    machine = anyfit.probe("full").with_limits(device_memory=JOBS[name].cap_bytes)
+    return anyfit.start(_quickly_built(job_of(JOBS[name])), machine=machine)
+
+
+def _quickly_built(training: anyfit.Job) -> anyfit.Job:
+    return replace(training, model=lambda: with_norms(quickly_built(training).build()))
+
+
 def measure(
-    name: str, steps: int, warmup: int, changes: dict[str, Any] | None = None, timeline: Path | None = None
+    name: str, steps: int, warmup: int, starting: Callable[[], anyfit.Run], timeline: Path | None = None
 ) -> dict[str, Any]:
-    job, configuration = JOBS[name], replace(CONFIGURATIONS[name], **changes or {})
+    job = JOBS[name]
     began = time.perf_counter()
     if job.cap_bytes is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction((job.cap_bytes - CONTEXT_BYTES) / total)
-    training = job_of(job)
-    plan = plan_of(job, configuration, training)
-    building = replace(training, model=lambda: with_norms(quickly_built(training).build()))
-    run = anyfit.start(building, plan, anyfit.Machine.load("h200"))
+    run = starting()
     started = time.perf_counter() - began
     recorded = run.record() if timeline is not None else None
     generator = torch.Generator().manual_seed(1)
@@ -154,7 +173,8 @@ def measure(
     row = {
         "system": "anyfit",
         "job": name,
-        "configuration": vars(configuration),
+        "plan": about(run.plan),
+        "predicted_seconds": run.plan.forecast.step_seconds,
         "parameters": sum(each.chunk.elements for each in placed.state.chunks),
         "by_route": {
             route: sum(each.chunk.elements for each in placed.state.chunks if each.placement.route == route)
@@ -199,6 +219,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other values of a configuration")
+    parser.add_argument("--planned", action="store_true", help="the planner's plans, not those written by hand")
     parser.add_argument("--timeline", type=Path)
     parser.add_argument("--record", metavar="NAME")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -206,12 +227,14 @@ def main() -> None:
     if options.one:
         known = {field.name: {"int": int, "float": float, "str": str}[str(field.type)] for field in fields(Configuration)}
         changes = {key: known[key](value) for key, _, value in (each.partition("=") for each in options.set)}
-        print("ROW" + json.dumps(measure(options.one, options.steps, options.warmup, changes, options.timeline)), flush=True)
+        starting = partial(start_planned, options.one) if options.planned else partial(start, options.one, changes)
+        print("ROW" + json.dumps(measure(options.one, options.steps, options.warmup, starting, options.timeline)), flush=True)
         return
     rows = []
     for name in options.only or CONFIGURATIONS:
         command = [sys.executable, "-m", "benchmarks.mixed", "--one", name, "--steps", str(options.steps)]
         command += ["--warmup", str(options.warmup), "--set", *options.set]
+        command += ["--planned"] * options.planned
         command += ["--timeline", str(options.timeline)] if options.timeline else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         row = next((json.loads(line[3:]) for line in done.stdout.splitlines() if line.startswith("ROW")), None)

@@ -23,7 +23,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -161,8 +162,8 @@ def compute_seconds(job: Job, medians: Iterable[Row]) -> float:
     """Of one step when everything is on the device: of the plain run with this batch, else of the recorded one, by FLOPs."""
     for row in medians:
         plain = JOBS[row["job"]]
-        alike = (plain.model, plain.batch, plain.compiled, plain.cap_bytes) == (job.model, job.batch, job.compiled, None)
-        if alike and row["system"] == "plain" and row["error"] is None:
+        is_alike = plain == replace(job, cap_bytes=None, clip_norm=plain.clip_norm)
+        if is_alike and row["system"] == "plain" and row["error"] is None:
             return float(row["step_seconds"])
     nearest = min(PLAIN_4B, key=lambda batch: abs(batch - job.batch))
     return job.tokens / PLAIN_4B[nearest] * job.flops_per_token / Job("4b", job.batch).flops_per_token
@@ -192,9 +193,9 @@ def bounds(job: Job, medians: Iterable[Row]) -> dict[str, Row]:
 def measure_anyfit(job_name: str, steps: int, warmup: int) -> Row:
     from . import mixed
 
-    if job_name not in mixed.CONFIGURATIONS:
-        return peers.empty_row("anyfit", job_name) | {"error": "no configuration in benchmarks/mixed.py"}
-    return peers.empty_row("anyfit", job_name) | mixed.measure(job_name, steps, warmup)
+    is_capped = JOBS[job_name].cap_bytes is not None
+    starting = partial(mixed.start_planned, job_name) if is_capped else partial(mixed.start, job_name, {})
+    return peers.empty_row("anyfit", job_name) | mixed.measure(job_name, steps, warmup, starting)
 
 
 def systems_for(job: Job, asked: Sequence[str]) -> list[str]:

@@ -53,6 +53,7 @@ class Job:
     cap_bytes: int | None = None
     clip_norm: float = NEVER
     compiled: bool = False  # blocks through torch.compile
+    kept: bool = False  # activations, which are made again otherwise
 
     @property
     def case(self) -> Case:
@@ -96,6 +97,7 @@ JOBS = {
     "10b batch 16 cap 24": Job("10b", 16, 24 * GIB),
     "4b batch 8 no cap": Job("4b", 8),
     "4b batch 8 no cap compiled": Job("4b", 8, compiled=True),
+    "4b batch 8 no cap kept": Job("4b", 8, kept=True),
     "4b batch 32 no cap": Job("4b", 32),
     "tiny": Job("tiny", 4),
     "tiny clipping": Job("tiny", 4, clip_norm=ALWAYS),
@@ -144,7 +146,8 @@ def build(job: Job, dtype: torch.dtype, device: str, *, reentrant: bool = False)
     model: Any = with_norms(quickly_built(job_of(job.case)).build())
     for parameter in model.parameters():  # which are all views of the same numbers
         parameter.data = parameter.data.to(device, dtype, copy=True)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if not job.kept:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     return model.train()
 
 
@@ -366,11 +369,13 @@ SYSTEMS = {
     ),
 }
 SETTINGS = {name: system.settings for name, system in SYSTEMS.items()} | {
-    "anyfit": "Plans written by hand (benchmarks/mixed.py): bf16 weights with fp32 masters and moments, exact clipping; the loss "
-    "of the language model in slices of tokens, as is its default.",
-    "all": "GPT-2 of Hugging Face with its own loss and scaled_dot_product_attention, each block recomputed, sequences of 1024, "
-    "AdamW with lr 1e-4 and weight decay 0.01, one batch of random tokens for all steps; the cap holds for torch's allocator and "
-    "leaves 0.5 GiB of the named memory to CUDA. What does not fit runs again with the batch in 2 and in 4 parts.",
+    "anyfit": "bf16 weights with fp32 masters and moments, exact clipping; the loss of the language model in slices of tokens, "
+    "as is its default. Under a cap by anyfit.start, which is told the cap and nothing else; without one everything is resident, "
+    "and blocks recompute or are compiled as plain PyTorch's are (benchmarks/mixed.py).",
+    "all": "GPT-2 of Hugging Face with its own loss and scaled_dot_product_attention, sequences of 1024, each block recomputed "
+    "unless the job says kept, AdamW with lr 1e-4 and weight decay 0.01, one batch of random tokens for all steps; the cap holds "
+    "for torch's allocator and leaves 0.5 GiB of the named memory to CUDA. What does not fit runs again with the batch in 2 and "
+    "in 4 parts.",
 }
 
 

@@ -46,7 +46,7 @@ from anyfit.planning.simulate import Candidate
 from anyfit.probing.calls import measure_calls
 from anyfit.running.run import Run
 from anyfit.values.graph import Graph
-from anyfit.values.machine import Machine
+from anyfit.values.machine import Device, Machine
 from anyfit.values.plan import Placement, Plan
 from anyfit.values.profile import Pass, Profile
 
@@ -315,11 +315,17 @@ def graphs_of(job: Job) -> list[Graph]:
     return anyfit.traced(job.training(), "cuda")
 
 
+def calls_of(case: str, batch: int, device: Device) -> dict[str, float]:
+    """The calls worth a measurement of the micro-batches that a plan is likely to take, with their shares of a pass."""
+    training = Job(case, batch).training()
+    graphs = [anyfit.traced(replace(training, micro_batch=size), "cuda")[0] for size in (batch, batch // 2, batch // 4)]
+    return {call: weight for graph in graphs for call, weight in weighty_calls(graph, device).items()}
+
+
 def with_calls(machine: Machine, jobs: list[Job], elsewhere: dict[str, dict[str, float]]) -> Machine:
     """With the seconds of the ops of all jobs."""
     for case, batch in dict.fromkeys((job.case, job.batch) for job in jobs):
-        graph = anyfit.traced(replace(Job(case, batch).training(), micro_batch=batch), "cuda")[0]
-        weights = {**elsewhere.get(f"{case} batch {batch}", {}), **weighty_calls(graph, machine.device)}
+        weights = {**elsewhere.get(f"{case} batch {batch}", {}), **calls_of(case, batch, machine.device)}
         found = measure_calls(torch.device("cuda", 0), weights, machine.device.measured, CALLS_SECONDS)
         machine = replace(machine, device=replace(machine.device, measured={**machine.device.measured, **found}))
     return machine
@@ -378,8 +384,8 @@ def write_calls(file: Path) -> None:
     device = Machine.load("h200").device
     found = {}
     for case, batch in dict.fromkeys((job.case, job.batch) for job in JOBS.values()):
-        graph = anyfit.traced(replace(Job(case, batch).training(), micro_batch=batch), "cuda")[0]
-        found[f"{case} batch {batch}"] = {call: float(f"{weight:.3g}") for call, weight in weighty_calls(graph, device).items()}
+        weights = calls_of(case, batch, device)
+        found[f"{case} batch {batch}"] = {call: float(f"{weight:.3g}") for call, weight in weights.items()}
     file.write_text(json.dumps(found, indent=1) + "\n")
 
 
