@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import anyfit
 from anyfit.values.plan import AXES, Activations, Forecast, Placement, Plan, Stage
@@ -19,6 +20,8 @@ def hand_written(
     compiled: tuple[str, ...] = (),
     device_bytes: int = 2**33,
     host_bytes: int = 2**33,
+    ranks: int = 1,
+    reduction: Literal["fp32", "bf16"] = "fp32",
 ) -> Plan:
     """A plan that places every chunk as said, or all alike when one placement is given."""
     nothing = {"device": 0, "host": 0, "disk": 0}
@@ -28,9 +31,9 @@ def hand_written(
         parameters=0,
         precision=job.precision,
         batch_size=job.batch_size,
-        micro_batch=job.batch_size // accumulation,
+        micro_batch=job.batch_size // ranks // accumulation,
         accumulation=accumulation,
-        mesh=dict.fromkeys(AXES, 1),
+        mesh={**dict.fromkeys(AXES, 1), "data": ranks},
         stages=(Stage(0, 0, activations or {}, compiled),),
         chunk_bytes=chunk_bytes,
         chunks=chunks,
@@ -41,4 +44,5 @@ def hand_written(
         decisions=(),
         alternatives=(),
         fingerprint=None,
+        reduction=reduction,
     )

@@ -2,6 +2,9 @@
 
 A bf16 chunk that is updated has a buffer of low halves beside its weights; together they are the exact fp32 masters. Weights
 lie on the device, on the host, or, where the host updates weights that stay on the device, on both.
+
+Of a chunk that ranks divide, all buffers hold this rank's stretch alone: `own` says what lies in it. Only weights on the device
+may be whole.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from anyfit.values.layout import Chunk, Slot
 from anyfit.values.plan import Placement
 
 from .lanes import Ticket
+from .ranks import ALONE, Ranks
 from .tiers import HostSlabs
 
 WRITTEN_AT_ONCE = 2**22  # elements: scratch is little, and stays in the cache
@@ -39,26 +43,47 @@ class Carried:
 class ChunkState:
     """One chunk's buffers, and the update that is under way on it."""
 
-    def __init__(self, index: int, chunk: Chunk, placement: Placement, device: torch.device, slabs: HostSlabs) -> None:
-        self.index, self.chunk, self.placement = index, chunk, placement
+    def __init__(
+        self, index: int, chunk: Chunk, placement: Placement, device: torch.device, slabs: HostSlabs, ranks: Ranks = ALONE
+    ) -> None:
+        self.index, self.chunk, self.placement, self.ranks = index, chunk, placement, ranks
+        part, self.shards = ranks.part(placement.optimizer_shards), placement.optimizer_shards
+        self.stretch = slice(*chunk.stretch(part, self.shards))
+        self.own = chunk.part(part, self.shards)
         self.dtype: torch.dtype = getattr(torch, chunk.dtype)
         self.is_split = chunk.is_updated and self.dtype == torch.bfloat16
         self._device, self._slabs = device, slabs
         self.on_device: Tensor | None = None
-        self.on_host: Tensor | None = None
+        self.on_host: Tensor | None = None  # of `own`
         on_host = placement.weights == "host" or (chunk.is_updated and placement.update == "host")
         if placement.weights == "device":
-            self.on_device = torch.zeros(chunk.elements, dtype=self.dtype, device=device)
+            there = self.own if self.is_gathered else chunk
+            self.on_device = torch.zeros(there.elements, dtype=self.dtype, device=device)
         if on_host:
-            self.on_host = slabs.zeros(chunk.elements, self.dtype, crosses=True)
-        self.low = self.optimizer_zeros(torch.int16, elements=chunk.elements if self.is_split else 0)
+            self.on_host = slabs.zeros(self.own.elements, self.dtype, crosses=True)
+        self.low = self.optimizer_zeros(torch.int16, elements=self.own.elements if self.is_split else 0)
         self.fresh: Ticket | None = None  # of the update under way
         self.again: Callable[[], Ticket] | None = None  # starts that update once more, should it have failed
 
     @property
+    def is_gathered(self) -> bool:
+        """Its weights are put together for each use."""
+        return self.placement.weight_shards > 1
+
+    @property
+    def is_spread(self) -> bool:
+        """Its weights are whole on every rank, which updates a stretch of them and gets the rest from the others."""
+        return self.shards > 1 and not self.is_gathered
+
+    @property
+    def own_on_device(self) -> Tensor | None:
+        """This rank's stretch of weights that live on the device."""
+        return self.on_device[self.stretch] if self.on_device is not None and self.is_spread else self.on_device
+
+    @property
     def weights(self) -> Tensor:
-        """Where they live. Between a step and the update's end they are the old ones."""
-        return self._there(self.on_device if self.placement.weights == "device" else self.on_host)
+        """Where this rank's stretch of them lives. Between a step and the update's end they are the old ones."""
+        return self._there(self.own_on_device if self.placement.weights == "device" else self.on_host)
 
     @staticmethod
     def _there(buffer: Tensor | None) -> Tensor:
@@ -67,31 +92,49 @@ class ChunkState:
 
     def optimizer_zeros(self, dtype: torch.dtype, elements: int | None = None) -> Tensor:
         """A flat buffer in the tier of the optimizer's state."""
-        elements = self.chunk.elements if elements is None else elements
+        elements = self.own.elements if elements is None else elements
         if self.placement.optimizer == "device":
             return torch.zeros(elements, dtype=dtype, device=self._device)
         return self._slabs.zeros(elements, dtype, crosses=self.placement.update == "device")
 
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
+        """Of a flat buffer with the offsets that the slot is from: the chunk's, or `own`'s."""
         return flat[slot.offset : slot.offset + slot.elements].view(slot.shape)
 
-    def write(self, slot: Slot, value: Tensor) -> None:
-        """Sets one parameter from `value`, exactly where the chunk has masters."""
-        homes = [self.view(buffer, slot) for buffer in (self.on_device, self.on_host) if buffer is not None]
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Sets parameters from whole tensors, exactly where the chunk has masters."""
+        if self.is_spread:
+            for slot in self.chunk.slots:
+                high = self._there(self.on_device)[slot.offset : slot.offset + slot.elements]
+                self._write(values[slot.name].detach().reshape(-1), [high], None)
+        for slot in self.own.slots:
+            homes = [self.view(buffer, slot).view(-1) for buffer in (self.own_on_device, self.on_host) if buffer is not None]
+            given = self.piece(slot, values[slot.name].detach()).reshape(-1)
+            self._write(given, homes, self.view(self.low, slot).view(-1) if self.is_split else None)
+
+    def piece(self, slot: Slot, whole: Tensor) -> Tensor:
+        """What this rank has of an array of a parameter's shape."""
+        if self.shards == 1:
+            return whole
+        offset = next(each.offset for each in self.chunk.slots if each.name == slot.name)
+        start = self.stretch.start + slot.offset - offset
+        return whole.reshape(-1)[start : start + slot.elements]
+
+    def _write(self, given: Tensor, homes: Sequence[Tensor], low: Tensor | None) -> None:
         if not self.is_split:
             for home in homes:
-                home.copy_(value)
+                home.copy_(given)
             return
-        given, low = value.detach().reshape(-1), self.view(self.low, slot).view(-1)
-        scratch = torch.empty(min(WRITTEN_AT_ONCE, slot.elements), dtype=torch.float32, device=low.device)
-        halves = torch.empty_like(scratch, dtype=torch.bfloat16)
-        for start in range(0, slot.elements, WRITTEN_AT_ONCE):
+        where = homes[0].device if low is None else low.device
+        scratch = torch.empty(min(WRITTEN_AT_ONCE, given.numel()), dtype=torch.float32, device=where)
+        halves, lows = torch.empty_like(scratch, dtype=torch.bfloat16), torch.empty_like(scratch, dtype=torch.int16)
+        for start in range(0, given.numel(), WRITTEN_AT_ONCE):
             part = slice(start, start + WRITTEN_AT_ONCE)
-            exact, high = (buffer[: len(given[part])] for buffer in (scratch, halves))
+            exact, high, rest = (buffer[: len(given[part])] for buffer in (scratch, halves, lows))
             exact.copy_(given[part])
-            split(exact, high, low[part])
+            split(exact, high, rest if low is None else low[part])
             for home in homes:
-                home.view(-1)[part].copy_(high)
+                home[part].copy_(high)
 
     def take_over(self, slot: Slot, carried: Carried) -> None:
         """Sets one parameter to what it was in another placing."""
@@ -104,21 +147,42 @@ class ChunkState:
             carried.low[slot.name] = self.view(self.low, slot)
 
     def read(self, slot: Slot) -> Tensor:
-        """One parameter on the host: the fp32 master where the chunk has masters, a copy in any case."""
-        weights = self.view(self.weights, slot)
+        """One parameter on the host: the fp32 master where the chunk has masters, a copy in any case. Ranks that divide the chunk
+        read it together."""
+        return self._exact(slot).to("cpu", copy=True) if self.shards == 1 else self.read_all()[slot.name]
+
+    def read_all(self) -> dict[str, Tensor]:
+        """Every parameter, likewise."""
+        if self.shards == 1:
+            return {slot.name: self.read(slot) for slot in self.chunk.slots}
+        flat = self.whole(self._exact(None))
+        return {slot.name: self.view(flat, slot).to("cpu", copy=True) for slot in self.chunk.slots}
+
+    def _exact(self, slot: Slot | None) -> Tensor:
+        """The masters of `own`, or of a parameter in it."""
+        weights, low = self.weights, self.low
+        if slot is not None:
+            weights, low = self.view(weights, slot), self.view(low, slot) if self.is_split else low
         if not self.is_split:
-            return weights.detach().to("cpu", copy=True)
-        low = self.view(self.low, slot)
-        exact = torch.empty(slot.shape, dtype=torch.float32, device=low.device)
+            return weights.detach()
+        exact = torch.empty(weights.shape, dtype=torch.float32, device=low.device)
         merge(weights.to(low.device), low, exact)
-        return exact.cpu()
+        return exact
+
+    def whole(self, own: Tensor) -> Tensor:
+        """A flat buffer of `own`, put together with the other ranks'."""
+        if self.shards == 1:
+            return own
+        flat = torch.empty(self.chunk.elements, dtype=own.dtype, device=self._device)
+        self.ranks.gather("small", self.shards, flat, own.to(self._device), f"chunk {self.index}")
+        return flat
 
     def adopt(self, edited: Tensor, before: Tensor) -> None:
-        """Takes over weights that the user edited: a changed bf16 weight is its own new master."""
+        """Takes over weights of `own` that the user edited: a changed bf16 weight is its own new master."""
         if self.is_split:
             self.low.masked_fill_((edited != before.to(edited.device)).to(self.low.device), 0)
-        for home in (self.on_device, self.on_host):
-            if home is not None and home is not edited:
+        for home in (self.own_on_device, self.on_host):
+            if home is not None and home.data_ptr() != edited.data_ptr():
                 home.copy_(edited)
 
     @property
@@ -137,12 +201,13 @@ class ModelState:
         placements: Sequence[Placement],
         device: torch.device,
         slabs: HostSlabs,
+        ranks: Ranks = ALONE,
         carried: Carried | None = None,
     ) -> None:
-        self.device = device
+        self.device, self.ranks = device, ranks
         self.chunks: list[ChunkState] = []
         made = (
-            ChunkState(index, chunk, placement, device, slabs)
+            ChunkState(index, chunk, placement, device, slabs, ranks)
             for index, (chunk, placement) in enumerate(zip(layout, placements, strict=True))
         )
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
@@ -153,36 +218,46 @@ class ModelState:
                 self.chunks.append(state)
                 # Shape without memory, for weights that are away. Whoever reads it by mistake gets no number.
                 absent = placeholders.setdefault(state.dtype, torch.full((1,), float("nan"), dtype=state.dtype, device=device))
+                if carried is None:
+                    state.write(self._agreed(state))
                 for slot in state.chunk.slots:
-                    parameter = self.parameters[slot.name]
-                    if carried is None:
-                        state.write(slot, parameter)
-                    else:
+                    if carried is not None:
                         state.take_over(slot, carried)
                     home = absent.expand(slot.shape)
-                    if state.on_device is not None:
+                    if state.on_device is not None and not state.is_gathered:
                         home = state.view(state.on_device, slot)
-                    parameter.data = home  # frees the original as it goes
+                    self.parameters[slot.name].data = home  # frees the original as it goes
+
+    def _agreed(self, state: ChunkState) -> dict[str, Tensor]:
+        """The chunk's parameters as they were made: by rank 0, where there are several."""
+        found: dict[str, Tensor] = {slot.name: self.parameters[slot.name].data for slot in state.chunk.slots}
+        if self.ranks.are_several:
+            for name, tensor in found.items():
+                found[name] = tensor.to(self.device).contiguous()
+                self.ranks.broadcast(found[name])
+        return found
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every parameter by name, on the host: fp32 masters where there are any."""
-        return {slot.name: state.read(slot) for state in self.chunks for slot in state.chunk.slots}
+        """Every parameter by name, on the host: fp32 masters where there are any. All ranks do it together."""
+        found: dict[str, Tensor] = {}
+        for state in self.chunks:
+            found |= state.read_all()
+        return found
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for state in self.chunks:
-                for slot in state.chunk.slots:
-                    state.write(slot, weights[slot.name])
+                state.write(weights)
 
     def snapshot(self) -> dict[int, Tensor]:
         """The weights of chunks that are nowhere but on the device, to tell later what the user edited."""
-        return {state.index: state.weights.clone() for state in self.chunks if state.on_host is None}
+        return {state.index: state.weights.clone() for state in self.chunks if state.on_host is None and not state.is_gathered}
 
     def adopt_edits(self, before: Mapping[int, Tensor]) -> None:
         """Makes the user's edits of weights on the device part of the state."""
         with torch.no_grad(), quietly():
             for state in self.chunks:
-                if state.on_device is None:
+                if state.on_device is None or state.is_gathered:
                     continue
                 for slot in state.chunk.slots:
                     parameter, mine = self.parameters[slot.name], state.view(state.on_device, slot)
@@ -193,7 +268,7 @@ class ModelState:
                             )
                         mine.copy_(parameter)
                         parameter.data = mine
-                state.adopt(state.on_device, before[state.index] if state.on_host is None else state.on_host)
+                state.adopt(state.weights, before[state.index] if state.on_host is None else state.on_host)
 
     @property
     def device_bytes(self) -> int:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
 SWITCH_SECONDS = 1e-4
+TOGETHER = ("gathering", "reducing", "spreading")
 STREAMED_DEPTH = 3  # chunks: one comes up, one is stepped, one goes down
 Part = tuple[Callable[[], None], str]  # and its label
 Mark = Callable[[str], Callable[[], None]]  # told of a label that it begins; gives what is to be called when it ends
@@ -197,7 +198,7 @@ class Lane:
 class Lanes:
     """The lanes of one run, and the computation's side of their order."""
 
-    def __init__(self, device: torch.device, delay: Callable[[], None] | None = None) -> None:
+    def __init__(self, device: torch.device, delay: Callable[[], None] | None = None, *, several: bool = False) -> None:
         self._on_gpu = device.type == "cuda"
         self.device = device
         self.mark: Mark | None = None  # of the computation
@@ -217,7 +218,12 @@ class Lanes:
             Track("state downloads", stream()),
             depth=STREAMED_DEPTH,
         )
-        self.all = (self.up, self.down, self.host, self.fresh, self.streamed)
+        self.all = [self.up, self.down, self.host, self.fresh, self.streamed]
+        # What ranks do together, in the order that they are asked to and not behind anything else; nobody asks one that is alone.
+        self.gather, self.reduce, self.spread = self.up, self.down, self.fresh
+        if several:
+            self.gather, self.reduce, self.spread = (Lane(delay, Track(name, stream())) for name in TOGETHER)
+            self.all += [self.gather, self.reduce, self.spread]
         # A thread that wants Python's lock gets it after 5 ms if its holder does not rest: an age for a lane, and for backward.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         # Threads that are still there when Python ends are torn out of whatever C++ they are in, which ends the process badly.

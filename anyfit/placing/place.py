@@ -20,6 +20,8 @@ from .activations import Activations
 from .chunks import Carried, ModelState
 from .gradients import Gradients
 from .lanes import Lanes
+from .ranks import ALONE, Ranks
+from .reduction import Reduction
 from .residency import Residency
 from .tiers import HostSlabs, let_segments_grow
 from .updates import Updates
@@ -32,13 +34,14 @@ class Placed:
     model: nn.Module
     state: ModelState
     residency: Residency
-    gradients: Gradients
+    gradients: Gradients | Reduction
     updates: Updates
     activations: Activations
     lanes: Lanes
     slabs: HostSlabs
     device: torch.device
     delay: Callable[[], None] | None = None
+    ranks: Ranks = ALONE
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -66,6 +69,7 @@ class Placed:
             self.activations.close()
             self.lanes.close()
             self.slabs.close()
+            self.ranks.part_ways()
 
     def lift(self) -> Carried:
         """Takes the state out, to be placed again; the model is plain. All else goes when whoever holds this lets go of it."""
@@ -91,19 +95,23 @@ def place(
     delay: Callable[[], None] | None = None,
     carried: Carried | None = None,
     arena: torch.Tensor | None = None,
+    ranks: Ranks = ALONE,
 ) -> Placed:
     """Moves the state of a real model where the plan wants it. The model object stays the user's own.
 
     delay      is called before every copy and update on a lane: tests give one that waits for a random time
     carried    what `lift` took out of another placing of the same model; whole also when this fails
     arena      pinned bytes to place on the host in, for whoever places many times: making them takes long
+    ranks      that train it together: all of them place it, with the same plan
     """
+    if plan.ranks != ranks.count:
+        raise ValueError(f"the plan is for {plan.ranks} ranks, and {ranks.count} are there; plan again with anyfit.plan(job)")
     if carried is None:
         optimizer, group_of = job.build_optimizer(model)
     else:
         optimizer = carried.optimizer
         group_of = {id(each): index for index, group in enumerate(optimizer.param_groups) for each in group["params"]}
-    layout = lay_out(job.placeables(model, group_of), plan.chunk_bytes)
+    layout = lay_out(job.placeables(model, group_of), plan.chunk_bytes, ranks.count)
     placements = plan.chunks or (Placement(),)
     if len(placements) == 1:
         placements *= len(layout)
@@ -122,23 +130,29 @@ def place(
         closing.callback(slabs.close)
         if carried is not None:
             slabs.prepared()  # no memory is made ready before what is to be moved there has made room
-        lanes = Lanes(device, delay)
+        lanes = Lanes(device, delay, several=ranks.are_several)
         closing.callback(lanes.close)
-        state = ModelState(model, layout, placements, device, slabs, carried)
+        ranks.meet(each.optimizer_shards for each in placements)
+        state = ModelState(model, layout, placements, device, slabs, ranks, carried)
         residency = Residency(state, lanes, plan.slots, plan.prefetch)
         closing.callback(residency.close)
         stage = plan.stages[0]
         undo = [_compile(model, block) for block in stage.compiled]
         residency.watch_compiled(model)
         residency.undo += undo
-        gradients = Gradients(state, lanes, slabs, plan.accumulation, residency.moved_gradients)
+        gradients: Gradients | Reduction
+        if ranks.are_several:
+            reduced_in = torch.float32 if plan.reduction == "fp32" else None
+            gradients = Reduction(state, lanes, slabs, plan.accumulation, residency.moved_gradients, reduced_in)
+        else:
+            gradients = Gradients(state, lanes, slabs, plan.accumulation, residency.moved_gradients)
         closing.callback(gradients.close)
         updates = Updates(optimizer, state, gradients, residency, lanes, slabs, carried)
         activations = Activations(model, stage.activations, lanes, slabs, residency)
         closing.callback(activations.close)
         slabs.prepared()
         closing.pop_all()
-    return Placed(model, state, residency, gradients, updates, activations, lanes, slabs, device, delay)
+    return Placed(model, state, residency, gradients, updates, activations, lanes, slabs, device, delay, ranks)
 
 
 def _compile(model: nn.Module, block: str) -> Callable[[], None]:

@@ -95,6 +95,9 @@ class DeviceSlot:
     def __init__(self, size: int, device: torch.device) -> None:
         self.flat = torch.empty(size, dtype=torch.uint8, device=device)
         self.storage = self.flat.untyped_storage()
+        # The same bytes in another storage, for those that fill them: a collective lets go of its tensors some time after it is
+        # done, and ranks would differ in what they find free.
+        self._filled = torch.utils.dlpack.from_dlpack(self.flat)  # type: ignore[no-untyped-call]
         self.state: ChunkState | None = None
         self.ticket: Ticket | None = None  # of the upload
         self._alone = self._uses()
@@ -111,6 +114,11 @@ class DeviceSlot:
     def weights(self) -> Tensor:
         assert self.state is not None
         return self.flat[: self.state.chunk.bytes].view(self.state.dtype)
+
+    def to_fill(self) -> Tensor:
+        """The same, not counted as held."""
+        assert self.state is not None
+        return self._filled[: self.state.chunk.bytes].view(self.state.dtype)
 
 
 @dataclass(frozen=True)
@@ -129,10 +137,12 @@ class Residency:
         self._state, self._lanes, self._prefetch_depth = state, lanes, prefetch
         self.moved_gradients: set[str] = set()  # names whose gradient of this step has left autograd
         self.is_editing = False  # inside `run.weights()`
-        self._fetched = {each.index for each in state.chunks if each.placement.weights == "host"}
+        self._fetched = {each.index for each in state.chunks if each.placement.weights == "host" or each.is_gathered}
         # Chunks that somebody may still be at work on when they are next used are watched too.
         self._watched = self._fetched | {
-            each.index for each in state.chunks if each.chunk.is_updated and each.placement.optimizer == "host"
+            each.index
+            for each in state.chunks
+            if each.chunk.is_updated and (each.placement.optimizer == "host" or each.is_spread)
         }
         largest = max((state.chunks[index].chunk.bytes for index in self._fetched), default=0)
         self._slots = [DeviceSlot(largest, state.device) for _ in range(min(slots, len(self._fetched)))]
@@ -344,11 +354,16 @@ class Residency:
     def _load(self, state: ChunkState, slot: DeviceSlot) -> DeviceSlot:
         self.fetches += 1
         slot.state, self._slot_of[state.index] = state, slot
-        weights = slot.weights()
-        # Which buffer is the home is asked when the job runs: an update before it may put another in its place. The job is
-        # forgotten when done, and its view of the slot with it.
+        weights, whole = slot.weights(), slot.to_fill()
+        # Which buffer is the home is asked when the job runs: an update before it may put another in its place.
         label, after = f"fetch chunk {state.index}", (self._lanes.so_far(), state.fresh)
-        slot.ticket = self._lanes.up.run(lambda: _copy(weights, state.weights), after, label)
+        own = whole[state.stretch] if state.is_gathered else whole
+        slot.ticket = self._lanes.up.run(lambda: _copy(own, state.weights), after, label)
+        if state.is_gathered:
+            label = f"gather chunk {state.index}"
+            state.ranks.ask("gather", label)
+            work = functools.partial(state.ranks.gather, "gather", state.shards, whole, own, label)
+            slot.ticket = self._lanes.gather.run(work, (slot.ticket,), label)
         with quietly():
             for each in state.chunk.slots:
                 self._state.parameters[each.name].data = state.view(weights, each)
@@ -364,7 +379,7 @@ class Residency:
     def _empty(self, slot: DeviceSlot, state: ChunkState) -> None:
         if slot.ticket is not None:
             with contextlib.suppress(BaseException):  # whoever waits for the update that failed gets it
-                slot.ticket.reach()  # its job holds a view of the slot
+                slot.ticket.reach()
         if self.is_editing:
             self._write_back(state, slot)
         with quietly():
@@ -373,9 +388,8 @@ class Residency:
         slot.state, slot.ticket = None, None
 
     def _write_back(self, state: ChunkState, slot: DeviceSlot) -> None:
-        assert state.on_host is not None
-        edited = slot.weights().to(state.on_host.device, copy=True)
-        state.adopt(edited, state.on_host)
+        edited = slot.weights()[state.stretch] if state.is_gathered else slot.weights()
+        state.adopt(edited.to(state.weights.device, copy=True), state.weights)
 
     @contextmanager
     def editing(self) -> Iterator[None]:
@@ -418,7 +432,8 @@ class Residency:
         return sum(slot.flat.nbytes for slot in self._slots)
 
     def close(self) -> None:
-        """Parameters are plain again, and hold their weights: on the device where they live there, else on the host."""
+        """Parameters are plain again, and hold their weights: on the device where they live there, else on the host. Those that
+        ranks divide stay empty: no rank has room for all, and one that ends by itself cannot ask the others."""
         self.settle_all()
         for undo in self.undo:
             undo()
@@ -430,7 +445,7 @@ class Residency:
                     parameter: Any = self._state.parameters[slot.name]
                     del parameter.anyfit
                     parameter.__class__ = nn.Parameter
-                    if index in self._fetched:
+                    if index in self._fetched and not state.is_gathered:
                         parameter.data = state.view(state.weights, slot)
 
 

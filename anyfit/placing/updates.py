@@ -32,11 +32,13 @@ from torch.optim import Optimizer
 from anyfit.kernels.adamw import Settings, State, adamw
 from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
 from anyfit.kernels.split import merge, split
+from anyfit.values.layout import Slot
 from anyfit.values.machine import update_threads
 
 from .chunks import Carried, ChunkState, ModelState
 from .gradients import Gradients
 from .lanes import STREAMED_DEPTH, Lanes, Over, Ticket
+from .reduction import Reduction
 from .residency import Residency
 from .tiers import HostSlabs
 
@@ -79,9 +81,12 @@ class OptimizerState:
 
     def entries(self, moments: Mapping[str, Tensor], names: Iterable[str], *, cloned: bool = True) -> dict[str, dict[str, Any]]:
         """What the optimizer knows of each parameter, with moments from these flat buffers; empty before its first step."""
-        slots = {slot.name: slot for slot in self.state.chunk.slots}
+        slots = {slot.name: slot for slot in self.state.own.slots}
+        return self._entries(moments, {name: slots[name] for name in names}, cloned=cloned)
+
+    def _entries(self, moments: Mapping[str, Tensor], slots: Mapping[str, Slot], *, cloned: bool) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        for name in names:
+        for name in slots:
             found[name] = {}
             if name in self.rest:
                 for key, value in self.rest[name].items():
@@ -91,9 +96,14 @@ class OptimizerState:
                         found[name][key] = value.clone() if cloned and isinstance(value, Tensor) else value
         return found
 
+    def whole_entries(self, moments: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+        """The same of whole parameters, as far as something is known of them."""
+        slots = {slot.name: slot for slot in self.state.chunk.slots if slot.name in self.rest}
+        return self._entries(moments, slots, cloned=True)
+
     def keep(self, moments: dict[str, Tensor], made: Mapping[str, Mapping[str, Any]], zeros: Any) -> None:
         """Takes over what a step left: arrays of a parameter's shape into the flat buffers, the rest as it is."""
-        slots = {slot.name: slot for slot in self.state.chunk.slots}
+        slots = {slot.name: slot for slot in self.state.own.slots}
         for name, entry in made.items():
             rest: dict[str, Any] = {}
             for key, value in entry.items():
@@ -140,7 +150,7 @@ class Second:
     the device have theirs here too: backward still reads the old ones."""
 
     def __init__(self, state: ChunkState, slabs: HostSlabs) -> None:
-        elements = state.chunk.elements
+        elements = state.own.elements
         self.weights = slabs.zeros(elements, state.dtype, crosses=True)
         self.low = state.optimizer_zeros(torch.int16, elements=elements if state.is_split else 0)
         self.moments: dict[str, Tensor] = {}
@@ -153,7 +163,7 @@ class Updates:
         self,
         optimizer: Optimizer,
         state: ModelState,
-        gradients: Gradients,
+        gradients: Gradients | Reduction,
         residency: Residency,
         lanes: Lanes,
         slabs: HostSlabs,
@@ -167,7 +177,7 @@ class Updates:
         self._carriers = [Bench(state.device) for _ in range(STREAMED_DEPTH)]
         self._next_carrier = itertools.cycle(range(STREAMED_DEPTH))
         self._loads: dict[int, Load] = {}  # by carrier, the last that it took
-        self._device = state.device
+        self._device, self._ranks = state.device, state.ranks
         self.names = {slot.name: each for each in self._chunks for slot in each.state.chunk.slots}
         self._working: dict[tuple[str, int], list[nn.Parameter]] = {}
         self._broken: str | None = None
@@ -191,13 +201,14 @@ class Updates:
 
     def _furnish(self, each: OptimizerState) -> None:
         """Takes the scratch that the chunk's update will want, so that a step takes nothing."""
-        state, elements = each.state, each.state.chunk.elements
+        state, elements = each.state, each.state.own.elements
         route = state.placement.route
         bench = self._benches[route]
         in_one_pass = self._settings_of(state, self.optimizer.param_groups) is not None
         from_host = state.placement.gradients == "host"
-        came_in = torch.float32 if self._gradients.adds_up else state.dtype
-        if in_one_pass and route != "host" and self._gradients.flat(state) is None:
+        flat = self._gradients.flat(state)
+        came_in = state.dtype if flat is None else flat.dtype
+        if in_one_pass and route != "host" and flat is None:
             bench.flat("gathered", elements, state.dtype)
         if not in_one_pass and (state.is_split or route != "resident"):
             bench.flat("exact", elements)
@@ -233,7 +244,7 @@ class Updates:
         for key in keys:
             each.moments[key] = self._zeros(each, key)
         where = self._device if self._counts_on_device(each.state) else torch.device("cpu")
-        for slot in each.state.chunk.slots:
+        for slot in each.state.own.slots:
             each.rest[slot.name] = {"step": torch.zeros((), device=where), **{key: _Flat() for key in keys}}
 
     def _counts_on_device(self, state: ChunkState) -> bool:
@@ -250,11 +261,12 @@ class Updates:
                 parameter = state.parameters[slot.name]
                 if parameter in self.optimizer.state:
                     made[slot.name] = self.optimizer.state.pop(parameter)
+            made = _pieces(each.state, made)
             if made:
                 each.keep(each.moments, made, lambda key, each=each: self._zeros(each, key))
 
     def _take_over(self, each: OptimizerState, carried: Carried) -> None:
-        names = [slot.name for slot in each.state.chunk.slots if slot.name in carried.optimizer_state]
+        names = [slot.name for slot in each.state.own.slots if slot.name in carried.optimizer_state]
         self.load({name: carried.optimizer_state[name] for name in names})
         carried.optimizer_state.update(each.entries(each.moments, names, cloned=False))
 
@@ -269,24 +281,49 @@ class Updates:
         before = self._lanes.so_far()  # the old weights have been read
         for each in self._chunks:
             own, arrived = self._gradients.of(each.state)
-            if own and each.state.placement.route == "resident":
-                with self._lanes.computing(f"update chunk {each.state.index}"):
-                    self._lanes.hold_computation(arrived)
-                    try:
-                        self._resident(each, own, factor, groups)
-                    except BaseException as error:
-                        self._broken = f"the update failed half-way ({type(error).__name__}: {error})"
-                        raise
+            if each.state.placement.route == "resident":
+                if own:
+                    with self._lanes.computing(f"update chunk {each.state.index}"):
+                        self._lanes.hold_computation(arrived)
+                        try:
+                            self._resident(each, own, factor, groups)
+                        except BaseException as error:
+                            self._broken = f"the update failed half-way ({type(error).__name__}: {error})"
+                            raise
+                self._share(each.state, None)
         for each in self._chunks:
             state, second = each.state, each.second
             own, arrived = self._gradients.of(state)
-            if not own or state.placement.route == "resident":
+            if state.placement.route == "resident":
+                continue
+            if not own:
+                self._share(state, None)
                 continue
             self._residency.drop(state)  # the weights that are there will be old
             start = self._streamed if state.placement.route == "streamed" else self._on_host
             state.again = functools.partial(start, each, own, (arrived, before), factor, groups)
             is_speculated = factor is None and second is not None and second.ticket is not None
             state.fresh = self._committed(each, own, before) if is_speculated else state.again()
+            self._share(state, before)
+
+    def _share(self, state: ChunkState, before: Ticket | None) -> None:
+        """Fresh weights of a chunk that ranks divide come to the others: now, where each has all of them; else when they are
+        fetched again. Every rank takes part, also one whose stretch has not changed."""
+        if state.shards == 1:
+            return
+        self._residency.drop(state)
+        if not state.is_spread:
+            return
+        label, ranks = f"spread chunk {state.index}", state.ranks
+        ranks.ask("spread", label)
+
+        def spread() -> None:
+            whole, own = state.on_device, state.own_on_device
+            assert whole is not None
+            assert own is not None
+            ranks.gather("spread", state.shards, whole, own, label)
+
+        state.fresh = self._lanes.spread.run(spread, (self._lanes.so_far(), before, state.fresh), label)
 
     def _settings(self) -> Groups:
         """Learning rates and the like of every group as they are now: a scheduler may change them while an update runs."""
@@ -304,21 +341,21 @@ class Updates:
             raise RuntimeError(f"{self._broken}; go on from the last checkpoint: anyfit.start(job, resume=...)")
 
     def _resident(self, each: OptimizerState, own: Mapping[str, Tensor], factor: float | None, groups: Groups) -> None:
-        state, bench = each.state, self._benches["resident"]
-        assert state.on_device is not None
+        state, bench, on_device = each.state, self._benches["resident"], each.state.own_on_device
+        assert on_device is not None
         flat = self._gradients.flat(state)
         if flat is not None and flat.device != self._device:
-            flat = bench.flat("landed", state.chunk.elements, flat.dtype).copy_(flat, non_blocking=True)
+            flat = bench.flat("landed", state.own.elements, flat.dtype).copy_(flat, non_blocking=True)
             own = _views(state, own, flat)
         settings = self._settings_of(state, groups)
         if settings is not None:
             flat = self._gathered(state, own, bench) if flat is None else flat
-            now = State(state.on_device, state.low if state.is_split else None, *(each.moments[key] for key in ADAM_KEYS))
+            now = State(on_device, state.low if state.is_split else None, *(each.moments[key] for key in ADAM_KEYS))
             each.rest |= self._in_one_pass(each, own, now, None, flat, factor, settings)
             return
-        weights = exact = state.on_device
+        weights = exact = on_device
         if state.is_split:
-            exact = bench.flat("exact", state.chunk.elements)
+            exact = bench.flat("exact", state.own.elements)
             merge(weights, state.low, exact)
         if state.is_split or state.placement.gradients == "host":
             own = self._widened(state, own, bench)
@@ -371,13 +408,13 @@ class Updates:
             load.ticket = self._lanes.streamed.run(lambda: self._lift(each, load), after, label, each.state.index)
 
     def _lift(self, each: OptimizerState, load: Load) -> None:
-        state, elements = each.state, each.state.chunk.elements
+        state, elements = each.state, each.state.own.elements
         which = next(self._next_carrier)
         before, self._loads[which] = self._loads.get(which), load
         if before is not None and before.ticket is not None:
             Over(before.ticket).wait()
         carrier = load.carrier = self._carriers[which]
-        load.weights, load.flat = state.on_device, self._gradients.flat(state)
+        load.weights, load.flat = state.own_on_device, self._gradients.flat(state)
         load.moments = {key: carrier.flat(key, elements) for key in each.moments}
         copies = [(load.moments[key], flat) for key, flat in each.moments.items()]
         if load.weights is None:
@@ -392,7 +429,7 @@ class Updates:
 
     def _step_lifted(self, each: OptimizerState, load: Load, factor: float | None, groups: Groups) -> None:
         state, bench, carrier = each.state, self._benches["streamed"], load.carrier
-        elements, own = state.chunk.elements, load.gradients
+        elements, own = state.own.elements, load.gradients
         assert carrier is not None
         assert load.weights is not None
         old = new = load.weights
@@ -436,7 +473,7 @@ class Updates:
         copies = [(moments[key], flat) for key, flat in load.moments.items()]
         if state.is_split:
             low = state.low if second is None else second.low
-            copies.append((low, carrier.flat("low", state.chunk.elements, torch.int16)))
+            copies.append((low, carrier.flat("low", state.own.elements, torch.int16)))
         weights = state.on_host if second is None else second.weights
         if weights is not None:
             copies.append((weights, load.weights))
@@ -472,8 +509,9 @@ class Updates:
         if source is None:
             assert each.second is not None
             source = each.second.weights
-        assert state.on_device is not None
-        state.on_device.copy_(source, non_blocking=True)
+        on_device = state.own_on_device
+        assert on_device is not None
+        on_device.copy_(source, non_blocking=True)
 
     def _host_job(self, each: OptimizerState, own: Mapping[str, Tensor], factor: float | None, groups: Groups) -> None:
         state, bench = each.state, self._benches["host"]
@@ -523,7 +561,7 @@ class Updates:
         """The masters after the step, in scratch; moments are updated where they lie."""
         state, bench = each.state, self._benches["host"]
         assert state.on_host is not None
-        exact = bench.flat("exact", state.chunk.elements)
+        exact = bench.flat("exact", state.own.elements)
         if state.is_split:
             merge(state.on_host, state.low, exact)
         else:
@@ -536,7 +574,7 @@ class Updates:
     def _speculate(self, state: ChunkState) -> None:
         """All gradients of the chunk are there, or on their way: steps it, out of place, as if nothing were clipped."""
         each = self._by_index.get(state.index)
-        if each is None or each.second is None or len(each.rest) != len(state.chunk.slots):
+        if each is None or each.second is None or len(each.rest) != len(state.own.slots):
             return  # a first step makes state, which is taken over in place
         if self._clipped > CLIPPED_SHARE:
             self._lift_ahead(each)
@@ -605,7 +643,7 @@ class Updates:
         """Steps these parameters of a chunk by the kernel of where they lie; what is then known of each."""
         made: dict[str, dict[str, Any]] = {}
         ranges: dict[int, list[tuple[int, int]]] = {}  # by step count: a parameter without a gradient has stayed behind
-        slots = each.state.chunk.slots
+        slots = each.state.own.slots
         for slot in slots:
             if slot.name in own:
                 entry = each.rest[slot.name]
@@ -630,13 +668,13 @@ class Updates:
 
     def _gathered(self, state: ChunkState, own: Mapping[str, Tensor], bench: Bench) -> Tensor:
         """Gradients that autograd made, side by side at the chunk's offsets."""
-        flat = bench.flat("gathered", state.chunk.elements, next(iter(own.values())).dtype)
+        flat = bench.flat("gathered", state.own.elements, next(iter(own.values())).dtype)
         torch._foreach_copy_(list(_views(state, own, flat).values()), list(own.values()), non_blocking=True)
         return flat
 
     def _widened(self, state: ChunkState, own: Mapping[str, Tensor], bench: Bench) -> dict[str, Tensor]:
         """The gradients in fp32 on the bench's device, free to be scaled."""
-        widened = _views(state, own, bench.flat("gradient", state.chunk.elements))
+        widened = _views(state, own, bench.flat("gradient", state.own.elements))
         torch._foreach_copy_(list(widened.values()), list(own.values()), non_blocking=True)
         return widened
 
@@ -656,7 +694,7 @@ class Updates:
         state = each.state
         parameters = {
             slot.name: parameter
-            for slot, parameter in zip(state.chunk.slots, self._parameters(route, state, exact), strict=True)
+            for slot, parameter in zip(state.own.slots, self._parameters(route, state, exact), strict=True)
             if slot.name in own
         }
         for name, parameter in parameters.items():
@@ -677,28 +715,44 @@ class Updates:
     def _parameters(self, route: str, state: ChunkState, exact: Tensor) -> list[nn.Parameter]:
         key = (route, state.index)
         known = self._working.get(key)
-        if known is None or known[0].data_ptr() != state.view(exact, state.chunk.slots[0]).data_ptr():
-            known = [nn.Parameter(state.view(exact, slot)) for slot in state.chunk.slots]
+        if known is None or known[0].data_ptr() != state.view(exact, state.own.slots[0]).data_ptr():
+            known = [nn.Parameter(state.view(exact, slot)) for slot in state.own.slots]
             self._working[key] = known
         return known
 
     # ------------------------------------------------------------------ state, by parameter name
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state of every parameter that has any."""
+        """The optimizer's state of every parameter that has any. Ranks that divide it do it together."""
         self._check()
         found: dict[str, dict[str, Any]] = {}
+        divided = [each for each in self._chunks if each.state.shards > 1]
+        rests = self._ranks.objects({each.state.index: each.rest for each in divided}) if divided else []
         for each in self._chunks:
-            names = [slot.name for slot in each.state.chunk.slots if slot.name in each.rest]
-            found |= each.entries(each.moments, names)
+            if each.state.shards == 1:
+                names = [slot.name for slot in each.state.own.slots if slot.name in each.rest]
+                found |= each.entries(each.moments, names)
+            else:
+                whole = OptimizerState(each.state)
+                for rest in rests:
+                    whole.rest |= rest[each.state.index]
+                keys = sorted({key for entry in whole.rest.values() for key, value in entry.items() if isinstance(value, _Flat)})
+                flats = {key: each.state.whole(each.moments.get(key, self._nothing(each))).cpu() for key in keys}
+                found |= whole.whole_entries(flats)
         return found
+
+    def _nothing(self, each: OptimizerState) -> Tensor:
+        return torch.zeros(each.state.own.elements, device=self._device)
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         with torch.no_grad():
             for name, entries in state.items():
                 each = self.names[name]
                 on_device = each.state.placement.optimizer == "device"
-                made = _moved({name: dict(entries)}, self._device if on_device else torch.device("cpu"))
+                made = _pieces(each.state, {name: dict(entries)})
+                if not made:
+                    continue
+                made = _moved(made, self._device if on_device else torch.device("cpu"))
                 counts = self._device if self._counts_on_device(each.state) else torch.device("cpu")
                 made[name] = {key: _on(value, counts) for key, value in made[name].items()}
                 each.keep(each.moments, made, lambda key, each=each: self._zeros(each, key))
@@ -730,6 +784,19 @@ def _adam(optimizer: Optimizer, group: Mapping[str, Any]) -> Settings | None:
     )
 
 
+def _pieces(state: ChunkState, entries: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What this rank has of the state of whole parameters."""
+    if state.shards == 1:
+        return dict(entries)
+    shapes = {slot.name: slot.shape for slot in state.chunk.slots}
+    found: dict[str, dict[str, Any]] = {}
+    for slot in state.own.slots:
+        for key, value in entries.get(slot.name, {}).items():
+            is_array = isinstance(value, Tensor) and value.dim() > 0 and value.shape == shapes[slot.name]
+            found.setdefault(slot.name, {})[key] = state.piece(slot, value) if is_array else value
+    return found
+
+
 def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
     """In one call: Python's lock is asked for once, and not by each of them."""
     if copies:
@@ -737,7 +804,7 @@ def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _views(state: ChunkState, names: Iterable[str], flat: Tensor) -> dict[str, Tensor]:
-    slots = {slot.name: slot for slot in state.chunk.slots}
+    slots = {slot.name: slot for slot in state.own.slots}
     return {name: state.view(flat, slots[name]) for name in names}
 
 

@@ -1,7 +1,8 @@
 """The order of the data: the same for any machine, and exactly resumable.
 
 An epoch's order is a permutation drawn from (seed, epoch). Epochs follow each other without a seam, so that only what makes no
-whole batch at the very end is left out. The position is the number of batches handed out; a batch that was
+whole batch at the very end is left out. Each of several ranks gets its share of every batch, so that together they see what one
+would. The position is the number of batches handed out; a batch that was
 prefetched but not handed out does not count.
 """
 
@@ -12,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader
+
+from anyfit.placing.ranks import ALONE, Ranks
 
 
 @runtime_checkable
@@ -25,7 +28,9 @@ class Sized(Protocol):
 class Loader:
     """Iterates over batches of `batch_size`; iterating again goes on where the last batch was handed out."""
 
-    def __init__(self, dataset: Sized, batch_size: int, seed: int, epochs: int, shuffle: bool, **options: Any) -> None:
+    def __init__(
+        self, dataset: Sized, batch_size: int, seed: int, epochs: int, shuffle: bool, ranks: Ranks = ALONE, **options: Any
+    ) -> None:
         if not isinstance(dataset, Sized):
             raise TypeError(
                 f"run.loader takes a dataset with len() and indexing, got {type(dataset).__name__}; "
@@ -38,6 +43,8 @@ class Loader:
                 raise TypeError(f"run.loader decides {name} itself; it takes the other options of torch's DataLoader")
         self._dataset, self._batch_size, self._seed = dataset, batch_size, seed
         self._epochs, self._shuffle, self._options = epochs, shuffle, options
+        share = batch_size // ranks.count
+        self._rows = range(ranks.index * share, (ranks.index + 1) * share)  # of a batch, this rank's
         if len(self) == 0:
             raise ValueError(f"{len(dataset)} samples in {epochs} epochs do not make one batch of {batch_size}")
         self.position = 0  # batches handed out
@@ -56,8 +63,8 @@ class Loader:
         orders: dict[int, list[int]] = {}
         for index in range(start, len(self)):
             batch = []
-            for place in range(index * size, (index + 1) * size):
-                epoch, row = divmod(place, per_epoch)
+            for place in self._rows:
+                epoch, row = divmod(index * size + place, per_epoch)
                 if epoch not in orders:
                     orders = {epoch: self._order(epoch)}
                 batch.append(orders[epoch][row])

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from anyfit.placing import Placed, place
 from anyfit.placing.chunks import Carried
 from anyfit.placing.gradients import clip_factor, total_norm
+from anyfit.placing.reduction import Reduction
 from anyfit.placing.tiers import LiveBytes, peak_bytes_of_gpu
 from anyfit.placing.timeline import Timeline
 from anyfit.values.batches import named_tensors
@@ -34,6 +35,7 @@ from .rescue import MOST_RESCUES, Before, Rescue, let_go, said_of_device, said_o
 from .shortage import OverLimitError, Shortfall, is_about_memory, module_at, shortage, shortfall_of
 from .watch import HostWatch
 
+NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
 WATCHED_STEPS = 2  # on the CPU device the storages of the first steps are counted: one makes the optimizer's state, one uses it
 
 
@@ -58,7 +60,7 @@ class Run:
         self.steps = 0  # done, skipped ones included
         self.skipped = 0
         self.rescues = 0  # times that memory ended and the run was planned anew
-        self._placed = placed
+        self._placed, self.ranks = placed, placed.ranks
         self._rescue, self._watch = rescue, watch
         self._before = None if rescue is None else Before(self.model, placed.device)
         self._loader: Loader | None = None
@@ -88,9 +90,10 @@ class Run:
         """
         self._check_open()
         rows = self.job.rows(batch)
-        if rows is not None and rows != self.job.batch_size:
+        if rows is not None and rows != self.plan.share:
+            among = f" over {self.ranks.count} ranks makes {self.plan.share} for each" if self.ranks.are_several else ""
             raise ValueError(
-                f"the batch has {rows} samples, and Job(batch_size={self.job.batch_size}); "
+                f"the batch has {rows} samples, and Job(batch_size={self.job.batch_size}){among}; "
                 "drop an incomplete last batch (run.loader does), or pad it and return (sum, weight) from the loss"
             )
         if self._rows:
@@ -108,6 +111,8 @@ class Run:
             try:
                 self._begin()
                 loss = self._forward_backward(self.job.cut(batch, self.micro_batches))
+                if self.ranks.are_several:
+                    self._last["loss_so_far"] = loss
                 self.update()
             except BaseException as error:
                 if isinstance(error, torch.OutOfMemoryError):
@@ -115,7 +120,7 @@ class Run:
                     error.add_note(shortage(self.plan, needed, module_at(self.model, error.__traceback__)))
                 self._abandon()
                 raise
-        return loss
+        return self._last["loss"] if self.ranks.are_several else loss
 
     def _forward_backward(self, parts: Sequence[Batch]) -> Tensor:
         losses: list[Tensor] = []
@@ -124,21 +129,27 @@ class Run:
                 total, weight = self.job.evaluate(self.model, self.job.prepare(part, self._placed.device))
             losses.append(self._backward(total, weight, rows, alone=len(parts) == 1))
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        return loss if self._weight is None else loss / self._weight
+        return loss if self._weight is None or self.ranks.are_several else loss / self._weight
 
     def _backward(self, total: Tensor, weight: Tensor | None, rows: int, *, alone: bool) -> Tensor:
         """Backward of one micro-batch; its part of the loss. The parts add up to the batch's mean, or, over several weighted
-        micro-batches, to its sum: their weight is known only when all are through, and the update divides by it."""
-        count = self.job.batch_size
-        if weight is not None and alone:
+        micro-batches, to its sum: their weight is known only when all are through, and the update divides by it. So it is with
+        several ranks."""
+        count, ranks = self.job.batch_size, self.ranks
+        if weight is not None and alone and not ranks.are_several:
             total = total / weight
         elif weight is not None:
             self._weight = weight if self._weight is None else self._weight + weight
-        elif not alone:
+        elif not alone or ranks.are_several:
             total = total / (count // rows) if count % rows == 0 else total * (rows / count)
+        self._rows += rows
+        gradients = self._placed.gradients
+        if isinstance(gradients, Reduction):
+            gradients.last, gradients.is_weighted = self._rows == self.plan.share, weight is not None
         with self._placed.lanes.computing("backward"):
             total.backward()
-        self._rows += rows
+            if isinstance(gradients, Reduction):
+                gradients.end_backward()
         return total.detach()
 
     def loss(self, batch: Batch) -> Tensor:
@@ -159,11 +170,11 @@ class Run:
         for index, (shown, total, weight, rows) in enumerate(self._open):
             if shown is loss:
                 del self._open[index]
-                if self._rows + rows > self.job.batch_size:
+                if self._rows + rows > self.plan.share:
                     raise ValueError(
-                        f"{self._rows + rows} samples since the last run.update(), and Job(batch_size={self.job.batch_size})"
+                        f"{self._rows + rows} samples since the last run.update(), and {self.plan.share} make a step"
                     )
-                part = self._backward(total, weight, rows, alone=rows == self.job.batch_size)
+                part = self._backward(total, weight, rows, alone=rows == self.plan.share)
                 before = self._last.get("loss_so_far")
                 self._last["loss_so_far"] = part if before is None else before + part
                 return
@@ -172,18 +183,21 @@ class Run:
     def update(self) -> None:
         """Clips, updates and steps the scheduler; leaves the step out where a gradient is not finite."""
         self._check_open()
-        if self._rows != self.job.batch_size and self.job.split is None:
+        if self._rows != self.plan.share and self.job.split is None:
             raise ValueError(
-                f"run.update() after {self._rows} of {self.job.batch_size} samples: run.backward every micro-batch first"
+                f"run.update() after {self._rows} of {self.plan.share} samples: run.backward every micro-batch first"
             )
-        placed = self._placed
-        with placed.lanes.computing("norm"):
-            norms = placed.gradients.finish(self._weight)
-            if not norms:
-                raise RuntimeError("no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?")
-            norm = total_norm(norms, placed.device).cpu()  # what the host decides by: the one wait of a step
+        placed, scale = self._placed, 1.0
+        with placed.lanes.computing("norm"):  # what the host decides by: the one wait of a step
+            if isinstance(placed.gradients, Reduction):
+                norm, scale = self._agree(placed.gradients)
+            else:
+                norms = placed.gradients.finish(self._weight)
+                if not norms:
+                    raise RuntimeError(NO_GRADIENT)
+                norm = total_norm(norms, placed.device).cpu()
         if bool(torch.isfinite(norm)):
-            factor = 1.0 if self.job.clip_norm is None else float(clip_factor(norm, self.job.clip_norm))
+            factor = scale if self.job.clip_norm is None else scale * float(clip_factor(norm, self.job.clip_norm))
             self._is_updating = True
             try:
                 placed.updates.apply(None if factor == 1.0 else factor)
@@ -195,7 +209,7 @@ class Run:
             self.skipped += 1
         loss = self._last.pop("loss_so_far", None)
         if loss is not None:
-            self._last["loss"] = loss if self._weight is None else loss / self._weight
+            self._last["loss"] = loss if self._weight is None or self.ranks.are_several else loss / self._weight
         placed.residency.end()
         self._abandon()
         self.steps += 1
@@ -203,6 +217,34 @@ class Run:
             self.timeline.end_step()
         now = time.perf_counter()
         self._last["norm"], self._last["seconds"], self._clock = norm, now - self._clock, now
+
+    def _agree(self, gradients: Reduction) -> tuple[Tensor, float]:
+        """With all ranks: the norm of the gradients, and what they still are to be scaled by. In one exchange, which also carries
+        the loss, and tells ranks that went different ways."""
+        device, ranks = self._placed.device, self.ranks
+        loss = self._last.get("loss_so_far", torch.zeros(()))
+        weight = torch.zeros(()) if self._weight is None else self._weight
+        missing = gradients.missing()
+        known = torch.tensor([float(ranks.asked()), len(missing), self._rows], dtype=torch.float64)
+        figures = [each.detach().to(device, torch.float64).reshape(1) for each in (gradients.finish(), weight, loss)]
+        rows = ranks.of_all(torch.cat([*figures, known.to(device)])).cpu()
+        squares, weights, losses, asked, missed, samples = rows.unbind(1)
+        if len(asked.unique()) > 1:
+            different = [index for index, number in enumerate(asked.tolist()) if number != asked[0]]
+            raise RuntimeError(
+                f"rank {different[0]} used other weights in this step than rank 0, or in another order: with weights that are "
+                "divided over ranks every rank has to call the same modules; use a plan with weight_shards 1"
+            )
+        if bool(missed.any()):
+            wanted = set().union(*({*self._placed.state.parameters} - set(each) for each in ranks.objects(missing)))
+            gradients.count_in(sorted(wanted))
+        scale = 1.0
+        if self._weight is not None:
+            scale = 1.0 / float(weights.sum())
+        elif float(samples.sum()) != self.job.batch_size:
+            scale = self.job.batch_size / float(samples.sum())
+        self._last["loss_so_far"] = (losses.sum() * scale).to(torch.float32)
+        return (squares.sum().sqrt() * scale).to(torch.float32), scale
 
     def _begin(self) -> None:
         if self.timeline is not None:
@@ -221,7 +263,7 @@ class Run:
     @property
     def micro_batches(self) -> list[int]:
         """Samples of each micro-batch of a step; only the last may be smaller."""
-        whole, rest = divmod(self.job.batch_size, self.plan.micro_batch)
+        whole, rest = divmod(self.plan.share, self.plan.micro_batch)
         return [self.plan.micro_batch] * whole + ([rest] if rest else [])
 
     @torch.no_grad()
@@ -244,7 +286,7 @@ class Run:
         """
         if self._loader is not None:
             raise RuntimeError("this run has a loader; one data order a run can be resumed")
-        self._loader = Loader(dataset, self.job.batch_size, self.job.seed, epochs, shuffle, **options)
+        self._loader = Loader(dataset, self.job.batch_size, self.job.seed, epochs, shuffle, self.ranks, **options)
         self._loader.position = self._loader_position
         return self._loader
 

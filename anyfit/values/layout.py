@@ -41,6 +41,23 @@ class Chunk:
     def is_updated(self) -> bool:
         return self.trainable and self.group >= 0
 
+    def stretch(self, index: int, shards: int) -> tuple[int, int]:
+        """(start, end) of one of so many equal parts, in elements."""
+        size = self.elements // shards
+        return index * size, (index + 1) * size
+
+    def part(self, index: int, shards: int) -> Chunk:
+        """What lies in that stretch, as a chunk of its own: parameters are cut where it ends, and flat."""
+        if shards == 1:
+            return self
+        first, last = self.stretch(index, shards)
+        pieces = []
+        for slot in self.slots:
+            start, end = max(slot.offset, first), min(slot.offset + slot.elements, last)
+            if start < end:
+                pieces.append(Slot(slot.name, (end - start,), start - first, end - start))
+        return Chunk(self.dtype, self.element_bytes, self.trainable, self.group, last - first, tuple(pieces))
+
 
 @dataclass(frozen=True)
 class Placeable:
@@ -54,21 +71,22 @@ class Placeable:
     group: int
 
 
-def lay_out(parameters: Iterable[Placeable], chunk_bytes: int) -> tuple[Chunk, ...]:
-    """Parameters in the given order, packed into chunks of at most `chunk_bytes` (a larger one stands alone)."""
+def lay_out(parameters: Iterable[Placeable], chunk_bytes: int, ranks: int = 1) -> tuple[Chunk, ...]:
+    """Parameters in the given order, packed into chunks of at most `chunk_bytes` (a larger one stands alone), which so many
+    ranks can divide."""
     chunks: list[Chunk] = []
     open_chunks: dict[tuple[str, int, bool, int], list[Slot]] = {}
 
     def close(kind: tuple[str, int, bool, int]) -> None:
         slots = open_chunks.pop(kind)
         dtype, element_bytes, trainable, group = kind
-        chunks.append(Chunk(dtype, element_bytes, trainable, group, _end(slots), tuple(slots)))
+        chunks.append(Chunk(dtype, element_bytes, trainable, group, _rounded(_end(slots), ALIGN_ELEMENTS * ranks), tuple(slots)))
 
     for parameter in parameters:
         kind = (parameter.dtype, parameter.element_bytes, parameter.trainable, parameter.group)
         elements = math.prod(parameter.shape)
         slots = open_chunks.get(kind, [])
-        if slots and _aligned(_end(slots) + elements) * parameter.element_bytes > chunk_bytes:
+        if slots and _rounded(_end(slots) + elements, ALIGN_ELEMENTS * ranks) * parameter.element_bytes > chunk_bytes:
             close(kind)
             slots = []
         slots.append(Slot(parameter.name, parameter.shape, _end(slots), elements))
@@ -79,8 +97,8 @@ def lay_out(parameters: Iterable[Placeable], chunk_bytes: int) -> tuple[Chunk, .
 
 
 def _end(slots: list[Slot]) -> int:
-    return _aligned(slots[-1].offset + slots[-1].elements) if slots else 0
+    return _rounded(slots[-1].offset + slots[-1].elements, ALIGN_ELEMENTS) if slots else 0
 
 
-def _aligned(elements: int) -> int:
-    return -(-elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+def _rounded(elements: int, multiple: int) -> int:
+    return -(-elements // multiple) * multiple

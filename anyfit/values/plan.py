@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self, get_args
@@ -85,6 +86,11 @@ class Placement:
     resident    optimizer on the device, update on the device
     streamed    optimizer on the host, update on the device: low halves and moments cross to it and back
     host        optimizer on the host, update on the host: gradients go down, fresh weights come up
+
+    Over several ranks, `optimizer_shards` neighbouring ranks divide the optimizer's state among them, and with it the update and
+    the step's gradients; the next so many hold the same. Weights are whole on every rank, or divided alike and put together for
+    each use. Gradients of several micro-batches add up whole on every rank and are reduced once, or divided, each micro-batch's
+    reduced by itself.
     """
 
     weights: Tier = "device"
@@ -92,8 +98,13 @@ class Placement:
     optimizer: Tier = "device"  # low halves of the masters, and moments
     update: Literal["device", "host"] = "device"
     speculates: bool = False  # starts during backward, out of place: a second generation of the state waits for the norm
+    weight_shards: int = 1  # as many as `optimizer_shards`, or 1
+    gradient_shards: int = 1  # likewise
+    optimizer_shards: int = 1
 
     def __post_init__(self) -> None:
+        if (self.weight_shards, self.gradient_shards, self.optimizer_shards) != (1, 1, 1):
+            self._check_shards()
         tiers = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         for name, tier in tiers.items():
             if tier == "disk":
@@ -104,6 +115,17 @@ class Placement:
             raise ValueError("an optimizer on the device needs its weights there too")
         if self.speculates and self.optimizer != "host":
             raise ValueError("only an optimizer on the host speculates: an update that is resident takes milliseconds, and waits")
+
+    def _check_shards(self) -> None:
+        shards = self.optimizer_shards
+        if shards < 1:
+            raise ValueError(f"optimizer_shards is {shards}; it must be at least 1")
+        for name in ("weight_shards", "gradient_shards"):
+            if getattr(self, name) not in (1, shards):
+                raise ValueError(f"{name} is {getattr(self, name)}; it is 1, or as optimizer_shards ({shards})")
+        for name, tier in (("weight_shards", self.weights), ("gradient_shards", self.gradients)):
+            if tier == "host" and getattr(self, name) != shards:
+                raise ValueError(f"{name} is 1 and optimizer_shards {shards}: what lies on the host is divided alike")
 
     @property
     def route(self) -> Literal["resident", "streamed", "host"]:
@@ -135,26 +157,47 @@ class Plan(Record):
     decisions: tuple[Decision, ...]
     alternatives: tuple[Alternative, ...]
     fingerprint: Fingerprint | None  # None: made for no model in particular, starts on any
+    reduction: Literal["fp32", "bf16"] = (
+        "fp32"  # in which gradients are summed over ranks; bf16 where weights are, at half the bytes
+    )
 
     def __post_init__(self) -> None:
         if not 1 <= self.micro_batch <= self.batch_size:
             raise ValueError(f"micro_batch is {self.micro_batch}; it must lie between 1 and batch_size ({self.batch_size})")
-        wanted = -(-self.batch_size // self.micro_batch)
+        if self.batch_size % self.ranks:
+            raise ValueError(f"batch_size is {self.batch_size}; it must be a multiple of the {self.ranks} ranks")
+        wanted = -(-self.share // self.micro_batch)
         if self.accumulation != wanted:
+            among = f" over {self.ranks} ranks" if self.ranks > 1 else ""
             raise ValueError(
-                f"accumulation is {self.accumulation}; batch_size {self.batch_size} in micro-batches of "
+                f"accumulation is {self.accumulation}; batch_size {self.batch_size}{among} in micro-batches of "
                 f"{self.micro_batch} makes {wanted}"
             )
         for name, size in self.mesh.items():
             if name not in AXES:
                 raise ValueError(f"mesh: unknown axis {name!r}" + nearest(name, AXES))
-            if size != 1:
-                raise ValueError(f"mesh: {name} is {size}; this version runs on one device, so every axis is 1")
+            if size < 1 or (size > 1 and name != "data"):
+                raise ValueError(f"mesh: {name} is {size}; this version divides the data, and every other axis is 1")
+        for each in set(self.chunks):
+            if self.ranks % each.optimizer_shards:
+                raise ValueError(f"optimizer_shards is {each.optimizer_shards}; it must divide the {self.ranks} ranks")
         for count, least in (("chunk_bytes", 1), ("slots", 0), ("prefetch", 0)):
             if getattr(self, count) < least:
                 raise ValueError(f"{count} is {getattr(self, count)}; it must be at least {least}")
-        if self.slots == 0 and any(each.weights == "host" for each in self.chunks):
-            raise ValueError("slots is 0; weights on the host pass through at least one device slot")
+        if self.slots == 0 and any(each.weights == "host" or each.weight_shards > 1 for each in self.chunks):
+            raise ValueError(
+                "slots is 0; weights on the host, and those that ranks divide, pass through at least one device slot"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Processes, each with a device of its own."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def share(self) -> int:
+        """Samples of a step that one rank sees."""
+        return self.batch_size // self.mesh.get("data", 1)
 
     @property
     def fits(self) -> bool:

@@ -40,7 +40,13 @@ def smaller() -> Plan:
         ({"micro_batch": 9}, "micro_batch is 9; it must lie between 1 and batch_size (8)"),
         ({"accumulation": 2}, "accumulation is 2; batch_size 8 in micro-batches of 8 makes 1"),
         ({"micro_batch": 3, "accumulation": 2}, "accumulation is 2; batch_size 8 in micro-batches of 3 makes 3"),
-        ({"mesh": dict.fromkeys(AXES, 1) | {"data": 2}}, "mesh: data is 2; this version runs on one device"),
+        ({"mesh": dict.fromkeys(AXES, 1) | {"tensor": 2}}, "mesh: tensor is 2; this version divides the data"),
+        ({"mesh": dict.fromkeys(AXES, 1) | {"data": 3}}, "batch_size is 8; it must be a multiple of the 3 ranks"),
+        (
+            {"mesh": dict.fromkeys(AXES, 1) | {"data": 2}, "accumulation": 2},
+            "accumulation is 2; batch_size 8 over 2 ranks in micro-batches of 8 makes 1",
+        ),
+        ({"chunks": (Placement(optimizer_shards=2),)}, "optimizer_shards is 2; it must divide the 1 ranks"),
         ({"mesh": {"dats": 1}}, "mesh: unknown axis 'dats'; did you mean 'data'?"),
         ({"chunk_bytes": 0}, "chunk_bytes is 0; it must be at least 1"),
         ({"slots": -1}, "slots is -1; it must be at least 0"),
@@ -50,6 +56,21 @@ def smaller() -> Plan:
 def test_a_plan_that_contradicts_itself_is_refused(plan: Plan, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         replace(plan, **changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"optimizer_shards": 0}, "optimizer_shards is 0; it must be at least 1"),
+        ({"weight_shards": 2}, "weight_shards is 2; it is 1, or as optimizer_shards (1)"),
+        ({"gradient_shards": 2, "optimizer_shards": 4}, "gradient_shards is 2; it is 1, or as optimizer_shards (4)"),
+        ({"weights": "host", "optimizer": "host", "optimizer_shards": 4}, "weight_shards is 1 and optimizer_shards 4"),
+        ({"gradients": "host", "optimizer": "host", "optimizer_shards": 4}, "gradient_shards is 1 and optimizer_shards 4"),
+    ],
+)
+def test_shards_that_contradict_each_other_are_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Placement(**fields)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])

@@ -1,0 +1,89 @@
+"""Real processes that train together over gloo, kept between tests: starting torch takes longer than most of them."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ANSWER_SECONDS = 120.0
+HANG_SECONDS = 30.0  # a rank that waits longer for the others has lost them
+
+
+class Pool:
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._folder = tempfile.TemporaryDirectory(prefix="anyfit-ranks-")
+        self._ends: list[Connection] = []
+        context = get_context("spawn")
+        self._processes = []
+        for rank in range(count):
+            mine, theirs = context.Pipe()
+            arguments = (theirs, rank, count, str(Path(self._folder.name) / "store"))
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(mine)
+            self._processes.append(process)
+
+    def run(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """What each rank gives for the same call. An error of a rank is raised here, and the pool is not to be used again."""
+        for end in self._ends:
+            end.send((work, args, kwargs))
+        answers = []
+        for rank, end in enumerate(self._ends):
+            if not end.poll(ANSWER_SECONDS):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {self.count} gave no answer in {ANSWER_SECONDS:.0f} s")
+            answers.append(end.recv())
+        failed = [f"rank {rank}:\n{text}" for rank, (is_fine, text) in enumerate(answers) if not is_fine]
+        if failed:
+            self.close()
+            raise AssertionError("\n".join(failed))
+        return [answer for _, answer in answers]
+
+    @property
+    def is_open(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._folder.cleanup()
+
+
+def serve(end: Connection, rank: int, count: int, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+    while True:
+        try:
+            work, args, kwargs = end.recv()
+        except EOFError:
+            return
+        try:
+            end.send((True, work(*args, **kwargs)))
+        except BaseException:
+            end.send((False, traceback.format_exc()))
+
+
+_pools: dict[int, Pool] = {}
+
+
+def pool_of(count: int) -> Pool:
+    if count not in _pools or not _pools[count].is_open:
+        _pools[count] = Pool(count)
+    return _pools[count]
+
+
+def close_all() -> None:
+    while _pools:
+        _pools.popitem()[1].close()
