@@ -97,7 +97,7 @@ class DeviceSlot:
         self.storage = self.flat.untyped_storage()
         # The same bytes in another storage, for those that fill them: a collective lets go of its tensors some time after it is
         # done, and ranks would differ in what they find free.
-        self._filled = torch.utils.dlpack.from_dlpack(self.flat)  # type: ignore[no-untyped-call]
+        self._filled = torch.utils.dlpack.from_dlpack(self.flat)
         self.state: ChunkState | None = None
         self.ticket: Ticket | None = None  # of the upload
         self._alone = self._uses()
