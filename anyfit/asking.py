@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from .planning.answers import answered, at_limits, change_to
-from .planning.search import Found, explained, fastest, may_fit, no_plan, settled, shortfall, space_of, with_limits_of
+from .planning.search import Found, explained, fastest, may_fit, no_plan, settled, shortfall, space_of
 from .targets import job_for
 from .values.machine import Limits, Machine
 from .values.plan import Change, NoPlan, Plan
@@ -139,7 +139,7 @@ def _other_machines(traced: Traced, machine: Machine, profile: Profile) -> Itera
         if other.device.kind != machine.device.kind or other.device.name == machine.device.name or not has_more:
             continue
         like = replace(profile, **limits)  # type: ignore[arg-type]
-        if not may_fit(like, space and with_limits_of(space, like)):
+        if not may_fit(like, space and space.with_limits_of(like)):
             continue
         for change in _verified(f"--machine {name}", traced.profile(other)):
             found += 1

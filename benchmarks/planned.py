@@ -132,7 +132,7 @@ def planned_by(plan: Plan, profile: Profile, offer: Offer) -> Plan:
     )
 
 
-def alternatives(graphs: list[Graph], profile: Profile, plan: Plan) -> Iterator[tuple[str, Plan]]:
+def alternatives(profile: Profile, plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Other plans that fit, each the best with one thing as it says."""
     size = plan.micro_batch
     space = Space(profile)
@@ -162,13 +162,11 @@ def alternatives(graphs: list[Graph], profile: Profile, plan: Plan) -> Iterator[
         if filled is not None and space.fits(space.weight(filled)) and is_new(planned_by(plan, profile, space.offer(filled))):
             name = f"{streamed:.0%} streamed, first {host_first:.0%} host, rung {rung}"
             yield name, planned_by(plan, profile, space.offer(filled))
-    for times in (0.5, 2.0):
-        chunk_bytes = int(profile.offload_chunk_bytes * times)
-        chunks = chunk_costs(graphs[0], chunks_of(graphs[0], chunk_bytes))
-        other = replace(profile, offload_chunk_bytes=chunk_bytes, chunks=chunks)
-        offer = Space(other).best(size)
+    for other_chunks in space.others:
+        offer = other_chunks.best(size)
         if offer is not None:
-            yield f"chunks {times:g} times as large", planned_by(plan, other, offer)
+            times = other_chunks.profile.offload_chunk_bytes / profile.offload_chunk_bytes
+            yield f"chunks {times:.1g} times as large", planned_by(plan, other_chunks.profile, offer)
     for micro_batch in {each.micro_batch for each in profile.passes} - {size}:
         offer = space.best(micro_batch, starts=1)
         if offer is not None and micro_batch * 2 >= size:
@@ -341,7 +339,7 @@ def plans_of(job: Job, machine: Machine, others: int) -> list[tuple[str, Plan]] 
         plan = search(profile)
     except anyfit.NoPlan as error:
         return str(error)
-    found = list(alternatives(graphs, profile, plan)) if others else []
+    found = list(alternatives(profile, plan)) if others else []
     return [("planned", plan), *sorted(found, key=lambda each: each[1].forecast.step_seconds)[:others]]
 
 

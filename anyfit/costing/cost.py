@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from anyfit.values.graph import Graph
 from anyfit.values.layout import CHUNK_BYTES, Chunk
 from anyfit.values.machine import Machine, update_threads
-from anyfit.values.profile import BlockCost, HostRates, LoadedRates, Pass, Profile, UpdateCost
+from anyfit.values.profile import BlockCost, HostRates, Layout, LoadedRates, Pass, Profile, UpdateCost
 
 from .choices import choice_costs
 from .memory import chunk_costs, chunks_of, live_bytes, reserved_bytes, segments, state_bytes, update_scratch_bytes
@@ -48,7 +48,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
     graph, device = graphs[0], machine.device
     chunks = chunks_of(graph)
     passes = sorted((_pass(each, chunks, machine, batch_size) for each in graphs), key=lambda each: -each.micro_batch)
-    fine = offload_chunk_bytes(graph)
+    fine, *others = _layouts(graph)
     largest = max(graphs, key=lambda each: each.micro_batch)
     rates = device.matmul.get("bfloat16" if graph.precision == "bf16" else "float32") or device.matmul["float32"]
     return Profile(
@@ -76,18 +76,31 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
         model_fingerprint=graph.fingerprint,
         machine_fingerprint=machine.fingerprint,
         memory_bytes_per_second=device.memory.peak,
-        offload_chunk_bytes=fine,
-        chunks=chunk_costs(graph, chunks_of(graph, fine)),
+        offload_chunk_bytes=fine.chunk_bytes,
+        chunks=fine.chunks,
+        other_layouts=tuple(others),
         host=_host_rates(machine),
         notes=tuple(dict.fromkeys(note for each in graphs for note in each.notes)),
     )
 
 
-def offload_chunk_bytes(graph: Graph) -> int:
-    """Of a layout whose chunks can be placed one by one: fine enough, not too many, and few that hold next to nothing because
-    the large parameters on both sides have chunks of their own."""
+def _layouts(graph: Graph) -> Iterator[Layout]:
+    """Those whose chunks can be placed one by one: first of the usual size, fine enough and not too many; then of about half
+    of it and of about twice, where that makes other chunks."""
     whole = sum(chunk.bytes for chunk in chunks_of(graph))
-    base = max(LEAST_CHUNK_BYTES, whole // MOST_CHUNKS, min(CHUNK_BYTES, whole // FINE_CHUNKS))
+    usual = max(LEAST_CHUNK_BYTES, whole // MOST_CHUNKS, min(CHUNK_BYTES, whole // FINE_CHUNKS))
+    seen = set()
+    for base in (usual, usual // 2, usual * 2):
+        size = _size_near(graph, base)
+        chunks = chunks_of(graph, size)
+        if chunks not in seen:
+            seen.add(chunks)
+            yield Layout(size, chunk_costs(graph, chunks))
+
+
+def _size_near(graph: Graph, base: int) -> int:
+    """About this size, or somewhat larger, where fewer chunks then hold next to nothing because the large parameters on both
+    sides have chunks of their own."""
     counts = {}
     for size in (base, base * 5 // 4, base * 3 // 2):
         chunks = chunks_of(graph, size)

@@ -14,7 +14,7 @@ from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
 
 from .offload import CLOSE, WORTH
-from .search import Found, explained, fastest, quickly, settled, with_limits_of
+from .search import Found, explained, fastest, quickly, settled
 
 SHARE = 8  # of a limit: how much more of it is asked about, to the nearest power of two
 
@@ -58,7 +58,7 @@ def _saved(found: Found, **limits: int) -> float:
 def at_limits(found: Found, **limits: int) -> Found:
     """The fastest at other limits, none of them smaller: what was found before, where nothing is faster by what is worth it."""
     profile = replace(found.profile, **limits)  # type: ignore[arg-type]
-    space = found.space and with_limits_of(found.space, profile)
+    space = found.space and found.space.with_limits_of(profile)
     seconds = found.chosen.step_seconds
     other = fastest(profile, space, CLOSE * seconds)  # from a little behind, a search may still come to be ahead
     if other is not None and other.chosen.step_seconds < (1 - WORTH) * seconds:

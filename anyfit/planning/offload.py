@@ -32,6 +32,7 @@ branches that do not fit or are no better by their bound (bound.py): what is fou
 
 from __future__ import annotations
 
+import copy
 import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -93,6 +94,7 @@ class Offer:
     candidate: Candidate
     weight: Weight
     simulated: Simulated
+    knobs: Knobs | None = None  # None: changed block by block and chunk by chunk
 
 
 class Space:
@@ -108,6 +110,7 @@ class Space:
         self._weights: dict[Knobs, Weight] = {}
         self._simulated: dict[Knobs, Simulated] = {}
         self._bounds: dict[Knobs, float] = {}
+        self._least: dict[int, Knobs] = {}
         self._branches_left = MOST_BRANCHES
         self._activations: dict[int, list[tuple[float, tuple[Activations, ...]]]] = {}
         memory = profile.memory_bytes_per_second
@@ -115,6 +118,26 @@ class Space:
         self.is_gpu = self._host.overlaps
         if not self.is_gpu:  # torch steps resident chunks there
             self.rates = replace(self.rates, update_seconds=profile.update.seconds / max(profile.trainable, 1))
+
+        self.others = tuple(Space(profile.laid_out(layout)) for layout in profile.other_layouts)  # in chunks of other sizes
+
+    def with_limits_of(self, profile: Profile) -> Space:
+        """The same for a profile that differs in its limits alone: what was weighed and simulated holds there too."""
+        other = copy.copy(self)
+        other.profile = profile
+        other.others = tuple(
+            each.with_limits_of(profile.laid_out(layout)) for each, layout in zip(self.others, profile.other_layouts, strict=True)
+        )
+        return other
+
+    def laid_out_like(self, candidate: Candidate) -> Space:
+        """The space in whose chunks it is."""
+        return next(each for each in self.sizes if each.profile.chunks == candidate.chunks)
+
+    @property
+    def sizes(self) -> tuple[Space, ...]:
+        """Of chunks, the usual one first."""
+        return self, *self.others
 
     # ------------------------------------------------------------------ one point
 
@@ -165,6 +188,10 @@ class Space:
         added = int(FRAGMENTATION * weight.live_bytes) if self.is_gpu else 0
         return weight.device_bytes + added + self.profile.context_bytes
 
+    def needed_bytes(self, weight: Weight) -> int:
+        """Of the device, at the far end of the error band."""
+        return int(self.reserved_bytes(weight) * (1 + self.profile.offload_error))
+
     def fits(self, weight: Weight) -> bool:
         return self._fits_device(weight) and self._host_bytes(weight) <= self.profile.host_limit_bytes
 
@@ -172,17 +199,28 @@ class Space:
         return weight.host_bytes + (PROCESS_BYTES if self.is_gpu else 0)
 
     def _fits_device(self, weight: Weight) -> bool:
-        needed = int(self.reserved_bytes(weight) * (1 + self.profile.offload_error))
-        return needed <= self.profile.device_limit_bytes
+        return self.needed_bytes(weight) <= self.profile.device_limit_bytes
 
     def offer(self, knobs: Knobs) -> Offer:
-        return Offer(self.candidate(knobs), self.weight(knobs), self.simulated(knobs))
+        return Offer(self.candidate(knobs), self.weight(knobs), self.simulated(knobs), knobs)
 
     def least(self, micro_batch: int) -> Knobs:
         """What needs least of the device."""
-        last = Knobs(micro_batch, rung=self.last_rung(micro_batch))
-        points = [replace(last, away=away) for away in range(len(self.profile.chunks) + 1)]
-        return min(points, key=lambda knobs: self.reserved_bytes(self.weight(knobs)))
+        if micro_batch not in self._least:
+            last = Knobs(micro_batch, rung=self.last_rung(micro_batch))
+            points = [replace(last, away=away) for away in self._before_larger_slots()]
+            self._least[micro_batch] = min(points, key=lambda knobs: self.reserved_bytes(self.weight(knobs)))
+        return self._least[micro_batch]
+
+    def _before_larger_slots(self) -> Iterator[int]:
+        """How many of the last chunks are no larger than those after them, and all: any number in between needs more of the
+        device than one of these, whether slots are still taken for it, or weights leave that need no larger ones."""
+        largest = 0
+        for away, chunk in enumerate(reversed(self.profile.chunks)):
+            if chunk.weights_bytes > largest:
+                largest = chunk.weights_bytes
+                yield away
+        yield len(self.profile.chunks)
 
     def least_host_bytes(self, micro_batch: int) -> int | None:
         """What the host has to hold at least, of what fits the device; None where nothing does."""
@@ -194,6 +232,21 @@ class Space:
 
     def best(self, micro_batch: int, under: float = float("inf"), starts: int = STARTS, **forced: float) -> Offer | None:
         """The fastest that fits, with these knobs as they are; None where nothing fits, or nothing takes less than `under`."""
+        offer = self.best_knobs(micro_batch, under, starts, **forced)
+        is_small = len(self.profile.chunks) + len(self._passes[micro_batch].blocks) <= SMALL
+        return offer if not is_small or forced else self._best_one_by_one(micro_batch, offer, under, starts)
+
+    def best_like(self, offer: Offer) -> Offer | None:
+        """The fastest that fits with the knobs of an offer in chunks of another size, the device filled anew, or a step from
+        there; of any knobs, where there is nothing so."""
+        filled = [] if offer.knobs is None else self._fillings(replace(offer.knobs, resident=0, away=0))
+        fitting = [near for each in filled if (near := self._near(each)) is not None]
+        if not fitting:
+            return self.best_knobs(offer.candidate.each.micro_batch, starts=1)
+        return self.offer(self._improved(min(fitting, key=self._seconds), {}, rounds=1))
+
+    def best_knobs(self, micro_batch: int, under: float = float("inf"), starts: int = STARTS, **forced: float) -> Offer | None:
+        """The same of the knobs alone."""
         tried: list[Knobs] = []
         least = under
         for bound, knobs in sorted(self._filled(micro_batch, forced), key=lambda pair: pair[0]):
@@ -204,10 +257,10 @@ class Space:
         first = sorted(tried, key=self._seconds)[:starts]
         rounds = ROUNDS * starts // STARTS
         improved = [self._improved(knobs, forced, rounds) for knobs in first if self._seconds(knobs) < CLOSE * least]
-        offer = self.offer(min(improved, key=self._seconds)) if improved else None
-        is_small = len(self.profile.chunks) + len(self._passes[micro_batch].blocks) <= SMALL
-        if not is_small or forced:
-            return offer
+        return self.offer(min(improved, key=self._seconds)) if improved else None
+
+    def _best_one_by_one(self, micro_batch: int, offer: Offer | None, under: float, starts: int) -> Offer | None:
+        """The fastest of any choices for a few blocks and chunks, from what the knobs have come to."""
         offers = [*([] if offer is None else [offer]), *self._of_any_chunks(micro_batch, SUBSETS * starts)]
         if not offers and (squeezed := self._squeezed(self.candidate(self.least(micro_batch)))) is not None:
             offers.append(squeezed)
@@ -400,6 +453,8 @@ class Space:
 
     def _filled(self, micro_batch: int, forced: Mapping[str, float]) -> Iterator[tuple[float, Knobs]]:
         """For every choice of the other knobs, the device as full as it can be."""
+        if not self._fits_device(self.weight(self.least(micro_batch))):
+            return
         last = self.last_rung(micro_batch)
         some = sorted({round(step * last / (RUNGS - 1)) for step in range(RUNGS)})
         alone = -(-self.profile.batch_size // micro_batch) == 1

@@ -137,6 +137,14 @@ class ChunkCost:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """All model state in chunks of about one size."""
+
+    chunk_bytes: int
+    chunks: tuple[ChunkCost, ...]  # in its order
+
+
+@dataclass(frozen=True)
 class LoadedRates:
     """The host's rates while it updates and both directions are busy: all three share its memory."""
 
@@ -159,7 +167,7 @@ class HostRates:
 @dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
 
     model: str
     machine: str
@@ -188,10 +196,15 @@ class Profile(Record):
     offload_error: float = 0.02  # relative, of the same where chunks are placed one by one
     offload_chunk_bytes: int = 0  # of a layout fine enough to place part of the state on the host
     chunks: tuple[ChunkCost, ...] = ()  # of that layout, in its order
+    other_layouts: tuple[Layout, ...] = ()  # finer and coarser than that one
     host: HostRates | None = None  # None: nothing can be placed on the host
     notes: tuple[str, ...] = ()  # on how the passes were traced, where that was by real runs
     correction: Correction | None = None  # where a run has shown that these errors are larger than they would be
     pace: Pace | None = None  # by which the seconds of the passes were scaled, where a check has measured them
+
+    def laid_out(self, layout: Layout) -> Self:
+        """The same in chunks of this size, and of no other."""
+        return replace(self, offload_chunk_bytes=layout.chunk_bytes, chunks=layout.chunks, other_layouts=())
 
     def corrected(self, correction: Correction | None) -> Self:
         """The same with a margin as large as a run has shown to be needed."""

@@ -26,6 +26,7 @@ from anyfit.costing.times import (
     device_seconds,
     pass_seconds,
 )
+from anyfit.demo import GPT
 from anyfit.tracing import trace
 from anyfit.values.graph import Graph, Op
 from anyfit.values.machine import Copies, Curve, Device, Machine
@@ -312,3 +313,29 @@ def test_an_update_touches_every_trained_parameter(graph: Graph) -> None:
         wanted = (traced.update.bytes_per_element + own) * (MATRICES + VECTORS) / 1e10
         assert cost([traced], free_host, 4).update.seconds == pytest.approx(wanted)
         assert cost([traced], machine, 4).update.seconds >= wanted
+
+
+def test_model_state_is_laid_out_in_chunks_of_about_half_and_twice_the_usual_size_too() -> None:
+    profile = profile_of(
+        tangled_job(
+            model=lambda: GPT(width=64, layers=16, heads=4, length=32),
+            optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+        )
+    )
+    usual = profile.offload_chunk_bytes
+    finer, coarser = profile.other_layouts
+    assert 0.3 * usual <= finer.chunk_bytes <= 0.8 * usual
+    assert 1.5 * usual <= coarser.chunk_bytes <= 3 * usual
+    assert len(finer.chunks) > len(profile.chunks) > len(coarser.chunks)
+    for layout in profile.other_layouts:
+        assert layout.chunks == profile.laid_out(layout).chunks
+        for name in ("weights_bytes", "gradient_bytes", "optimizer_bytes"):
+            in_all = sum(getattr(chunk, name) for chunk in layout.chunks)
+            assert in_all == pytest.approx(sum(getattr(chunk, name) for chunk in profile.chunks), rel=0.02)  # but for padding
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_a_size_that_makes_the_same_chunks_is_not_considered() -> None:
+    profile = profile_of(tangled_job())
+    layouts = [profile.chunks, *(layout.chunks for layout in profile.other_layouts)]
+    assert len(set(layouts)) == len(layouts)

@@ -13,11 +13,11 @@ from anyfit import NoPlan, Plan
 from anyfit.planning import search
 from anyfit.planning.answers import amount_beside, answered, at_limits, change_to
 from anyfit.planning.offload import WORTH, Space
-from anyfit.planning.search import Found, fastest, forecast, rounded_up, settled, shortfall
+from anyfit.planning.search import TIE, Found, fastest, forecast, rounded_up, settled, shortfall
 from anyfit.planning.simulate import Candidate, simulate
 from anyfit.planning.weigh import Weight, weigh
 from anyfit.values.answers import beside, ranked
-from anyfit.values.profile import ChoiceCost, ChunkCost, HostRates, Pass, Profile, Segment, StateBytes, UpdateCost
+from anyfit.values.profile import ChoiceCost, ChunkCost, HostRates, Layout, Pass, Profile, Segment, StateBytes, UpdateCost
 from anyfit.values.units import parse_bytes, show_bytes, show_seconds
 
 from .profiles import GIB, MIB, block, one_pass, small_profile
@@ -26,6 +26,7 @@ BLOCKS, CHUNKS_A_BLOCK, ELEMENTS = 6, 2, 20_000_000
 GPU = HostRates(1e9, 20e9, 20e9, overlaps=True)
 SLOW_HOST = HostRates(5e7, 20e9, 20e9, overlaps=True)
 CPU = HostRates(1e9, 20e9, 20e9, overlaps=False)
+NARROW = 560 * MIB
 
 
 def chain_pass(size: int) -> Pass:
@@ -51,11 +52,17 @@ def chain_pass(size: int) -> Pass:
     )
 
 
+def layout(chunks_a_block: int) -> Layout:
+    elements = ELEMENTS * CHUNKS_A_BLOCK // chunks_a_block
+    chunk = ChunkCost(2 * elements, elements, True, 2 * elements, 10 * elements, ())
+    chunks = tuple(replace(chunk, blocks=(index // chunks_a_block,)) for index in range(BLOCKS * chunks_a_block))
+    return Layout(2 * elements, chunks)
+
+
 def chain(device_bytes: int, host: HostRates = GPU, host_bytes: int = 16 * GIB, sizes: tuple[int, ...] = (4, 2, 1)) -> Profile:
-    """Bf16 weights with masters and AdamW, in chunks, two of them a block."""
-    count = BLOCKS * CHUNKS_A_BLOCK
-    chunk = ChunkCost(2 * ELEMENTS, ELEMENTS, True, 2 * ELEMENTS, 10 * ELEMENTS, ())
-    whole = count * ELEMENTS
+    """Bf16 weights with masters and AdamW, in chunks, two of them a block, or one, or four."""
+    usual, *others = (layout(count) for count in (CHUNKS_A_BLOCK, 2 * CHUNKS_A_BLOCK, CHUNKS_A_BLOCK // 2))
+    whole = BLOCKS * CHUNKS_A_BLOCK * ELEMENTS
     return small_profile(
         precision="bf16",
         batch_size=4,
@@ -65,8 +72,9 @@ def chain(device_bytes: int, host: HostRates = GPU, host_bytes: int = 16 * GIB, 
         blocks=BLOCKS + 1,
         state=StateBytes(2 * whole, 2 * whole, 8 * whole, 0, 0, gradients=2 * whole, accumulators=4 * whole),
         update=UpdateCost(seconds=0.02, scratch_bytes=0),
-        chunks=tuple(replace(chunk, blocks=(index // CHUNKS_A_BLOCK,)) for index in range(count)),
-        offload_chunk_bytes=2 * ELEMENTS,
+        chunks=usual.chunks,
+        offload_chunk_bytes=usual.chunk_bytes,
+        other_layouts=tuple(others),
         host=host,
         memory_bytes_per_second=1e12,
         device_limit_bytes=device_bytes,
@@ -83,6 +91,8 @@ PROFILES: dict[str, Callable[[], Profile]] = {
     "a GPU with little, and a host that is short": lambda: chain(3 * GIB // 2, host_bytes=13 * GIB // 2),
     "a GPU beside a slow host": lambda: chain(2 * GIB, SLOW_HOST),
     "a GPU that is asked for small passes": lambda: chain(2 * GIB, sizes=(1,)),
+    "a GPU with room for small chunks only": lambda: chain(NARROW),
+    "a GPU for whose chunks there is one size": lambda: replace(chain(2 * GIB), other_layouts=()),
     "a CPU with room for all": lambda: chain(16 * GIB, CPU),
     "a CPU that lacks a little": lambda: chain(4 * GIB, CPU),
     "a CPU with little": lambda: chain(3 * GIB // 2, CPU),
@@ -115,7 +125,10 @@ def candidate_of(profile: Profile, plan: Plan) -> Candidate:
     (each,) = [each for each in profile.passes if each.micro_batch == plan.micro_batch]
     (stage,) = plan.stages
     activations = tuple(stage.activations.get(block.name, "keep") for block in each.blocks)
-    return Candidate(each, plan.accumulation, activations, profile.chunks, plan.chunks, plan.slots, plan.prefetch)
+    chunks = {
+        each.chunk_bytes: each.chunks for each in (Layout(profile.offload_chunk_bytes, profile.chunks), *profile.other_layouts)
+    }
+    return Candidate(each, plan.accumulation, activations, chunks[plan.chunk_bytes], plan.chunks, plan.slots, plan.prefetch)
 
 
 def routes(candidate: Candidate) -> set[str]:
@@ -127,7 +140,8 @@ def speculates(candidate: Candidate) -> bool:
 
 
 def otherwise(space: Space, plan: Plan, choice: str) -> tuple[int, dict[str, Any], Callable[[Candidate], bool]]:
-    """The micro-batch and the knobs of the neighbour that a sentence names, and whether a candidate is as the sentence says."""
+    """The micro-batch and the knobs of the neighbour that a sentence names, and whether a candidate is as the sentence says.
+    `space` is in the plan's chunks."""
     size = plan.micro_batch
     last = space.last_rung(size)
     named: dict[str, tuple[dict[str, Any], Callable[[Candidate], bool]]] = {
@@ -147,14 +161,15 @@ def otherwise(space: Space, plan: Plan, choice: str) -> tuple[int, dict[str, Any
 
 
 def test_every_sentence_of_a_why_is_true_in_the_simulator(case: tuple[Profile, Found, Plan]) -> None:
-    profile, _, plan = case
+    profile, found, plan = case
     assert plan == replace(search(profile), decisions=plan.decisions)
     forecasts = {each.micro_batch: forecast(profile, each) for each in profile.passes}
     seconds, needed = plan.forecast.step_seconds, plan.forecast.needed_bytes
     space: Space | None = None
     if plan.chunks:
-        space = Space(profile)
         mine = candidate_of(profile, plan)
+        space = Space(profile).laid_out_like(mine)
+        assert plan.decision("chunk size").choice == show_bytes(plan.chunk_bytes)
         assert seconds == pytest.approx(simulated(space, mine)[0])
         assert needed == simulated(space, mine)[1]
     for decision in plan.decisions:
@@ -171,25 +186,30 @@ def test_every_sentence_of_a_why_is_true_in_the_simulator(case: tuple[Profile, F
             fitting = [each for each in forecasts.values() if each.needed_bytes <= profile.device_limit_bytes]
             assert said[1] == show_seconds(min(each.step_seconds for each in fitting) - seconds)
         elif said := re.fullmatch(
-            r"(?:the fewest passes; )?(.+) would take (.+) (?:more a step|less, too close to tell apart,) and (.+) (less|more) "
-            "memory",
+            r"(?:the fewest passes; |the usual size; )?(.+) would take (.+) (?:more a step|less, too close to tell apart,) "
+            "and (.+) (less|more) memory",
             why,
         ):
-            other, bytes_needed = priced(profile, space, plan, forecasts, said[1])
+            other, bytes_needed = priced(profile, space, found, plan, forecasts, said[1])
             assert said[2] == show_seconds(abs(other - seconds))
             assert ("more a step" in why) == (other >= seconds)
             assert said[3] == show_bytes(abs(needed - bytes_needed))
             assert said[4] == ("less" if needed >= bytes_needed else "more")
         elif said := re.fullmatch(r"(.+) would need (.+) and does not fit", why):
-            bytes_needed = priced(profile, space, plan, forecasts, said[1])[1]
+            bytes_needed = priced(profile, space, found, plan, forecasts, said[1])[1]
             assert bytes_needed > profile.device_limit_bytes
             assert said[2] == show_bytes(bytes_needed)
         elif said := re.fullmatch(r"(.+) would not fit", why):
             assert space is not None
+            if said[1] in (others := spaces_of_other_chunks(profile)):
+                assert others[said[1]].best(plan.micro_batch) is None
+                continue
             size, knobs, _ = otherwise(space, plan, said[1])
             assert space.best(size, **knobs) is None
         elif why == "the only one asked for":
             assert len(profile.passes) == 1
+        elif why == "other sizes make the same chunks":
+            assert not profile.other_layouts
         elif why == "the gradients of several passes add up first":
             assert plan.accumulation > 1
             assert not any(placement.speculates for placement in plan.chunks)
@@ -201,11 +221,25 @@ def test_every_sentence_of_a_why_is_true_in_the_simulator(case: tuple[Profile, F
             raise AssertionError(f"no test knows the sentence {why!r}")
 
 
-def priced(profile: Profile, space: Space | None, plan: Plan, forecasts: dict[int, Any], choice: str) -> tuple[float, int]:
+def spaces_of_other_chunks(profile: Profile) -> dict[str, Space]:
+    """By what a sentence calls them."""
+    return {f"chunks of {show_bytes(each.profile.offload_chunk_bytes)}": each for each in Space(profile).sizes}
+
+
+def priced(
+    profile: Profile, space: Space | None, found: Found, plan: Plan, forecasts: dict[int, Any], choice: str
+) -> tuple[float, int]:
     """Seconds and device bytes of the neighbour with this choice, planned with that decision forced."""
     if space is None:
         size = int(choice.split()[0].rstrip(","))
         return forecasts[size].step_seconds, forecasts[size].needed_bytes
+    if choice in (others := spaces_of_other_chunks(profile)):
+        assert found.offer is not None
+        offer = others[choice].best_like(found.offer)
+        assert offer is not None
+        assert others[choice].fits(weigh(profile, offer.candidate))
+        assert others[choice].profile.offload_chunk_bytes != plan.chunk_bytes
+        return simulated(space, offer.candidate)
     size, knobs, is_so = otherwise(space, plan, choice)
     offer = space.best(size, starts=1, **knobs)
     assert offer is not None
@@ -222,12 +256,31 @@ def test_the_profiles_have_all_kinds_of_plans() -> None:
     assert {"recompute", "selective"} <= {choice for plan in plans for choice in plan.stages[0].activations.values()}
     assert any("host" in {each.weights for each in plan.chunks} for plan in plans)
     assert {any(each.speculates for each in plan.chunks) for plan in plans if plan.chunks} == {True, False}
+    assert {plan.chunk_bytes for plan in plans if plan.chunks} == {2 * ELEMENTS, ELEMENTS}
+    whys = [plan.decision("chunk size").why for plan in plans if plan.chunks]
+    assert any(why.startswith("the usual size; ") for why in whys)
+    assert any(" more a step" in why for why in whys)
 
 
-def test_no_alternative_is_faster_than_the_plan(case: tuple[Profile, Found, Plan]) -> None:
-    _, found, plan = case
-    if found.offer is not None:
-        assert all(other.step_seconds >= plan.forecast.step_seconds for other in plan.alternatives)
+def test_no_alternative_is_faster_than_the_plan_but_in_chunks_of_another_size_by_little(
+    case: tuple[Profile, Found, Plan],
+) -> None:
+    profile, found, plan = case
+    if found.offer is None:
+        return
+    usual = plan.chunk_bytes == profile.offload_chunk_bytes
+    for other in plan.alternatives:
+        tie = 1 - TIE if other.decision == "chunk size" and usual else 1
+        assert other.step_seconds >= tie * plan.forecast.step_seconds
+        if other.choice == f"chunks of {show_bytes(profile.offload_chunk_bytes)}":
+            assert plan.forecast.step_seconds < (1 - TIE) * other.step_seconds
+
+
+def test_chunks_of_another_size_are_taken_where_only_they_fit() -> None:
+    profile = chain(NARROW)
+    assert search(profile).chunk_bytes == ELEMENTS
+    with pytest.raises(NoPlan):
+        search(replace(profile, other_layouts=()))
 
 
 # ---------------------------------------------------------------------- what more memory is worth
