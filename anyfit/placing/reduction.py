@@ -157,10 +157,11 @@ class Reduction:
 
     def end_backward(self) -> None:
         """Of one micro-batch: what was not complete goes too."""
-        for index in self._order[self._turn :]:
-            home = self._homes[index]
-            if home.is_divided or self.last:
-                self._reduce(home)
+        with quietly(), torch.no_grad():
+            for index in self._order[self._turn :]:
+                home = self._homes[index]
+                if home.is_divided or self.last:
+                    self._reduce(home)
         self._turn = 0
         for home in self._homes.values():
             home.there.clear()
@@ -210,7 +211,8 @@ class Reduction:
                 self._moved.add(slot.name)
         for start, end in _gaps(filled, state.chunk.elements):
             whole[start:end].zero_()
-        torch._foreach_copy_([state.view(whole, slot) for slot in filled], taken)
+        if filled:
+            torch._foreach_copy_([state.view(whole, slot) for slot in filled], taken)
         for slot in filled:
             self._parameters[slot.name].grad = None
 
@@ -260,11 +262,21 @@ class Reduction:
         """Trainable parameters without a gradient on this rank."""
         return [slot.name for home in self._homes.values() for slot in home.state.chunk.slots if slot.name not in home.names]
 
+    def count_out(self) -> None:
+        """This rank's gradients are zeros that stand for none."""
+        for home in self._homes.values():
+            if home.names:
+                home.names.clear()
+                self.on_late(home.state)
+
     def count_in(self, names: Sequence[str]) -> None:
-        """These have a gradient on another rank."""
+        """These have a gradient on another rank. An update that began without them does not count."""
         wanted = set(names)
         for home in self._homes.values():
-            home.names |= wanted.intersection(slot.name for slot in home.state.chunk.slots)
+            found = wanted.intersection(slot.name for slot in home.state.chunk.slots) - home.names
+            if found:
+                home.names |= found
+                self.on_late(home.state)
 
     def _refuse_thawed(self) -> None:
         with quietly():
