@@ -21,29 +21,20 @@ def train_plainly(
     """Losses and final weights (fp32 masters in bf16) of plain PyTorch training; `accumulation` may be one number a step."""
     torch.manual_seed(job.seed)
     model = job.build()
-    trainer = (_PlainFp32 if job.precision == "fp32" else _PlainBf16)(job, model)
+    trainer = (PlainFp32 if job.precision == "fp32" else PlainBf16)(job, model)
     counts = [accumulation] * len(batches) if isinstance(accumulation, int) else accumulation
     losses = [trainer.step(batch, count) for batch, count in zip(batches, counts, strict=True)]
     return losses, trainer.weights()
 
 
-class _PlainFp32:
+class PlainFp32:
     def __init__(self, job: Job, model: nn.Module) -> None:
         self.job, self.model = job, model
         self.optimizer = job.optimizer(model)
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
 
     def step(self, batch: Any, accumulation: int) -> float:
-        total = 0.0
-        for part in _equal_parts(batch, accumulation):
-            loss = self.job.loss(self.model, part)
-            if isinstance(loss, tuple):
-                assert accumulation == 1, "the one-batch result is the oracle of (sum, weight)"
-                loss = loss[0] / loss[1]
-            if accumulation > 1:
-                loss = loss / accumulation
-            loss.backward()
-            total += float(loss.detach())
+        total = self._backward(batch, accumulation)
         if self.job.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
         self.optimizer.step()
@@ -52,11 +43,24 @@ class _PlainFp32:
         self.model.zero_grad()  # those outside the optimizer too
         return total
 
+    def _backward(self, batch: Any, accumulation: int) -> float:
+        total = 0.0
+        for part in equal_parts(batch, accumulation):
+            loss = self.job.loss(self.model, part)
+            if isinstance(loss, tuple):
+                assert accumulation == 1, "the one-batch result is the oracle of (sum, weight)"
+                loss = loss[0] / loss[1]
+            if accumulation > 1:
+                loss = loss / accumulation
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
     def weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
 
 
-class _PlainBf16:
+class PlainBf16:
     def __init__(self, job: Job, model: nn.Module) -> None:
         self.job, self.model = job, model
         self.optimizer = job.optimizer(model)
@@ -77,21 +81,7 @@ class _PlainBf16:
             parameter.data = round_half_away(parameter.data)
 
     def step(self, batch: Any, accumulation: int) -> float:
-        total, sums = 0.0, {}
-        for part in _equal_parts(batch, accumulation):
-            loss = self.job.loss(self.model, _to_bf16(part))
-            if isinstance(loss, tuple):
-                assert accumulation == 1
-                loss = loss[0] / loss[1]
-            if accumulation > 1:
-                loss = loss / accumulation
-            loss.backward()
-            total += float(loss.detach())
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    gradient = parameter.grad.float()
-                    sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
-                    parameter.grad = None
+        total, sums = self._sums(batch, accumulation)
         for parameter, gradient in sums.items():
             parameter.data = self.masters.get(parameter, parameter.data.float())
             parameter.grad = gradient
@@ -107,6 +97,25 @@ class _PlainBf16:
             if parameter not in self.keeps_fp32:
                 parameter.data = round_half_away(parameter.data)
         return total
+
+    def _sums(self, batch: Any, accumulation: int) -> tuple[float, dict[nn.Parameter, Tensor]]:
+        """The loss, and the gradients in fp32."""
+        total, sums = 0.0, {}
+        for part in equal_parts(batch, accumulation):
+            loss = self.job.loss(self.model, to_bf16(part))
+            if isinstance(loss, tuple):
+                assert accumulation == 1
+                loss = loss[0] / loss[1]
+            if accumulation > 1:
+                loss = loss / accumulation
+            loss.backward()
+            total += float(loss.detach())
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    gradient = parameter.grad.float()
+                    sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+                    parameter.grad = None
+        return total, sums
 
     def weights(self) -> dict[str, Tensor]:
         masters = {id(parameter): master for parameter, master in self.masters.items()}
@@ -125,7 +134,7 @@ def round_half_away(exact: Tensor) -> Tensor:
     return torch.where(high >= 0x8000, high - 0x10000, high).to(torch.int16).view(torch.bfloat16)
 
 
-def _equal_parts(batch: Any, count: int) -> list[Any]:
+def equal_parts(batch: Any, count: int) -> list[Any]:
     if count == 1:
         return [batch]
     if isinstance(batch, Tensor):
@@ -134,10 +143,10 @@ def _equal_parts(batch: Any, count: int) -> list[Any]:
     return [{key: parts[index] for key, parts in cut.items()} for index in range(count)]
 
 
-def _to_bf16(batch: Any) -> Any:
+def to_bf16(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch.bfloat16() if batch.is_floating_point() else batch
-    return {key: _to_bf16(value) for key, value in batch.items()}
+    return {key: to_bf16(value) for key, value in batch.items()}
 
 
 def assert_bit_equal(mine: dict[str, Tensor], plain: dict[str, Tensor]) -> None:

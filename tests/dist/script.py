@@ -1,0 +1,124 @@
+"""What tests have several processes run, each as one rank: `python script.py FOLDER [what to do] …`; each writes what it found.
+
+--epochs N      of the data, through run.loader
+--batches A B   instead, so many batches of its own for each rank
+--uneven        …
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import anyfit
+from tests.machines import small_machine
+
+ROWS = 8
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.dropout(block(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[:, :16]), batch[:, 16].long())
+
+
+def data(count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(0, 4, (count, 1), generator=generator)
+    return torch.cat([torch.randn(count, 16, generator=generator) + labels, labels], 1)
+
+
+def job_for(rows: int = ROWS, dropout: float = 0.0, clip_norm: float | None = None) -> anyfit.Job:
+    return anyfit.Job(
+        model=lambda: Model(dropout),
+        loss=loss_of,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
+        sample=data(rows),
+        batch_size=rows,
+        precision="fp32",
+        clip_norm=clip_norm,
+    )
+
+
+def digest(weights: dict[str, Tensor]) -> str:
+    whole = torch.cat([weights[name].flatten().double() for name in sorted(weights)])
+    return hashlib.sha256(whole.numpy().tobytes()).hexdigest()[:16]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--samples", type=int, default=80)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--limit", help="of device memory")
+    parser.add_argument("--steps-of-rank", type=int, nargs="*", default=[], help="each rank's own batches; else run.loader's")
+    parser.add_argument("--fail", nargs=2, type=int, default=(-1, -1), help="rank and step that end in an error")
+    parser.add_argument("--kill", nargs=2, type=int, default=(-1, -1))
+    parser.add_argument("--sleep", nargs=2, type=int, default=(-1, -1))
+    parser.add_argument("--save-alone", action="store_true")
+    parser.add_argument("--hang-seconds", type=float)
+    parser.add_argument("--with", dest="is_with", action="store_true", help="in a with block")
+    parser.add_argument("--slow", type=float, default=0.0, help="seconds a step at least")
+    given = parser.parse_args()
+
+    machine = small_machine()
+    if given.limit:
+        machine = machine.with_limits(device_memory=given.limit)
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    job = job_for(dropout=given.dropout)
+    run = anyfit.start(job, machine=machine, hang_seconds=given.hang_seconds)
+
+    def train() -> None:
+        if given.steps_of_rank:
+            share = ROWS // run.ranks.count
+            whole = data(given.samples).view(-1, run.ranks.count, share, 17)
+            batches = [each[rank] for each in whole[: given.steps_of_rank[rank]]]
+        else:
+            batches = run.loader(list(data(given.samples)))
+        for batch in batches:
+            if given.fail == [rank, run.steps]:
+                raise LookupError("a mistake of mine")
+            if given.kill == [rank, run.steps]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if given.sleep == [rank, run.steps]:
+                time.sleep(3600)
+            run.step(batch)
+            time.sleep(given.slow)
+            if given.save_alone and rank == 0 and run.steps == 3:
+                run.save(given.folder / "alone")
+
+    if given.is_with:
+        with run:
+            train()
+            found = run.state_dict()
+    else:
+        train()
+        run.await_others()
+        found = run.state_dict()
+    drawn = float(torch.rand(1))
+    said = {"steps": run.steps, "weights": digest(found), "drawn": drawn, "ranks": run.ranks.count}
+    (given.folder / f"found{rank}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
