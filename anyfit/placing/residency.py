@@ -97,7 +97,8 @@ class DeviceSlot:
         self.storage = self.flat.untyped_storage()
         # The same bytes in another storage, for those that fill them: a collective lets go of its tensors some time after it is
         # done, and ranks would differ in what they find free.
-        self._filled = torch.utils.dlpack.from_dlpack(self.flat)
+        is_real = not self.flat.is_meta  # where memory is only counted there is none to be shared
+        self._filled = torch.utils.dlpack.from_dlpack(self.flat) if is_real else self.flat
         self.state: ChunkState | None = None
         self.ticket: Ticket | None = None  # of the upload
         self._alone = self._uses()
