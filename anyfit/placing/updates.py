@@ -278,6 +278,9 @@ class Updates:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers, which would warn
         groups = self._settings()
         self._clipped += ((factor is not None) - self._clipped) / LATE_STEPS
+        if self._ranks.are_several:
+            for each in self._chunks:
+                self._residency.settle(each.state)  # one that only other ranks used may still be at its last update
         before = self._lanes.so_far()  # the old weights have been read
         for each in self._chunks:
             own, arrived = self._gradients.of(each.state)
