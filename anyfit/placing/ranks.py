@@ -5,7 +5,8 @@ ranks that divide it, each keeping its stretch, and then over those that hold th
 
 Collectives meet by their order, so each kind has groups of its own, and all of a kind are asked for by one thread: a lane,
 which has no choice of order. What was asked for is written down, as a number that the ranks compare once a step: ranks whose
-models went different ways stop before they update from it.
+models went different ways stop before they update from it. Gloo ends a process that meets others with another size; there, ranks
+say which chunk they are about to put together before they do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -80,6 +82,16 @@ class Ranks:
         self.doing[kind] = label
         all_gather(whole, own, group=self._groups[kind, "divide", shards])
         self.doing.pop(kind, None)
+
+    def chosen(self, kind: Kind, shards: int, chunk: int) -> dict[int, int]:
+        """By rank, which chunk each of those that divide this one is about to gather, where that has to be asked."""
+        group = self._groups[kind, "divide", shards]
+        if dist.get_backend(group) != "gloo":
+            return {self.index: chunk}
+        found, first = torch.empty(shards, dtype=torch.int64), self.index - self.part(shards)
+        self.doing[kind] = f"gather chunk {chunk}"
+        all_gather(found, torch.tensor([chunk]), group=group)
+        return {first + index: each for index, each in enumerate(found.tolist())}
 
     def reduce(self, shards: int, whole: Tensor, own: Tensor, label: str) -> None:
         """Into `own` the sum over all ranks of its stretch of `whole`, which is spoilt. `own` is `whole` where shards is 1."""

@@ -363,12 +363,23 @@ class Residency:
         if state.is_gathered:
             label = f"gather chunk {state.index}"
             state.ranks.ask("gather", label)
-            work = functools.partial(state.ranks.gather, "gather", state.shards, whole, own, label)
-            slot.ticket = self._lanes.gather.run(work, (slot.ticket,), label)
+            slot.ticket = self._lanes.gather.run(lambda: self._gather(state, whole, own, label), (slot.ticket,), label)
         with quietly():
             for each in state.chunk.slots:
                 self._state.parameters[each.name].data = state.view(weights, each)
         return slot
+
+    def _gather(self, state: ChunkState, whole: Tensor, own: Tensor, label: str) -> None:
+        ranks = state.ranks
+        for rank, index in ranks.chosen("gather", state.shards, state.index).items():
+            if index != state.index:
+                mine, other = (self._state.chunks[each].chunk.slots[0].name for each in (state.index, index))
+                raise RuntimeError(
+                    f"rank {ranks.index} needs the weights of chunk {state.index} ({mine}) where rank {rank} needs those of "
+                    f"chunk {index} ({other}): with weights that are divided over ranks every rank has to call the same modules; "
+                    "use a plan with weight_shards 1"
+                )
+        ranks.gather("gather", state.shards, whole, own, label)
 
     def drop(self, state: ChunkState) -> None:
         """The chunk's weights leave the device."""
