@@ -41,6 +41,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "experts": (Experts, ["experts.1"]),
     "branching": (Branching, ["left", "after"]),
 }
+
+
+class Lopsided(Branching):
+    """One way is wider than the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(16, 16, bias=False)
+        self.right = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))
+
+
+MODELS["lopsided"] = (Lopsided, [])
 GO_THEIR_OWN_WAYS = ("experts", "branching")  # by what is in a rank's batch
 
 
