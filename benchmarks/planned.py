@@ -5,9 +5,9 @@
 
 (a GPU and its host.) Every job is planned for a part of the GPU's memory, as `anyfit.start` would, and trained for a few steps
 under a hard cap of that size: step time, peak on the device with and without the pools, and host memory stand beside the
-forecast. For the jobs of `--regret` many other plans are measured as well: other splits of the updates, all of them on the host,
-all streamed, other choices of what is made again, other chunk sizes. All are placed one after another in one process, in the same
-pinned memory.
+forecast. For the jobs of `--regret` many other plans are measured as well: those that the plan's reasons name, other splits of
+the updates, all of them on the host, all streamed, other choices of what is made again, other chunk sizes. All are placed one
+after another in one process, in the same pinned memory.
 
 `--write-calls` lists the ops of all jobs as they are traced here; `--calls` times those too, so that a forecast made with this
 version of torch finds its own (benchmarks/profiler.py does the same).
@@ -42,6 +42,7 @@ from anyfit.placing import place
 from anyfit.placing.tiers import MADV_POPULATE_WRITE
 from anyfit.planning import search
 from anyfit.planning.offload import Knobs, Offer, Space
+from anyfit.planning.search import fastest, settled
 from anyfit.planning.simulate import Candidate
 from anyfit.probing.calls import measure_calls
 from anyfit.running.run import Run
@@ -58,6 +59,7 @@ from .profiler import CALLS_SECONDS, quickly_built, varied, weighty_calls
 
 WARM_UP, TIMED = 3, 6
 SHORT = 2, 4  # of other plans
+WHY = "not "  # of plans that another's reasons name
 CODES = "rshRSH"  # resident, streamed, host; capitals: with their weights on the host
 Row = dict[str, Any]
 
@@ -103,6 +105,7 @@ JOBS = {
         *(Job("llama-1b", 4, cap) for cap in (8, 12, 16)),
         *(Job("convnext-tiny", 256, cap) for cap in (8, 12)),
         Job("4b", 8, 24, clips=True),
+        Job("4b", 32, 24, clips=True),
         Job("4b", 8, 24, micro_batch=4),
         Job("10b", 8, 24),
     )
@@ -171,6 +174,18 @@ def alternatives(profile: Profile, plan: Plan) -> Iterator[tuple[str, Plan]]:
         offer = space.best(micro_batch, starts=1)
         if offer is not None and micro_batch * 2 >= size:
             yield f"micro-batches of {micro_batch}", planned_by(plan, profile, offer)
+
+
+def rejected(profile: Profile, plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The neighbours that the plan's reasons name, as they would be placed."""
+    found = fastest(profile)
+    assert found is not None
+    settlement = settled(found)
+    for each in settlement.neighbours or ():
+        if each.offer is not None:
+            assert settlement.space is not None
+            laid_out = settlement.space.laid_out_like(each.offer.candidate)
+            yield f"{WHY}{each.decision}: {each.choice}", planned_by(plan, laid_out.profile, each.offer)
 
 
 def coded(placements: tuple[Placement, ...]) -> str:
@@ -339,8 +354,13 @@ def plans_of(job: Job, machine: Machine, others: int) -> list[tuple[str, Plan]] 
         plan = search(profile)
     except anyfit.NoPlan as error:
         return str(error)
-    found = list(alternatives(profile, plan)) if others else []
-    return [("planned", plan), *sorted(found, key=lambda each: each[1].forecast.step_seconds)[:others]]
+    if not others:
+        return [("planned", plan)]
+    named = list(rejected(profile, plan))
+    seen = {planned_again.chunks for _, planned_again in named}
+    found = [each for each in alternatives(profile, plan) if each[1].chunks not in seen]
+    found.sort(key=lambda each: each[1].forecast.step_seconds)
+    return [("planned", plan), *named, *found[: max(others - len(named), 0)]]
 
 
 def run_all(options: argparse.Namespace) -> None:
