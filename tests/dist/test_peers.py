@@ -1,0 +1,37 @@
+"""Beside torch's own: the same model, data and number of processes give the same losses under DDP, FSDP2 and anyfit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks import ranks as benchmark
+
+from .pool import pool_of
+from .test_use import ways
+from .work import Case, part_of, train
+
+PEERS: dict[str, Any] = {
+    "ddp": benchmark.ddp,
+    "fsdp2": functools.partial(benchmark.fsdp2, reshard_after_forward=True),
+    "fsdp2, weights kept": functools.partial(benchmark.fsdp2, reshard_after_forward=False),
+}
+LIKE = {"ddp": "whole", "fsdp2": "all divided", "fsdp2, weights kept": "gradients divided"}
+
+
+def losses_of_peer(case: Case, name: str) -> list[float]:
+    step = benchmark.peer(case.job, PEERS[name])
+    return [step(part_of(batch, dist.get_rank(), dist.get_world_size())) for batch in case.batches()]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", sorted(PEERS))
+def test_the_losses_are_those_of_the_peer(name: str, ranks: int) -> None:
+    case = Case(clip_norm=0.5, placements=(ways(ranks)[LIKE[name]],))
+    theirs = pool_of(ranks).run(losses_of_peer, case, name)
+    ours = pool_of(ranks).run(train, case)
+    for rank in range(ranks):
+        assert ours[rank].losses == pytest.approx(theirs[rank], rel=1e-5)
