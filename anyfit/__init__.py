@@ -10,8 +10,12 @@ Each verb is one way through the house; torch is imported when one is called, no
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,8 +24,10 @@ from .values.machine import Machine
 from .values.plan import NoPlan, Plan
 
 if TYPE_CHECKING:
+    from .running.launch import Launch
     from .running.rescue import Rescue
     from .running.run import Run
+    from .running.team import Team
     from .values.graph import Graph
     from .values.profile import Profile
 
@@ -93,6 +99,7 @@ def start(
     *,
     profile: Profile | None = None,
     deterministic: bool = False,
+    hang_seconds: float | None = None,
 ) -> Run:
     """Places the job's model as the plan says, and gives back a Run whose `step` trains it.
 
@@ -102,56 +109,150 @@ def start(
     resume          a folder that `run.save` wrote: goes on exactly there
     profile         what `anyfit.profile` gave, to plan with; made anew when not given
     deterministic   two runs give the same bits, at some cost in speed; ops that cannot are refused
+    hang_seconds    of several ranks, one that waits longer than this for the others ends the run, and says for what; ten minutes
+
+    Started by torchrun, by Slurm's srun or by `anyfit fit --gpus`, it is one of several ranks: each calls this, rank 0 plans for
+    all, and each trains on its share of every batch.
     """
     import torch
 
     from .placing import place
-    from .planning import search
+    from .placing.ranks import ALONE, HANG_SECONDS, Ranks
     from .probing.host import left_memory_bytes
     from .running import launch as launching
     from .running.run import Run
+    from .running.team import MARGIN_SECONDS
     from .running.watch import HostWatch
 
     if plan is not None and profile is not None:
         raise ValueError("anyfit.start takes a plan, or a profile to make one from; leave one of them out")
-    rank = launching.Rank.from_environment()
-    rank.refuse_several()
     launch = launching.current()
+    waits = hang_seconds or (launch and launch.hang_seconds) or HANG_SECONDS
+    team = joined(waits)
+    rank = launching.Rank.from_environment()
     is_given = plan is not None or (launch is not None and launch.plan is not None)
-    if launch is not None:  # started by `anyfit fit`
-        machine = machine or probe().with_limits(**launch.limits)
-        plan = plan or launch.plan_for(machine)
-        resume = resume or (launch.newest_checkpoint() if launch.resume else None)
-        deterministic = deterministic or launch.deterministic
-    machine = machine or probe()
-    if deterministic:
+    prepared = functools.partial(_prepared, job, plan, machine, resume, profile, launch, team)
+    if team is None:
+        machine, plan, resume, profile = prepared()
+    else:
+        given = _loaded(plan)
+        machine, plan, resume, _ = team.from_first(prepared, "the plan")
+        team.agree(_facts(job, given or plan, resume))
+    if deterministic or (launch is not None and launch.deterministic):
         launching.make_deterministic()
-    if profile is None and (plan is None or (not is_given and isinstance(job.model, torch.nn.Module))):
-        profile = _profile(job, machine)  # of a model that is the user's own, before it is placed
-    if plan is None:
-        assert profile is not None
-        plan = search(profile)
-    elif not isinstance(plan, Plan):
-        plan = Plan.load(plan)
-    if plan.batch_size != job.batch_size or plan.precision != job.precision:
-        raise ValueError(
-            f"the plan is for batch_size {plan.batch_size} in {plan.precision}, the job is {job.batch_size} in {job.precision}; "
-            "plan again with anyfit.plan(job)"
-        )
-    if job.micro_batch not in (None, plan.micro_batch):
-        raise ValueError(f"Job(micro_batch={job.micro_batch}), but the plan's micro_batch is {plan.micro_batch}")
     device = launching.device_for(machine, rank)
     torch.manual_seed(job.seed)
     model = job.build()
-    plan.refuse_unless_made_for(job.fingerprint(model), machine.fingerprint)
-    placed = place(job, plan, model, device)
-    rescue = None if is_given else _rescue(job, machine, profile)
-    run = Run(job, plan, placed, rescue, HostWatch(left_memory_bytes, plan.limit_bytes["host"]))
+    fingerprint = job.fingerprint(model)
+    if team is not None:
+        team.agree({"model": fingerprint, "device": device.type})
+    plan.refuse_unless_made_for(fingerprint, machine.fingerprint)
+    ranks = ALONE if team is None else Ranks.of_process_group(waits + MARGIN_SECONDS)
+    placed = place(job, plan, model, device, ranks=ranks)
+    if team is not None:
+        torch.manual_seed(launching.seed_of(job.seed, ranks.index))
+    rescue = None if is_given or team is not None else _rescue(job, machine, profile)
+    run = Run(job, plan, placed, rescue, HostWatch(left_memory_bytes, plan.limit_bytes["host"]), team)
     if resume is not None:
         run.resume(resume)
     if launch is not None:
         launch.follow(run, machine)
     return run
+
+
+def joined(hang_seconds: float) -> Team | None:
+    """The other ranks, where there are any; met when first asked for."""
+    from .probing.memory import gpus_before_use
+    from .running import launch as launching
+
+    if launching.Rank.from_environment().count > 1:
+        gpus_before_use()  # means something only before this process touches a GPU, and to find its own it must
+    return launching.joined(hang_seconds)
+
+
+def _prepared(
+    job: Job,
+    plan: Plan | str | Path | None,
+    machine: Machine | None,
+    resume: str | Path | None,
+    profile: Profile | None,
+    launch: Launch | None,
+    team: Team | None,
+) -> tuple[Machine, Plan, str | Path | None, Profile | None]:
+    """What rank 0 finds out for all: the machine, as far as a rank may use it, the plan, and where to go on from."""
+    from torch import nn
+
+    from .running.several import machine_of_rank
+
+    is_given = plan is not None or (launch is not None and launch.plan is not None)
+    if machine is None:
+        machine = probe().with_limits(**(launch.limits if launch is not None else {}))
+    if team is not None:
+        machine = machine_of_rank(machine, team.places, 0)
+    count = 1 if team is None else team.count
+    if launch is not None:
+        plan = plan or launch.plan_for(machine, count)
+        resume = resume or (launch.newest_checkpoint() if launch.resume else None)
+    if profile is None and (plan is None or (not is_given and isinstance(job.model, nn.Module))):
+        profile = _profile(job, machine) if team is None else _profile_of_share(job, machine, count)  # of a user's own, unplaced
+    found = _loaded(plan)
+    if found is None:
+        assert profile is not None
+        found = _plan_for(profile, count)
+    if found.batch_size != job.batch_size or found.precision != job.precision:
+        raise ValueError(
+            f"the plan is for batch_size {found.batch_size} in {found.precision}, the job is {job.batch_size} in {job.precision};"
+            " plan again with anyfit.plan(job)"
+        )
+    if job.micro_batch not in (None, found.micro_batch):
+        raise ValueError(f"Job(micro_batch={job.micro_batch}), but the plan's micro_batch is {found.micro_batch}")
+    if found.ranks != count:
+        raise ValueError(f"the plan is for {found.ranks} ranks, and {count} are there; plan again, or start as many")
+    return machine, found, resume, profile if team is None else None
+
+
+def _plan_for(profile: Profile, ranks: int) -> Plan:
+    """The best plan of so many ranks; of several, by a profile of one rank's share of the batch."""
+    from .planning import search
+    from .running.several import for_ranks
+
+    if ranks == 1:
+        return search(profile)
+    share = profile.batch_size // ranks
+    own = replace(profile, batch_size=share, passes=tuple(each for each in profile.passes if each.micro_batch <= share))
+    return for_ranks(search(own), ranks)
+
+
+def _profile_of_share(job: Job, machine: Machine, ranks: int) -> Profile:
+    """Of the whole batch, by passes that a rank could make."""
+    if job.batch_size % ranks:
+        raise ValueError(f"batch_size is {job.batch_size}; it must be a multiple of the {ranks} ranks")
+    from .probing.host import free_memory_bytes
+    from .tracing import trace_all
+
+    sizes = _micro_batches(job, job.batch_size // ranks)
+    return profiled(trace_all(job, sizes, machine.device.kind, free_memory_bytes()), machine, job.batch_size)
+
+
+def _loaded(plan: Plan | str | Path | None) -> Plan | None:
+    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+
+
+def _facts(job: Job, plan: Plan, resume: str | Path | None) -> dict[str, str]:
+    """What all ranks must have alike before they build the model."""
+    import torch
+
+    digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+    return {
+        "version of anyfit": __version__,
+        "version of torch": str(torch.__version__),
+        "plan": digest,
+        "batch_size": str(job.batch_size),
+        "precision": job.precision,
+        "seed": str(job.seed),
+        "clip_norm": str(job.clip_norm),
+        "checkpoint": str(resume),
+    }
 
 
 _profile = profile  # which `start` has an argument of the same name for
@@ -173,11 +274,11 @@ def _rescue(job: Job, machine: Machine, known: Profile | None) -> Rescue:
     )
 
 
-def _micro_batches(job: Job) -> list[int]:
-    """The sizes worth a trace: the one asked for, or the whole batch and its halves down to a single sample."""
+def _micro_batches(job: Job, most: int | None = None) -> list[int]:
+    """The sizes worth a trace: the one asked for, or the whole batch (or the most there is) and its halves down to one sample."""
     if job.micro_batch is not None:
         return [job.micro_batch]
-    sizes = [job.batch_size]
+    sizes = [most or job.batch_size]
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
     return sizes

@@ -3,13 +3,16 @@
     manifest.json           sizes and SHA-256 of all other files, written last
     weights.safetensors     every parameter under its name, fp32 masters where the run has them, and the buffers
     optimizer.safetensors   the optimizer's tensors as "<parameter>/<key>"
-    random.safetensors      states of torch's generators
+    random.safetensors      states of torch's generators, of every rank
     progress.json           steps, data position, scheduler, parameter groups, what else is not a tensor
     plan.json               the plan it was trained with, for reference
 
 It is written beside its place, tensor by tensor, so that saving takes little memory; synced, and renamed last. Reading checks
 every size and digest, and every name and shape against the model, before anything of the run changes. Nothing in it is executed:
 safetensors and JSON only.
+
+Of several ranks all take part: what they divide is put together chunk by chunk, and rank 0 writes. Whole tensors are in it, so
+that any number of ranks can go on from it; as many as wrote it go on with the same random numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +37,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from anyfit.placing import Placed
+from anyfit.placing.chunks import ChunkState
+from anyfit.values.layout import Slot
 from anyfit.values.plan import Plan
 from anyfit.values.record import nearest
+
+from .team import Team
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -45,42 +52,80 @@ FILES = ("weights.safetensors", "optimizer.safetensors", "random.safetensors", "
 # ---------------------------------------------------------------------- writing
 
 
-def save(folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan) -> None:
+def save(folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan, team: Team | None = None) -> None:
     folder = folder.absolute()
-    if folder.exists() and not (folder / MANIFEST).exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is not a checkpoint; choose another folder, or remove it")
+    placed.residency.settle_all()
+    state = placed.updates.state_dict()
+    ranks = placed.ranks
+    randoms = ranks.objects(_random_states()) if ranks.are_several else [_random_states()]
+    weights = dict(_model_tensors(placed))
+    reading = _Reading(weights)
+    if team is None:
+        _write_aside(folder, placed, reading, state, randoms, progress, plan)
+        return
+    if ranks.index:
+        reading.finish()
+    team.from_first(
+        lambda: _write_aside(folder, placed, reading, state, randoms, progress, plan), f"word that {folder.name} is written"
+    )
+
+
+def _write_aside(
+    folder: Path,
+    placed: Placed,
+    reading: _Reading,
+    state: Mapping[str, Mapping[str, Any]],
+    randoms: Sequence[Randoms],
+    progress: Mapping[str, Any],
+    plan: Plan,
+) -> None:
     aside = folder.with_name(f".{folder.name}.writing")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed
-        aside.mkdir()
-        _write(aside, placed, progress, plan)
-        _rename_over(aside, folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        kept = f"; the checkpoint that was there is untouched in {folder}" if (folder / MANIFEST).exists() else ""
-        raise OSError(f"could not write a checkpoint to {folder}: {error}{kept}") from error
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+        if folder.exists() and not (folder / MANIFEST).exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise FileExistsError(f"{folder} exists and is not a checkpoint; choose another folder, or remove it")
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed
+            aside.mkdir()
+            _write(aside, placed, reading, state, randoms, progress, plan)
+            _rename_over(aside, folder)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            kept = f"; the checkpoint that was there is untouched in {folder}" if (folder / MANIFEST).exists() else ""
+            raise OSError(f"could not write a checkpoint to {folder}: {error}{kept}") from error
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+    finally:
+        reading.finish()  # other ranks read along, whatever becomes of it here
 
 
-def _write(aside: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan) -> None:
-    placed.residency.settle_all()
+def _write(
+    aside: Path,
+    placed: Placed,
+    reading: _Reading,
+    state: Mapping[str, Mapping[str, Any]],
+    randoms: Sequence[Randoms],
+    progress: Mapping[str, Any],
+    plan: Plan,
+) -> None:
     tensors: dict[str, Tensor] = {}  # where they lie
     scalars: dict[str, dict[str, Any]] = {}
-    for name, entries in placed.updates.state_dict().items():
+    for name, entries in state.items():
         for key, value in entries.items():
             if isinstance(value, Tensor):
                 tensors[f"{name}/{key}"] = value
             else:
                 scalars.setdefault(name, {})[key] = _plain(value, f"optimizer state {name}.{key}")
-    _write_tensors(aside / "weights.safetensors", dict(_model_tensors(placed)))
-    _write_tensors(aside / "optimizer.safetensors", {name: _as_it_is(tensor) for name, tensor in tensors.items()})
-    _write_tensors(aside / "random.safetensors", {name: _as_it_is(tensor) for name, tensor in _random_states().items()})
+    _write_tensors(aside / "weights.safetensors", reading)
+    _write_tensors(aside / "optimizer.safetensors", _Reading({name: _as_it_is(tensor) for name, tensor in tensors.items()}))
+    drawn = {f"{kind}{rank or ''}": _as_it_is(each) for rank, found in enumerate(randoms) for kind, each in found.torch.items()}
+    _write_tensors(aside / "random.safetensors", _Reading(drawn))
     document = {key: _plain(value, key) for key, value in progress.items()}
-    document |= {"optimizer_scalars": scalars, "python_random": _plain(random.getstate(), "python_random")}
+    document |= {"optimizer_scalars": scalars, "python_random": _plain(randoms[0].python, "python_random")}
     document |= {"optimizer": type(placed.updates.optimizer).__name__}
+    if len(randoms) > 1:
+        document |= {"ranks": len(randoms), "python_randoms": [_plain(each.python, "python_random") for each in randoms]}
     (aside / "progress.json").write_text(json.dumps(document))
     (aside / "plan.json").write_text(json.dumps(plan.to_json()))
     files = {name: {"bytes": (aside / name).stat().st_size, "sha256": _digest(aside / name)} for name in FILES}
@@ -137,13 +182,29 @@ def _as_it_is(tensor: Tensor) -> Stored:
     return Stored(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu())
 
 
-def _write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
+class _Reading:
+    """Tensors of a file, read one after another in the order in which they lie there: the same on all ranks."""
+
+    def __init__(self, tensors: Mapping[str, Stored]) -> None:
+        # Each starts at a multiple of its elements' size; those of a chunk lie together.
+        self.ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+        self._left = iter(self.ordered)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, stored in self._left:
+            yield name, stored.read()
+
+    def finish(self) -> None:
+        """Reads what is left: other ranks may be reading it too."""
+        for _ in self:
+            pass
+
+
+def _write_tensors(file: Path, reading: _Reading) -> None:
     """A safetensors file: its header's length, the header, and the bytes. The library's own writer wants all of them at once."""
     header: dict[str, Any] = {}
     end = 0
-    # Each starts at a multiple of its elements' size.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    for name, stored in ordered:
+    for name, stored in reading.ordered:
         if stored.dtype not in DTYPES:
             raise TypeError(f"a checkpoint cannot hold {name}: {stored.dtype}")
         start, end = end, end + stored.dtype.itemsize * math.prod(stored.shape)
@@ -153,19 +214,33 @@ def _write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little"))
         out.write(text)
-        for name, stored in ordered:
-            flat = stored.read().contiguous().reshape(-1)
-            assert (flat.dtype, flat.numel()) == (stored.dtype, math.prod(stored.shape)), name
+        for name, tensor in reading:
+            flat = tensor.contiguous().reshape(-1)
+            start, end = header[name]["data_offsets"]
+            assert flat.nbytes == end - start, name
             out.write(flat.view(torch.uint8).numpy().data)
 
 
 def _model_tensors(placed: Placed) -> Iterator[tuple[str, Stored]]:
     for state in placed.state.chunks:
+        read = state.read if state.shards == 1 else _together(state)
         for slot in state.chunk.slots:
             dtype = torch.float32 if state.is_split else state.dtype
-            yield slot.name, Stored(dtype, slot.shape, functools.partial(state.read, slot))
+            yield slot.name, Stored(dtype, slot.shape, functools.partial(read, slot))
     for name, buffer in placed.model.named_buffers():
         yield name, _as_it_is(buffer)
+
+
+def _together(state: ChunkState) -> Callable[[Slot], Tensor]:
+    """Reads the parameters of a chunk that ranks divide, the whole chunk with the first of them."""
+    found: dict[str, Tensor] = {}
+
+    def read(slot: Slot) -> Tensor:
+        if slot.name not in found:
+            found.update(state.read_all())
+        return found.pop(slot.name)
+
+    return read
 
 
 def full_state_dict(placed: Placed) -> dict[str, Tensor]:
@@ -181,19 +256,30 @@ def full_state_dict(placed: Placed) -> dict[str, Tensor]:
     return full
 
 
-def _random_states() -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Randoms:
+    """States of the generators of one rank."""
+
+    torch: dict[str, Tensor]
+    python: Any
+
+
+def _random_states() -> Randoms:
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    return Randoms(states, random.getstate())
 
 
 # ---------------------------------------------------------------------- reading
 
 
-def load(folder: Path, placed: Placed) -> dict[str, Any]:
-    """Puts a checkpoint's state into the placed model; returns its progress."""
-    folder = check(folder)
+def load(folder: Path, placed: Placed, team: Team | None = None) -> dict[str, Any]:
+    """Puts a checkpoint's state into the placed model; returns its progress. Random numbers are those of before where as many
+    ranks go on as had saved it."""
+    folder, ranks = check(folder), placed.ranks
+    if team is not None:
+        team.agree({f"checkpoint in {folder}": _digest(folder / MANIFEST)})
     progress = _progress(folder)
     weights = load_file(folder / "weights.safetensors")
     moments = load_file(folder / "optimizer.safetensors")
@@ -208,12 +294,16 @@ def load(folder: Path, placed: Placed) -> dict[str, Any]:
         for name, buffer in placed.model.named_buffers():
             buffer.copy_(weights[name])
     placed.updates.load(optimizer_state)
-    torch.set_rng_state(randoms["torch"])
-    if "cuda" in randoms and torch.cuda.is_available():
-        torch.cuda.set_rng_state(randoms["cuda"])
-    random.setstate(_unplain(progress["python_random"]))
+    saved_by = progress.get("ranks", 1)
+    if saved_by == ranks.count:
+        mine = ranks.index or ""
+        torch.set_rng_state(randoms[f"torch{mine}"])
+        if f"cuda{mine}" in randoms and torch.cuda.is_available():
+            torch.cuda.set_rng_state(randoms[f"cuda{mine}"])
+        python = progress["python_randoms"][ranks.index] if ranks.are_several else progress["python_random"]
+        random.setstate(_unplain(python))
     unpacked = {key: _unplain(progress[key]) for key in ("steps", "skipped", "loader_position", "scheduler", "groups")}
-    return unpacked | {"plan": plan}
+    return unpacked | {"plan": plan, "ranks": saved_by}
 
 
 def check(folder: Path) -> Path:

@@ -2,13 +2,18 @@
 
 `anyfit fit` opens a `Launch` around the demo or the user's script; `anyfit.start` picks it up. After each step the launch
 writes metrics, saves when it is time, and, when a signal asked for it (Ctrl-C, a cluster's preemption), saves and ends
-with that signal's status. A script run by plain `python` has no launch, and nothing of this happens to it.
+with that signal's status. A script run by plain `python` or torchrun has no launch, and nothing of this happens to it.
+
+Of several ranks each has a launch: all save, and all end where one was asked to, after the same step; rank 0 alone writes the
+folder's files, and says how it goes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -29,6 +34,9 @@ if TYPE_CHECKING:
     import torch
 
     from .run import Run
+    from .team import Team
+
+SLURM_PORTS = range(20_000, 30_000)  # of which the job's and step's numbers choose one
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Rank:
 
     index: int
     count: int
-    local: int
+    local: int  # on its node
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Rank:
@@ -45,7 +53,7 @@ class Rank:
         slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         for names in (torchrun, slurm):
             given = [name for name in names if name in environment]
-            if names is slurm and "SLURM_PROCID" not in given:
+            if names is slurm and not ("SLURM_PROCID" in given and "SLURM_STEP_ID" in environment):
                 continue  # inside an allocation but not started by srun: one process
             if given:
                 missing = [name for name in names if name not in environment]
@@ -54,9 +62,31 @@ class Rank:
                 return cls(*(int(environment[name]) for name in names))
         return cls(0, 1, 0)
 
-    def refuse_several(self) -> None:
-        if self.count != 1:
-            raise ValueError(f"{self.count} processes were started; this version of anyfit trains on one: start a single one")
+
+def meeting_place(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Where ranks meet: as torchrun or the user says, or the first node of a Slurm step, at a port that its numbers choose."""
+    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST"))
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if host is None and nodes is not None:
+        host = first_node(nodes)
+    if port is None and "SLURM_JOB_ID" in environment:
+        chosen = 101 * int(environment["SLURM_JOB_ID"]) + int(environment.get("SLURM_STEP_ID", 0))
+        port = str(SLURM_PORTS[chosen % len(SLURM_PORTS)])
+    if host is None or port is None:
+        lacks = "MASTER_ADDR" if host is None else "MASTER_PORT"
+        raise ValueError(
+            f"{lacks} is not set, and ranks do not know where to meet; start with torchrun, srun or anyfit fit --gpus"
+        )
+    return host, int(port)
+
+
+def first_node(nodes: str) -> str:
+    """
+    >>> first_node("gpu[03-05,11],login"), first_node("r2n[7,9]s[1-2]"), first_node("alone")
+    ('gpu03', 'r2n7s1', 'alone')
+    """
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
 @dataclass
@@ -71,23 +101,33 @@ class Launch:
     plan: Path | None = None
     deterministic: bool = False
     timeline: Path | None = None  # a trace file of a few steps
+    hang_seconds: float | None = None
+    rank: int = 0
     on_step: Callable[[Run, list[str]], None] = lambda _run, _alarms: None
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
 
-    _asked: int | None = None
+    asked: int = 0  # the signal that came, if any
+    runs: list[Run] = field(default_factory=list)  # that have made a step
+    _is_alone: bool = True
     _alarms: Alarms = field(default_factory=Alarms)
     _before: dict[int, Any] = field(default_factory=dict)
 
     def follow(self, run: Run, machine: Machine) -> None:
         """Opens the folder; from here on a signal waits for the end of the step."""
-        run.launch = self
-        if self.timeline is not None:
-            run.record()
-        run.plan.save(self.folder / "plan.json")
-        machine.save(self.folder / "machine.json")
-        self._truncate_metrics(run.steps)
+        run.launch, self._is_alone = self, not run.ranks.are_several
+        if self.is_first:
+            if self.timeline is not None:
+                run.record()
+            run.plan.save(self.folder / "plan.json")
+            machine.save(self.folder / "machine.json")
+            self._truncate_metrics(run.steps)
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._ask)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that writes, and talks."""
+        return self.rank == 0
 
     def replanned(self, run: Run) -> None:
         """A run that is resumed goes on with the plan that it had last."""
@@ -99,32 +139,43 @@ class Launch:
         self._before.clear()
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
-        if self._asked is not None and number == signal.SIGINT:
+        if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice: do not wait for the step
-        self._asked = number
-        self.say(f"{signal.Signals(number).name}: saving after this step")
+        self.asked = number
+        if self._is_alone:  # else it is said once, by those who will
+            self.say(f"{signal.Signals(number).name}: saving after this step")
 
     def after_step(self, run: Run) -> None:
-        metrics = run.metrics
-        alarms = self._alarms.listen(run.steps, metrics.loss, run.skipped)
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(metrics.to_json() | {"time": time.time(), "alarms": alarms}) + "\n")
-        self.on_step(run, alarms)
-        if self._asked is not None:
-            self._end(run, self._asked)
+        if run not in self.runs:
+            self.runs.append(run)
+        if self.is_first:
+            metrics = run.metrics
+            alarms = self._alarms.listen(run.steps, metrics.loss, run.skipped)
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(metrics.to_json() | {"time": time.time(), "alarms": alarms}) + "\n")
+            self.on_step(run, alarms)
+        asked = self.asked if self._is_alone else run.signal  # one that all ranks know of
+        if asked:
+            self._end(run, asked)
         if self.save_every and run.steps % self.save_every == 0:
             self.save(run)
 
     def save(self, run: Run) -> Path:
         path = self.checkpoints / f"{run.steps:08d}"
         run.save(path)
-        checkpoint.remove_older(self.checkpoints, self.keep)
+        if self.is_first:
+            checkpoint.remove_older(self.checkpoints, self.keep)
         return path
 
     def _end(self, run: Run, number: int) -> None:
         path = self.save(run)
-        self.say(f"saved step {run.steps} in {path}; go on with: anyfit fit --resume {self.folder}")
+        if self.is_first:
+            self.say(
+                f"{signal.Signals(number).name}: saved step {run.steps} in {path}; go on with: anyfit fit --resume {self.folder}"
+            )
         run.close()
+        if run.team is not None:
+            run.team.part()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -139,8 +190,8 @@ class Launch:
             self.say(f"passed over a checkpoint: {reason}")
         return found
 
-    def plan_for(self, machine: Machine) -> Plan | None:
-        """The plan the command line named, or the one a resumed run had, where the machine is still the same."""
+    def plan_for(self, machine: Machine, ranks: int = 1) -> Plan | None:
+        """The plan the command line named, or the one a resumed run had, where the machine and the ranks are still the same."""
         if self.plan is not None:
             return Plan.load(self.plan)
         file = self.folder / "plan.json"
@@ -148,6 +199,9 @@ class Launch:
             return None
         plan = Plan.load(file)
         made_for = plan.fingerprint and plan.fingerprint.machine
+        if plan.ranks != ranks:
+            self.say(f"the run was planned for {plan.ranks} rank{'s' * (plan.ranks > 1)}, and {ranks} go on: planning anew")
+            return None
         if made_for == machine.fingerprint and plan.limit_bytes["device"] == machine.device_limit_bytes:
             return plan
         self.say("the run was planned for another machine or limit: planning anew")
@@ -178,13 +232,53 @@ def device_for(machine: Machine, rank: Rank) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RuntimeError(f"the plan is for {machine.device.name}, and torch sees no GPU here")
-    device = torch.device("cuda", rank.local)
+    device = torch.device("cuda", gpu_of(rank))
     torch.cuda.set_device(device)
     if machine.limits.device_bytes is not None:
         total = torch.cuda.get_device_properties(device).total_memory
         allowed = max(machine.limits.device_bytes - int(machine.device.context_bytes.value), 0)
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
     return device
+
+
+def gpu_of(rank: Rank) -> int:
+    """The index of its GPU among those it sees: Slurm may show every task its own alone."""
+    import torch
+
+    return rank.local % torch.cuda.device_count()
+
+
+def seed_of(seed: int, rank: int, steps: int = 0) -> int:
+    """Of the random numbers that a rank draws once the model is built: its own, and after so many steps others."""
+    text = f"{seed} {rank} {steps}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
+def joined(hang_seconds: float) -> Team | None:
+    """The ranks that this process is one of, met when first asked for; None where it is alone."""
+    import torch
+    import torch.distributed as dist
+
+    from . import team as teams
+
+    global _team
+    if _team is None and dist.is_initialized() and dist.get_world_size() > 1:
+        _team = teams.Team(hang_seconds, ends_process=True)
+    rank = Rank.from_environment()
+    if _team is None and not dist.is_initialized() and rank.count > 1:
+        device = "cpu"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(gpu_of(rank))
+            device = str(torch.cuda.get_device_properties(gpu_of(rank)).uuid)
+        _team = teams.join(rank.index, rank.count, meeting_place(), device, hang_seconds)
+    if _team is not None:
+        _team.hang_seconds = hang_seconds
+    return _team
+
+
+def team() -> Team | None:
+    """Those that were met."""
+    return _team
 
 
 def make_deterministic() -> None:
@@ -197,6 +291,7 @@ def make_deterministic() -> None:
 
 
 _current: Launch | None = None
+_team: Team | None = None
 
 
 def current() -> Launch | None:

@@ -1,10 +1,15 @@
-"""Run: a placed model at work. `step` is the whole of training; `loss`, `backward` and `update` are its parts."""
+"""Run: a placed model at work. `step` is the whole of training; `loss`, `backward` and `update` are its parts.
+
+With several ranks, steps, evaluations, saves and whatever else reads weights are acts (team.py): all ranks make them together.
+"""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,20 +24,22 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from anyfit.placing import Placed, place
 from anyfit.placing.chunks import Carried
 from anyfit.placing.gradients import clip_factor, total_norm
+from anyfit.placing.ranks import HANG_SECONDS
 from anyfit.placing.reduction import Reduction
 from anyfit.placing.tiers import LiveBytes, peak_bytes_of_gpu
 from anyfit.placing.timeline import Timeline
-from anyfit.values.batches import named_tensors
+from anyfit.values.batches import map_tensors, named_tensors
 from anyfit.values.job import Batch, Job
 from anyfit.values.plan import NoPlan, Plan
 from anyfit.values.units import show_bytes
 
 from . import checkpoint
-from .launch import Launch
+from .launch import Launch, seed_of
 from .loader import Loader, Sized
 from .metrics import Metrics
 from .rescue import MOST_RESCUES, Before, Rescue, let_go, said_of_device, said_of_host
 from .shortage import OverLimitError, Shortfall, is_about_memory, module_at, shortage, shortfall_of
+from .team import Position, Team
 from .watch import HostWatch
 
 NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
@@ -48,7 +55,13 @@ class Run:
     """
 
     def __init__(
-        self, job: Job, plan: Plan, placed: Placed, rescue: Rescue | None = None, watch: HostWatch | None = None
+        self,
+        job: Job,
+        plan: Plan,
+        placed: Placed,
+        rescue: Rescue | None = None,
+        watch: HostWatch | None = None,
+        team: Team | None = None,
     ) -> None:
         self.job = job
         self.plan = plan
@@ -60,7 +73,11 @@ class Run:
         self.steps = 0  # done, skipped ones included
         self.skipped = 0
         self.rescues = 0  # times that memory ended and the run was planned anew
+        self.signal = 0  # that some rank was sent, as all know after the step
         self._placed, self.ranks = placed, placed.ranks
+        if team is None and self.ranks.are_several:
+            team = Team(HANG_SECONDS, ends_process=False)
+        self.team = team
         self._rescue, self._watch = rescue, watch
         self._before = None if rescue is None else Before(self.model, placed.device)
         self._loader: Loader | None = None
@@ -73,8 +90,15 @@ class Run:
         self._watched: dict[Any, int] = {}  # steps counted, by the shapes of the batch
         self._is_updating = False  # what is changed in place is not to be broken off
         self._over: OverLimitError | None = None  # met meanwhile
+        self._lacking: list[float] = []  # by rank, host bytes that are left, where they are too few
         self._clock = time.perf_counter()
         self._closed = False
+        self._is_mute = False  # takes part in a step of the others, with nothing of its own
+        self._doing = "before its first step"
+        if team is not None:
+            mine = weakref.ref(self)
+            team.look = lambda: _position(mine())
+            atexit.register(_close, mine)  # a script that ends without run.close() may still be needed by the others
         if placed.device.type == "cuda":
             # What is there now stays: to look through all of it for garbage would stop every lane for a fifth of a second.
             gc.collect()
@@ -98,10 +122,12 @@ class Run:
             )
         if self._rows:
             raise RuntimeError(f"{self._rows} samples wait for run.update(); call it before run.step")
+        self._act(f"make step {self.steps + 1}")
         self._heed_host_memory()
         loss = self._attempt(batch) if self._rescue is None else self._attempt_until_it_fits(batch, self._rescue)
         self._last["loss"] = loss
         self._heed_update()
+        self._doing = f"after step {self.steps}"
         if self.launch is not None:
             self.launch.after_step(self)
         return loss
@@ -125,6 +151,7 @@ class Run:
     def _forward_backward(self, parts: Sequence[Batch]) -> Tensor:
         losses: list[Tensor] = []
         for part, rows in zip(parts, self.micro_batches, strict=True):
+            self._doing = f"in the forward of step {self.steps + 1}"
             with self._placed.watching():
                 total, weight = self.job.evaluate(self.model, self.job.prepare(part, self._placed.device))
             losses.append(self._backward(total, weight, rows, alone=len(parts) == 1))
@@ -143,6 +170,7 @@ class Run:
         elif not alone or ranks.are_several:
             total = total / (count // rows) if count % rows == 0 else total * (rows / count)
         self._rows += rows
+        self._doing = f"in the backward of step {self.steps + 1}"
         gradients = self._placed.gradients
         if isinstance(gradients, Reduction):
             gradients.last, gradients.is_weighted = self._rows == self.plan.share, weight is not None
@@ -156,6 +184,7 @@ class Run:
         """The mean loss of one micro-batch, for a loop of your own: follow with `run.backward(loss)`."""
         self._check_open()
         if torch.is_grad_enabled() and not self._open and not self._rows:
+            self._act(f"make step {self.steps + 1}")
             self._begin()
         with self._placed.watching():
             total, weight = self.job.evaluate(self.model, self.job.prepare(batch, self._placed.device))
@@ -188,6 +217,7 @@ class Run:
                 f"run.update() after {self._rows} of {self.plan.share} samples: run.backward every micro-batch first"
             )
         placed, scale = self._placed, 1.0
+        self._doing = f"in the update of step {self.steps + 1}"
         with placed.lanes.computing("norm"):  # what the host decides by: the one wait of a step
             if isinstance(placed.gradients, Reduction):
                 norm, scale = self._agree(placed.gradients)
@@ -224,11 +254,15 @@ class Run:
         device, ranks = self._placed.device, self.ranks
         loss = self._last.get("loss_so_far", torch.zeros(()))
         weight = torch.zeros(()) if self._weight is None else self._weight
+        if self._is_mute:
+            gradients.count_out()
+            loss, weight = torch.zeros(()), torch.zeros(())
         missing = gradients.missing()
-        known = torch.tensor([float(ranks.asked()), len(missing), self._rows], dtype=torch.float64)
+        known = [float(ranks.asked()), len(missing), 0 if self._is_mute else self._rows, self._asked(), self._lacks_host_bytes()]
         figures = [each.detach().to(device, torch.float64).reshape(1) for each in (gradients.finish(), weight, loss)]
-        rows = ranks.of_all(torch.cat([*figures, known.to(device)])).cpu()
-        squares, weights, losses, asked, missed, samples = rows.unbind(1)
+        rows = ranks.of_all(torch.cat([*figures, torch.tensor(known, dtype=torch.float64, device=device)])).cpu()
+        squares, weights, losses, asked, missed, samples, signals, lacks = rows.unbind(1)
+        self.signal, self._lacking = int(signals.max()), lacks.tolist()
         if len(asked.unique()) > 1:
             different = [index for index, number in enumerate(asked.tolist()) if number != asked[0]]
             raise RuntimeError(
@@ -268,8 +302,10 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """The mean loss of a batch of any size in evaluation mode; nothing is learnt from it."""
+        """The mean loss of a batch of any size in evaluation mode; nothing is learnt from it. Over several ranks, of all of their
+        batches together."""
         self._check_open()
+        self._act("evaluate")
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -277,7 +313,14 @@ class Run:
         finally:
             for module, training in modes:
                 module.training = training
-        return total if weight is None else total / weight
+        if not self.ranks.are_several:
+            return total if weight is None else total / weight
+        if weight is None:
+            rows = self.job.rows(batch) or 1  # where only the user's `split` knows, batches count alike
+            total, weight = total * rows, torch.as_tensor(float(rows))
+        mine = torch.stack([total.double(), weight.to(total.device).double()])
+        sums = self.ranks.of_all(mine if not self._is_mute else torch.zeros_like(mine)).sum(0)
+        return (sums[0] / sums[1]).to(total.dtype)
 
     def loader(self, dataset: Sized, *, epochs: int = 1, shuffle: bool = True, **options: Any) -> Loader:
         """Batches of the dataset in an order that depends on the seed alone; resumes where a checkpoint stood.
@@ -339,9 +382,11 @@ class Run:
         self._make_room_on_device(over.shortfall, self._rescue, 0, over)
 
     def _heed_host_memory(self) -> None:
+        if self.ranks.are_several:
+            return self._heed_host_memory_of_all()
         left = None if self._watch is None else self._watch.shortage()
         if self._watch is None or left is None:
-            return
+            return None
         before = self.plan
         try:
             if self._rescue is None:
@@ -350,9 +395,22 @@ class Run:
             self._move(plan)
         except (NoPlan, MemoryError) as why:
             raise self._no_host_memory(left, why) from None
-        self._say(said_of_host(self.steps, left, before, plan))
+        return self._say(said_of_host(self.steps, left, before, plan))
 
-    def _no_host_memory(self, left: float, why: BaseException) -> MemoryError:
+    def _heed_host_memory_of_all(self) -> None:
+        """Ranks hear of each other's want after a step, and end together."""
+        lacking = [rank for rank, lack in enumerate(self._lacking) if lack]
+        if lacking:
+            raise self._no_host_memory(
+                self._lacking[lacking[0]], f"on rank {lacking[0]}; a plan for several ranks is not changed"
+            )
+
+    def _lacks_host_bytes(self) -> float:
+        """What is left of host memory, where that is too little; else 0."""
+        left = None if self._watch is None else self._watch.shortage()
+        return 0.0 if left is None else max(left, 1.0)
+
+    def _no_host_memory(self, left: float, why: object) -> MemoryError:
         saved = "run.save keeps its state"
         if self.launch is not None:
             saved = f"saved in {self.launch.save(self)}"
@@ -393,7 +451,7 @@ class Run:
     ) -> BaseException | None:
         """The error, where it could not be done: one about memory is a MemoryError on a GPU too."""
         try:
-            self._placed = place(self.job, plan, self.model, device, delay, carried)
+            self._placed = place(self.job, plan, self.model, device, delay, carried, ranks=self.ranks)
             self.plan = plan
         except Exception as error:
             let_go(error)
@@ -408,6 +466,8 @@ class Run:
         self._unfollow()
 
     def _say(self, line: str) -> None:
+        if self.ranks.index:
+            return
         if self.launch is not None:
             self.launch.say(line)
         else:
@@ -418,13 +478,15 @@ class Run:
     def state_dict(self) -> dict[str, Tensor]:
         """Full weights by original name, tied ones under each name, on the host: the fp32 masters; and the buffers."""
         self._check_open()
+        self._act("read the weights")
         self._placed.residency.settle_all()
         return checkpoint.full_state_dict(self._placed)
 
     @contextmanager
     def weights(self) -> Iterator[nn.Module]:
-        """The model whole and readable; edits of its parameters become part of the run."""
+        """The model whole and readable; edits of its parameters become part of the run. All ranks do the same with it."""
         self._check_open()
+        self._act("open the weights")
         with self._placed.residency.editing():
             before = self._placed.state.snapshot()
             yield self.model
@@ -435,11 +497,21 @@ class Run:
         self._check_open()
         if self._rows:
             raise RuntimeError("a checkpoint holds whole steps: call run.update() before run.save")
-        checkpoint.save(Path(folder), self._placed, self._progress(), self.plan)
+        folder = Path(folder).absolute()
+        self._act(f"save {folder}")
+        before, self._doing = self._doing, f"saving step {self.steps}"
+        checkpoint.save(folder, self._placed, self._progress(), self.plan, self.team)
+        self._doing = before
 
     def resume(self, folder: str | Path) -> None:
         """Takes up weights, optimizer, scheduler, data position and random state from a checkpoint."""
-        progress = checkpoint.load(Path(folder), self._placed)
+        progress = checkpoint.load(Path(folder), self._placed, self.team)
+        if progress["ranks"] != self.ranks.count:
+            torch.manual_seed(seed_of(self.job.seed, self.ranks.index, progress["steps"]))
+            saved_by = "one rank" if progress["ranks"] == 1 else f"{progress['ranks']} ranks"
+            self._say(
+                f"{folder} was saved by {saved_by}, and {self.ranks.count} go on: the same weights and data, other random numbers"
+            )
         self.steps, self.skipped = progress["steps"], progress["skipped"]
         self._loader_position = progress["loader_position"]
         if self._loader is not None:
@@ -525,12 +597,73 @@ class Run:
     def is_closed(self) -> bool:
         return self._closed
 
+    # ------------------------------------------------------------------ with other ranks
+
+    def _act(self, act: str) -> None:
+        """All ranks do this now. One that takes part in what others do has not begun it."""
+        if self.team is not None:
+            self.team.begin(act)
+
+    def _asked(self) -> int:
+        return 0 if self.launch is None else self.launch.asked
+
+    def _take_part(self, act: str) -> None:
+        """Does with the others what they have begun and this rank would not have, with nothing of its own."""
+        before = Before(self.model, self._placed.device)
+        before.note()
+        share = self._share_of_sample()
+        zeros = [parameter.register_hook(torch.zeros_like) for parameter in self.model.parameters() if parameter.requires_grad]
+        self._is_mute = True
+        try:
+            if act.startswith("make step "):
+                self.step(share)
+            elif act == "evaluate":
+                self.evaluate(share)
+            elif act == "read the weights":
+                self.state_dict()
+            elif act.startswith("save "):
+                self.save(act.removeprefix("save "))
+            else:
+                raise RuntimeError(f"another rank is about to {act}, and this one has left: all ranks do that together")
+        finally:
+            self._is_mute = False
+            for hook in zeros:
+                hook.remove()
+            before.restore()
+
+    def await_others(self) -> None:
+        """Of several ranks, one whose data has ended takes part in the steps that others still make: with nothing of its own, so
+        that they count the others' samples alone. Comes back when none has anything left to do."""
+        if self.team is not None:
+            self._doing = f"at its end, after step {self.steps}"
+            self.team.leave(self._take_part)
+
+    def _share_of_sample(self) -> Batch:
+        """A batch of Job(sample=) as large as a rank's."""
+        sample, share = self.job.sample, self.plan.share
+        if self.job.split is not None:
+            return sample
+        return map_tensors(sample, lambda each: each[torch.arange(share) % each.shape[0]] if each.dim() else each)
+
+    def _part_from_others(self, error: BaseException) -> None:
+        """This rank has failed: the others are told, and not waited for."""
+        assert self.team is not None
+        self.team.claims(error)
+        self._closed = True
+        self._placed.lanes.close.detach()  # whose threads may wait for the others for long
+        self._unfollow()
+
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Lets go of everything; the model keeps its weights."""
+        """Lets go of everything; the model keeps its weights. With several ranks, takes part in what others still do before."""
         if self._closed:
             return
+        try:
+            self.await_others()
+        except BaseException as error:
+            self._part_from_others(error)
+            raise
         self._closed = True
         if self._placed.device.type == "cuda":
             gc.unfreeze()
@@ -551,8 +684,33 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
-        self.close()
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
+        if error is not None and self.team is not None and not self._closed:
+            self._part_from_others(error)
+        else:
+            self.close()
+
+
+def _close(run: weakref.ref[Run]) -> None:
+    found = run()
+    if found is not None and not found.is_closed:
+        found.close()
+
+
+def _position(run: Run | None) -> Position:
+    """Where a run is; chunks that it waits for with the names of their parameters."""
+    if run is None or run.is_closed:
+        return Position("at its end", {})
+    chunks = run._placed.state.chunks
+    waits = {}
+    for kind, label in dict(run.ranks.doing).items():
+        words = label.split()
+        index = int(words[-1]) if len(words) > 1 and words[-2] == "chunk" and words[-1].isdigit() else None
+        if index is not None and index < len(chunks):
+            names = [slot.name for slot in chunks[index].chunk.slots]
+            label += f" ({names[0]}" + (f" to {names[-1]})" if len(names) > 1 else ")")
+        waits[str(kind)] = label
+    return Position(run._doing, waits)
 
 
 def _scheduler(job: Job, optimizer: Optimizer) -> LRScheduler | None:

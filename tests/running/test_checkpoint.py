@@ -281,5 +281,6 @@ def test_every_dtype_is_written_as_the_library_reads_it(tmp_path: Path, dtype: t
         "one": torch.ones((), dtype=dtype),
     }
     tensors["byte"] = torch.ones(3, dtype=torch.uint8)
-    checkpoint._write_tensors(tmp_path / "file", {name: checkpoint._as_it_is(each) for name, each in tensors.items()})
+    stored = {name: checkpoint._as_it_is(each) for name, each in tensors.items()}
+    checkpoint._write_tensors(tmp_path / "file", checkpoint._Reading(stored))
     assert_bit_equal(load_file(tmp_path / "file"), tensors)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from anyfit.running.alarms import Alarms
-from anyfit.running.launch import Rank
+from anyfit.running.launch import SLURM_PORTS, Rank, first_node, meeting_place
 from tests.conftest import FULL
 
 SMALL = ["--batch", "4", "--seq", "32", "--dtype", "fp32", "--save-every", "10"]
@@ -140,7 +140,7 @@ def test_a_script_runs_under_torchrun_and_slurm_variables(tmp_path: Path) -> Non
     script.write_text(SCRIPT)
     for variables in (
         {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"},
     ):
         command = [sys.executable, "-m", "anyfit", "fit", "--folder", str(tmp_path / next(iter(variables))), str(script)]
         done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
@@ -150,12 +150,25 @@ def test_a_script_runs_under_torchrun_and_slurm_variables(tmp_path: Path) -> Non
 def test_the_rank_comes_from_torchrun_or_slurm_or_is_alone() -> None:
     assert Rank.from_environment({}) == Rank(0, 1, 0)
     assert Rank.from_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == Rank(3, 4, 1)
-    assert Rank.from_environment({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "2"}) == Rank(5, 8, 2)
+    task = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "2"}
+    assert Rank.from_environment({**task, "SLURM_STEP_ID": "0"}) == Rank(5, 8, 2)
+    assert Rank.from_environment(task) == Rank(0, 1, 0)  # a batch script without srun is one process
     assert Rank.from_environment({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) == Rank(0, 1, 0)
     with pytest.raises(ValueError, match="WORLD_SIZE is not"):
         Rank.from_environment({"RANK": "3", "LOCAL_RANK": "1"})
-    with pytest.raises(ValueError, match="4 processes were started"):
-        Rank(0, 4, 0).refuse_several()
+
+
+def test_ranks_meet_where_torchrun_says_or_on_the_first_node_of_a_slurm_step() -> None:
+    assert meeting_place({"MASTER_ADDR": "here", "MASTER_PORT": "7", "SLURM_JOB_NODELIST": "a1"}) == ("here", 7)
+    job = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "gpu[03-05],x"}
+    host, port = meeting_place(job)
+    assert host == "gpu03"
+    assert port in SLURM_PORTS
+    assert meeting_place({**job, "SLURM_STEP_ID": "1"})[1] != port
+    assert meeting_place({**job, "SLURM_STEP_NODELIST": "gpu05"}) == ("gpu05", port)
+    assert [first_node(each) for each in ("n1,n2", "r[1-3]", "r2n[07,9]s[1-2],q", "a-b[3]")] == ["n1", "r1", "r2n07s1", "a-b3"]
+    with pytest.raises(ValueError, match="MASTER_ADDR is not set"):
+        meeting_place({})
 
 
 def test_alarms_tell_of_spikes_nonsense_and_steps_left_out() -> None:
