@@ -322,13 +322,34 @@ def fit(
     ] = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", min=1, help="on so many GPUs of this machine, a process each; without GPUs, on its CPU"),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="in so many processes, whatever GPUs there are: they may share one")
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option("--restarts", min=0, help="times that ranks which die are started again, from the last checkpoint"),
+    ] = None,
+    hang_seconds: Annotated[
+        float | None, typer.Option("--hang-seconds", min=1, help="a rank that waits longer for the others gives up; 600")
+    ] = None,
 ) -> None:
     """Trains: the built-in demo (a byte-level GPT that learns Python's own source), or your script.
 
-    A script may be started by torchrun or srun as well; options before its name are anyfit's, those after it its own.
+    Options before the script's name are anyfit's, those after it its own. With --gpus N it is started N times, and each of them
+    trains on its share of every batch; torchrun and srun may start it so as well: torchrun --nproc-per-node 4 -m anyfit fit …
     """
     from . import fitting
 
+    team = fitting.joined(hang_seconds)
+    if team is None:
+        count = fitting.ranks_asked_for(gpus, ranks)
+    restarted = fitting.holds_restarted_run(folder)
+    if restarted:
+        resume, folder = folder, None
     own_demo = {"--steps": steps, "--batch": batch, "--seq": seq, "--dtype": dtype, "--seed": seed}
     if resume is not None and folder is not None:
         raise ValueError("--resume goes on in its own folder; leave --folder out")
@@ -342,26 +363,32 @@ def fit(
             raise ValueError(f"{given[0]} is an option of the demo; give your script its own arguments after its name")
         if not script.is_file():
             raise FileNotFoundError(f"no script {script}")
+        if team is None and count > 1:
+            return fitting.fit_in_ranks(count, restarts or 0, resume or fitting.new_folder(folder))
         from .running.launch import Launch
 
         limits = {"device_memory": device_memory, "host_memory": host_memory}
         launch = Launch(
-            folder=resume or fitting.new_folder(folder),
+            folder=resume or fitting.new_folder_of_all(folder, team),
             resume=resume is not None,
             save_every=save_every or 0,
             limits=limits,
             plan=plan,
             deterministic=deterministic,
             timeline=timeline,
+            hang_seconds=hang_seconds,
+            rank=0 if team is None else team.index,
         )
         return fitting.fit_script(script, arguments or [], launch, log_every)
     if resume is not None:
         own_demo |= {"--save-every": save_every, "--device-memory": device_memory, "--host-memory": host_memory}
         given = [name for name, value in own_demo.items() if value is not None]
-        if given or deterministic:
+        if (given or deterministic) and not restarted:
             raise ValueError(f"a resumed run keeps its options; leave {given[0] if given else '--deterministic'} out")
         options = fitting.resumed_options(resume)
-        return fitting.fit_demo(options, resume, plan, resume=True, log_every=log_every, timeline=timeline)
+        if team is None and count > 1:
+            return fitting.fit_in_ranks(count, restarts or 0, resume)
+        return fitting.fit_demo(options, resume, plan, team, resume=True, log_every=log_every, timeline=timeline)
     from . import demo
 
     options = fitting.DemoOptions(
@@ -375,8 +402,10 @@ def fit(
         device_memory=device_memory,
         host_memory=host_memory,
     )
-    at = fitting.new_folder(folder)
-    return fitting.fit_demo(options, at, plan, resume=False, log_every=log_every, timeline=timeline)
+    if team is None and count > 1:
+        return fitting.fit_in_ranks(count, restarts or 0, fitting.new_folder(folder))
+    at = fitting.new_folder_of_all(folder, team)
+    return fitting.fit_demo(options, at, plan, team, resume=False, log_every=log_every, timeline=timeline)
 
 
 @app.command()
@@ -398,24 +427,38 @@ def export(
 
 def main() -> None:
     """Runs the command line; what the user can mend is one line and status 2, anything else keeps its traceback."""
-    from .values.plan import NoPlan
-
     try:
         app()
-    except NoPlan as verdict:
-        print(f"anyfit: {verdict}", file=sys.stderr)
-        sys.exit(3)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        if getattr(error, "__notes__", None) or _in_user_code(error):
-            raise
-        print(f"anyfit: {error}", file=sys.stderr)
-        sys.exit(2)
-    except (MemoryError, RuntimeError) as error:
-        notes = getattr(error, "__notes__", [])  # what a run says of the memory that it lacked
-        if not _is_about_memory(error) or (not notes and _in_user_code(error)):
-            raise
-        print("anyfit: " + "\n".join((str(error) or "out of memory", *notes)), file=sys.stderr)
-        sys.exit(2)
+    except Exception as error:
+        team = None
+        if "anyfit.running.launch" in sys.modules:  # else there is no other rank
+            from .running.launch import team as met
+
+            team = met()
+        if team is None:
+            line, status = _in_words(error)
+            if line is None:
+                raise
+            print(f"anyfit: {line}", file=sys.stderr)
+        else:
+            status = team.show(error, _in_words)
+            team.end(status)
+        sys.exit(status)
+
+
+def _in_words(error: BaseException) -> tuple[str | None, int]:
+    """What is said of an error in place of its traceback, if anything, and the status of a process that ends with it."""
+    from .values.plan import NoPlan
+
+    if isinstance(error, NoPlan):
+        return str(error), 3
+    notes = getattr(error, "__notes__", [])
+    if isinstance(error, ValueError | TypeError | OSError | ImportError) and not notes and not _in_user_code(error):
+        return str(error), 2
+    # Notes are what a run says of the memory that it lacked.
+    if isinstance(error, MemoryError | RuntimeError) and _is_about_memory(error) and (notes or not _in_user_code(error)):
+        return "\n".join((str(error) or "out of memory", *notes)), 2
+    return None, 1
 
 
 def _is_about_memory(error: BaseException) -> bool:

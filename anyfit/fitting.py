@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import runpy
+import signal
 import statistics
 import sys
 import time
@@ -24,8 +26,10 @@ from .values.record import decode, write_atomically
 if TYPE_CHECKING:
     from .running.launch import Launch
     from .running.run import Run
+    from .running.team import Team
 
 RECENT = 20  # steps that make up the speed shown
+SHUTDOWN_SECONDS = 600  # that ranks have to end a step and save it, once they were told to stop
 
 
 @dataclass(frozen=True)
@@ -65,14 +69,112 @@ def refuse_timeline(file: Path) -> None:
         raise OSError(f"--timeline {file}: {file.parent} is no folder that can be written to")
 
 
+# ---------------------------------------------------------------------- several ranks
+
+
+def joined(hang_seconds: float | None) -> Team | None:
+    """The other ranks, where this process was started as one of several; met here, so that their errors are shown once."""
+    from .running.launch import Rank
+
+    if Rank.from_environment().count == 1:
+        return None
+    from . import joined as join
+    from .placing.ranks import HANG_SECONDS
+
+    return join(hang_seconds or HANG_SECONDS)
+
+
+def ranks_asked_for(gpus: int | None, ranks: int | None) -> int:
+    """Processes that the command line wants, of which this is none."""
+    if gpus is not None and ranks is not None:
+        raise ValueError("--gpus is a process for each GPU, --ranks so many processes; leave one of them out")
+    if gpus is not None and gpus > 1:
+        import torch
+
+        there = torch.cuda.device_count()
+        if 0 < there < gpus:
+            raise ValueError(f"--gpus {gpus}, and torch sees {there}; --ranks {gpus} has them share what is there")
+    return gpus or ranks or 1
+
+
+def new_folder_of_all(asked_for: Path | None, team: Team | None) -> Path:
+    """The same folder for all ranks."""
+    return new_folder(asked_for) if team is None else team.from_first(lambda: new_folder(asked_for), "the run folder")
+
+
+def holds_restarted_run(folder: Path | None) -> bool:
+    """Whether the ranks were started again, after some of them died, to go on with the run in this folder."""
+    if folder is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        raise ValueError("ranks that are restarted go on in the folder of the run: name it with --folder, or --resume")
+    is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return is_again and folder is not None and (folder / "plan.json").exists()
+
+
+def fit_in_ranks(count: int, restarts: int, folder: Path) -> None:
+    """The command line that this process was started with, in so many processes; ends as they end.
+
+    They are told apart by torchrun's variables, and are started again, all of them, when one dies: they then go on from the last
+    checkpoint in the folder.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from .running.team import QUIET
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=f"{os.getpid()}-{time.time_ns()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=restarts,
+    )
+    config.shutdown_timeout = SHUTDOWN_SECONDS  # torch before 2.13 has none, and 30 s
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // count, 1)))
+    logging.disable(logging.ERROR)  # the launcher's own: what went wrong is shown by the rank that knows
+    verb, *arguments = sys.argv[1:]
+    where = [] if "--resume" in arguments else ["--folder", str(folder)]
+    try:
+        elastic_launch(config, sys.executable)("-m", "anyfit", verb, *where, *arguments)
+    except SignalException as told:
+        _end_like(-told.sigval)
+    except ChildFailedError as failed:
+        statuses = [failure.exitcode for failure in sorted(failed.failures.values(), key=lambda each: each.timestamp)]
+        _end_like(next((status for status in statuses if status != QUIET), 1))
+
+
+def _end_like(status: int) -> None:
+    """Ends this process as another did: with its status, or by its signal."""
+    sys.stdout.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+# ---------------------------------------------------------------------- training
+
+
 def fit_demo(
-    options: DemoOptions, folder: Path, plan: Path | None, *, resume: bool, log_every: int, timeline: Path | None = None
+    options: DemoOptions,
+    folder: Path,
+    plan: Path | None,
+    team: Team | None = None,
+    *,
+    resume: bool,
+    log_every: int,
+    timeline: Path | None = None,
 ) -> None:
     from . import demo, start
     from .running.launch import Launch, launched
 
-    write_atomically(folder / "run.json", json.dumps(asdict(options), indent=1).encode())
-    console = Console(stderr=False)
+    rank = 0 if team is None else team.index
+    if rank == 0:
+        write_atomically(folder / "run.json", json.dumps(asdict(options), indent=1).encode())
+    console = Console(quiet=rank > 0)
     limits = {"device_memory": options.device_memory, "host_memory": options.host_memory}
     job = demo.job(
         batch_size=options.batch_size,
@@ -89,6 +191,8 @@ def fit_demo(
         plan=plan,
         deterministic=options.deterministic,
         timeline=timeline,
+        hang_seconds=None if team is None else team.hang_seconds,
+        rank=rank,
     )
     with launched(launch):
         with _watcher(console, log_every) as watcher:
@@ -104,7 +208,7 @@ def fit_demo(
                 if run.steps >= options.steps:
                     break
                 run.step(batch)
-        finish(run, launch, report, console)
+        finish(run, launch, report if launch.is_first else None, console)
         with run.weights() as model:
             console.print("\nwhat it writes now:\n", style="bold")
             console.print(demo.write(model.eval(), options.length), markup=False, highlight=False)
@@ -129,7 +233,7 @@ def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every
     """Runs the user's script as `python script` would, with every `anyfit.start` in it under this launch."""
     from .running.launch import launched
 
-    console = Console()
+    console = Console(quiet=not launch.is_first)
     before, path = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent.resolve())
     try:
@@ -145,10 +249,13 @@ def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every
 
                 launch.say, launch.on_step = watcher.say, step
                 runpy.run_path(str(script), run_name="__main__")
-            for report in reports.values():
-                if not report.run.is_closed:
-                    finish(report.run, launch, report, console)
-                elif report.recorded is not None:
+            for run in launch.runs:
+                report = reports.get(id(run))
+                if not run.is_closed:
+                    run.await_others()
+                    finish(run, launch, report, console)
+                    run.close()
+                elif report is not None and report.recorded is not None:
                     timelines.show(report.recorded, console)
     finally:
         sys.argv, sys.path[:] = before, path
@@ -201,11 +308,13 @@ class Report:
         return statistics.median(usual)
 
 
-def finish(run: Run, launch: Launch, report: Report, console: Console) -> None:
+def finish(run: Run, launch: Launch, report: Report | None, console: Console) -> None:
     """The last checkpoint, the weights as safetensors, and the forecast beside what was measured."""
     from .running.checkpoint import export
 
     saved = launch.save(run)
+    if report is None:  # of a rank that only takes part
+        return
     weights = launch.folder / "weights.safetensors"
     export(saved, weights)
     console.print(f"\ncheckpoint {saved}, weights {weights}", markup=False, highlight=False, soft_wrap=True)
@@ -220,4 +329,4 @@ def finish(run: Run, launch: Launch, report: Report, console: Console) -> None:
 
 
 def _watcher(console: Console, log_every: int) -> Watcher:
-    return Bar(console) if console.is_terminal else Lines(console, log_every)
+    return Bar(console) if console.is_terminal and not console.quiet else Lines(console, log_every)
