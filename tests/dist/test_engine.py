@@ -103,7 +103,7 @@ def check_numbers(case: Case, ranks: int, told: list[Trained]) -> None:
         assert losses == pytest.approx(plain_losses, rel=tolerance)
         assert_close({"all": flat(weights)}, {"all": flat(only(plain_weights, weights))}, tolerance)
         return
-    looks_at_its_part = case.model in ("convolutional", "branching")  # of the batch as a whole
+    looks_at_its_part = case.model in ("convolutional", "branching", "lopsided")  # of the batch as a whole
     plain_losses, plain_weights = train_plainly(case.job, case.batches(), ranks * case.accumulation if looks_at_its_part else 1)
     assert losses == pytest.approx(plain_losses, rel=1e-5)
     if case.optimizer == "sgd":

@@ -53,7 +53,7 @@ class Lopsided(Branching):
 
 
 MODELS["lopsided"] = (Lopsided, [])
-GO_THEIR_OWN_WAYS = ("experts", "branching")  # by what is in a rank's batch
+GO_THEIR_OWN_WAYS = ("experts", "branching", "lopsided")  # by what is in a rank's batch
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
