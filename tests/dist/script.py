@@ -1,9 +1,5 @@
-"""What tests have several processes run, each as one rank: `python script.py FOLDER [what to do] …`; each writes what it found.
-
---epochs N      of the data, through run.loader
---batches A B   instead, so many batches of its own for each rank
---uneven        …
-"""
+"""A training script as a user would write one, which fails, dies or stalls where it is told to: what tests of whole processes
+start. Each rank writes what it found into the folder."""
 
 from __future__ import annotations
 
@@ -69,13 +65,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--samples", type=int, default=80)
+    parser.add_argument("--batch", type=int, default=ROWS)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--limit", help="of device memory")
     parser.add_argument("--steps-of-rank", type=int, nargs="*", default=[], help="each rank's own batches; else run.loader's")
-    parser.add_argument("--fail", nargs=2, type=int, default=(-1, -1), help="rank and step that end in an error")
-    parser.add_argument("--kill", nargs=2, type=int, default=(-1, -1))
-    parser.add_argument("--sleep", nargs=2, type=int, default=(-1, -1))
-    parser.add_argument("--save-alone", action="store_true")
+    parser.add_argument("--fail", nargs=2, type=int, help="rank and step that end in an error")
+    parser.add_argument("--kill", nargs=2, type=int, help="rank and step that end without a word")
+    parser.add_argument("--stall", nargs=2, type=int, help="rank and step that do not end")
+    parser.add_argument("--save-alone", action="store_true", help="on rank 0, in the middle")
     parser.add_argument("--hang-seconds", type=float)
     parser.add_argument("--with", dest="is_with", action="store_true", help="in a with block")
     parser.add_argument("--slow", type=float, default=0.0, help="seconds a step at least")
@@ -85,12 +82,12 @@ def main() -> None:
     if given.limit:
         machine = machine.with_limits(device_memory=given.limit)
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-    job = job_for(dropout=given.dropout)
+    job = job_for(given.batch, dropout=given.dropout)
     run = anyfit.start(job, machine=machine, hang_seconds=given.hang_seconds)
 
     def train() -> None:
         if given.steps_of_rank:
-            share = ROWS // run.ranks.count
+            share = given.batch // run.ranks.count
             whole = data(given.samples).view(-1, run.ranks.count, share, 17)
             batches = [each[rank] for each in whole[: given.steps_of_rank[rank]]]
         else:
@@ -100,7 +97,7 @@ def main() -> None:
                 raise LookupError("a mistake of mine")
             if given.kill == [rank, run.steps]:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if given.sleep == [rank, run.steps]:
+            if given.stall == [rank, run.steps]:
                 time.sleep(3600)
             run.step(batch)
             time.sleep(given.slow)
@@ -110,11 +107,10 @@ def main() -> None:
     if given.is_with:
         with run:
             train()
-            found = run.state_dict()
-    else:
-        train()
-        run.await_others()
-        found = run.state_dict()
+        return
+    train()
+    run.await_others()
+    found = run.state_dict()
     drawn = float(torch.rand(1))
     said = {"steps": run.steps, "weights": digest(found), "drawn": drawn, "ranks": run.ranks.count}
     (given.folder / f"found{rank}.json").write_text(json.dumps(said))
