@@ -53,7 +53,10 @@ class Loader:
         return self._epochs * len(self._dataset) // self._batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        inner: Iterator[Any] = iter(DataLoader(self._dataset, batch_sampler=self._batches(self.position), **self._options))  # type: ignore[arg-type]
+        # Of its own, or to go on in the middle would draw one random number more than not to have stopped.
+        seeds = torch.Generator().manual_seed((self._seed * 1_000_003 + self.position) % 2**63)
+        options = {"generator": seeds, **self._options}
+        inner: Iterator[Any] = iter(DataLoader(self._dataset, batch_sampler=self._batches(self.position), **options))  # type: ignore[arg-type]
         for batch in inner:
             self.position += 1
             yield batch

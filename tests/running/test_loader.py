@@ -61,3 +61,9 @@ def test_what_the_loader_decides_itself_is_refused() -> None:
         Loader(torch.arange(12), 3, 0, 1, shuffle=True, drop_last=True)
     with pytest.raises(TypeError, match=r"len\(\) and indexing"):
         Loader(iter([1, 2]), 1, 0, 1, shuffle=True)  # type: ignore[arg-type]
+
+
+def test_iterating_draws_no_random_number_of_the_models() -> None:
+    before = torch.get_rng_state()
+    list(Loader(list(range(10)), 2, seed=0, epochs=1, shuffle=True))
+    assert torch.equal(torch.get_rng_state(), before)
