@@ -20,6 +20,7 @@ from .activations import Activations
 from .chunks import Carried, ModelState
 from .gradients import Gradients
 from .lanes import Lanes
+from .pieces import refuse_unless_by_element
 from .ranks import ALONE, Ranks
 from .reduction import Reduction
 from .residency import Residency
@@ -119,6 +120,8 @@ def place(
         raise ValueError(
             f"the plan places {len(placements)} chunks, and this model makes {len(layout)} of about {plan.chunk_bytes} bytes"
         )
+    if any(each.optimizer_shards > 1 for each in placements):
+        refuse_unless_by_element(optimizer)
     if plan.chunks and device.type == "cuda":
         let_segments_grow()
     for module in model.modules():

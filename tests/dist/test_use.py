@@ -178,16 +178,27 @@ def test_a_run_fits_a_device_of_exactly_its_peak() -> None:
 # ---------------------------------------------------------------------- ranks that part
 
 
-@pytest.mark.parametrize("model", ["branching", "lopsided"])  # whose ways are of one size, and of different ones
-def test_ranks_that_use_different_divided_weights_get_an_error_that_names_them(model: str) -> None:
-    case = Case(model=model, placements=(ways(2)["all divided"],), chunk_bytes=1, slots=9)
+def failing(case: Case) -> str:
+    """What a pool of its own says of ranks that all fail."""
     pool = Pool(2)
     try:
         with pytest.raises(AssertionError) as raised:
             pool.run(train_apart, case)
     finally:
         pool.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("model", ["branching", "lopsided"])  # whose ways are of one size, and of different ones
+def test_ranks_that_use_different_divided_weights_get_an_error_that_names_them(model: str) -> None:
+    case = Case(model=model, placements=(ways(2)["all divided"],), chunk_bytes=1, slots=9)
+    said = failing(case)
     for rank in range(2):
-        assert f"rank {rank} needs the weights of chunk" in str(raised.value)
-    assert "(left.weight)" in str(raised.value)
-    assert "use a plan with weight_shards 1" in str(raised.value)
+        assert f"rank {rank} needs the weights of chunk" in said
+    assert "(left.weight)" in said
+    assert "use a plan with weight_shards 1" in said
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_refused_where_they_are_divided() -> None:
+    case = Case(optimizer="adafactor", placements=(ways(2)["optimizer divided"],))
+    assert "use a plan with optimizer_shards 1" in failing(case)

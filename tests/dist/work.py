@@ -68,6 +68,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
     "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3),
 }
+MORE_OPTIMIZERS = OPTIMIZERS | {"adafactor": lambda model: torch.optim.Adafactor(model.parameters())}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Case:
         return anyfit.Job(
             model=MODELS[self.model][0],
             loss=image_loss if has_images else padded_loss if self.is_padded else next_byte_loss,
-            optimizer=OPTIMIZERS[self.optimizer],
+            optimizer=MORE_OPTIMIZERS[self.optimizer],
             sample=self.batches(1)[0],
             batch_size=ROWS,
             precision=self.precision,
