@@ -32,6 +32,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class Team:
         self._is_leaving = False
         self._waits = ""  # for another rank, outside collectives
         self._is_failing = False
+        self._has_heard = False  # of another's failure
         self._is_over = False
         self._made_group = made_group
         self._stop = threading.Event()
@@ -214,12 +216,19 @@ class Team:
                 dist.destroy_process_group()
 
     def end(self, status: int) -> None:
-        """Ends this process now, whatever its threads wait for."""
+        """Ends this process now, whatever its threads wait for. Rank 0, in whose process the store may lie, has the others hear
+        of the failure before."""
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         if self._thread is None:
             return
+        if not self.index:
+            store, until = self._store.clone(), time.monotonic() + WORD_SECONDS
+            keys = [f"heard/{index}" for index in range(1, self.count)]
+            with contextlib.suppress(RuntimeError):
+                while not store.check(keys) and time.monotonic() < until:
+                    time.sleep(POLL_SECONDS)
         os._exit(status)
 
     def fails(self, error: BaseException) -> BaseException | None:
@@ -237,6 +246,8 @@ class Team:
     def claims(self, error: BaseException) -> bool:
         """Whether this rank is the first to fail. All others end from here on."""
         self._is_failing = True
+        if self._has_heard:
+            return False
         try:
             if is_of_collective(error) and self._hears_of_failure(WORD_SECONDS):
                 return bool(json.loads(self._store.get("failed"))["rank"] == self.index)
@@ -305,9 +316,7 @@ class Team:
         told = {"beat": watch.beats, "doing": position.doing, "waits": list(position.waits.values())}
         store.set(f"at/{self.index}", json.dumps(told))
         if store.check(["failed"]):
-            watch.failed_at = watch.failed_at or time.monotonic()
-            if time.monotonic() - watch.failed_at > GRACE_SECONDS and not self._is_over:
-                self._end_for_another(store)
+            self._hear(store)
             return
         waited = watch.waited(self._acts, position.waits)
         longest = max((seconds for kind, seconds in waited.items() if kind), default=0.0)
@@ -323,11 +332,23 @@ class Team:
                     store, f"{who}, and rank {self.index} waits {position.doing}: {'; '.join(position.waits.values())}"
                 )
 
-    def _end_for_another(self, store: Any) -> None:
+    def _hear(self, store: Any) -> None:
+        """Of a failure: this process ends by itself, or is ended."""
         failed = json.loads(store.get("failed"))
+        if failed["rank"] == self.index:
+            self._stop.set()
+            return
+        self._has_heard = True
+        store.set(f"heard/{self.index}", "")
+        if self._stop.wait(GRACE_SECONDS):
+            return
+        with contextlib.suppress(RuntimeError):
+            self._show_for_another(store, failed)
+        self.end(QUIET)
+
+    def _show_for_another(self, store: Any, failed: Mapping[str, Any]) -> None:
         if store.compare_set("shown", "", str(self.index)).decode() == str(self.index):  # whoever failed has not said it
             print(f"anyfit: rank {failed['rank']} failed: {failed['error']}", file=sys.stderr, flush=True)
-        self.end(QUIET)
 
     def _end_of_hang(self, store: Any, position: Position, seconds: float) -> None:
         mine = f"rank {self.index} has waited {seconds:.0f} s, {position.doing}, for: {'; '.join(position.waits.values())}"
@@ -356,7 +377,6 @@ class Watch:
 
     def __init__(self) -> None:
         self.beats = 0
-        self.failed_at = 0.0
         self._since: dict[tuple[str, str, int], float] = {}
         self._seen: dict[int, tuple[bytes, float]] = {}  # by rank, its last beat and when it came
 
@@ -439,19 +459,39 @@ def join(index: int, count: int, address: tuple[str, int], device: str, hang_sec
             f"rank {index} of {count} did not meet the others at {address[0]}:{address[1]} within {seconds:.0f} s: {error}"
         ) from None
     place = f"{socket.gethostname()} {device}"
-    meeting = _dist.PrefixStore("anyfit/meeting", store)
-    meeting.set(str(index), place)
     try:
-        meeting.wait([str(each) for each in range(count)], limit)
+        store = _fresh(store, index, count, limit)
+        store.set(f"place/{index}", place)
+        places = [store.get(f"place/{each}").decode() for each in range(count)]
     except dist.DistError as error:
         raise LostRankError(f"rank {index} of {count} waited {seconds:.0f} s for the others: {error}") from None
-    places = [meeting.get(str(each)).decode() for each in range(count)]
     has_own_gpus = device != "cpu" and len(set(places)) == count
     dist.init_process_group(
         "nccl" if has_own_gpus else "gloo",
-        store=_dist.PrefixStore("anyfit/group", store),
+        store=_dist.PrefixStore("group", store),
         rank=index,
         world_size=count,
         timeout=timedelta(seconds=hang_seconds + MARGIN_SECONDS),
     )
     return Team(hang_seconds, ends_process=True, place=place, made_group=True)
+
+
+def _fresh(store: Any, index: int, count: int, limit: timedelta) -> Any:
+    """The part of a store that these processes have to themselves. torchrun's outlives ranks that are started again, and holds
+    what they had written before: so each asks under a name that nobody else ever had, and rank 0 tells it the part's."""
+    mine = uuid.uuid4().hex
+    store.set(f"anyfit/asks/{index}", mine)
+    if index:
+        store.wait([f"anyfit/told/{mine}"], limit)
+        part = store.get(f"anyfit/told/{mine}").decode()
+        store.set(f"anyfit/{part}/knows/{index}", "")
+    else:
+        part, until = mine, time.monotonic() + limit.total_seconds()
+        while missing := [each for each in range(1, count) if not store.check([f"anyfit/{part}/knows/{each}"])]:
+            if time.monotonic() > until:
+                raise dist.DistStoreError(f"{_ranks_in_words(missing)} did not come")
+            for each in missing:  # who asks may be one that is no more: it is asked again
+                if store.check([f"anyfit/asks/{each}"]):
+                    store.set(f"anyfit/told/{store.get(f'anyfit/asks/{each}').decode()}", part)
+            time.sleep(POLL_SECONDS)
+    return _dist.PrefixStore(f"anyfit/{part}", store)

@@ -1,0 +1,210 @@
+"""Ranks that fail, die, stall, are told to stop, and are started again: real processes, and what a person sees of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import FULL
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("script.py")
+DEMO = ["--batch", "4", "--seq", "16", "--dtype", "fp32", "--save-every", "4"]
+STEPS = 16
+END_SECONDS = 30.0
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def start(*command: str | Path, **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def fit(*arguments: str | Path) -> subprocess.Popen[str]:
+    return start("-m", "anyfit", "fit", "--ranks", "2", *arguments)
+
+
+def tasks(port: int, *arguments: str | Path) -> list[subprocess.Popen[str]]:
+    """Two tasks as srun starts them: nobody looks after them but they themselves."""
+    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return [start(SCRIPT, *arguments, **step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 240) -> str:
+    return process.communicate(timeout=seconds)[0]
+
+
+def rank_of(pid: int) -> int:
+    return int(psutil.Process(pid).environ().get("RANK", -1))
+
+
+def pid_of(launcher: subprocess.Popen[str], rank: int) -> int:
+    return next(each.pid for each in psutil.Process(launcher.pid).children(recursive=True) if rank_of(each.pid) == rank)
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    file = folder / "metrics.jsonl"
+    while process.poll() is None:
+        if file.exists() and len(file.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"ended before step {step}: {ended(process)}")
+
+
+@pytest.fixture
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+# ---------------------------------------------------------------------- failing
+
+
+@pytest.mark.parametrize(("rank", "way"), [(1, "fit"), (0, "srun"), pytest.param(1, "srun", marks=pytest.mark.full)])
+def test_the_first_error_is_shown_once_and_all_ranks_end(rank: int, way: str, tmp_path: Path, free_port: int) -> None:
+    arguments = [str(tmp_path), "--fail", str(rank), "4"]
+    processes = [fit("--folder", tmp_path / "run", SCRIPT, *arguments)] if way == "fit" else tasks(free_port, *arguments)
+    said = "".join(map(ended, processes))
+    assert said.count("LookupError: a mistake of mine") == 1
+    assert said.count("Traceback (most recent call last)") == 1
+    assert all(process.returncode != 0 for process in processes)
+    assert 1 in [process.returncode for process in processes]
+
+
+def test_a_rank_that_fails_inside_a_with_block_does_not_wait_for_the_others(tmp_path: Path, free_port: int) -> None:
+    said = "".join(map(ended, tasks(free_port, tmp_path, "--fail", "1", "4", "--with")))
+    assert said.count("Traceback (most recent call last)") == said.count("LookupError: a mistake of mine") == 1
+
+
+def test_what_rank_0_cannot_plan_is_one_line_and_its_status(tmp_path: Path) -> None:
+    process = fit("--folder", tmp_path / "run", "--device-memory", "1MiB", *DEMO, "--steps", "4")
+    said = ended(process)
+    assert process.returncode == 3, said
+    assert said.count("anyfit: ") == 1
+    assert "Traceback" not in said
+
+
+def test_a_rank_that_was_killed_is_named_by_those_that_notice(tmp_path: Path, free_port: int) -> None:
+    processes = tasks(free_port, tmp_path, "--kill", "1", "4")
+    ended(processes[1])
+    began = time.monotonic()
+    said = ended(processes[0])
+    assert time.monotonic() - began < END_SECONDS
+    assert "anyfit: rank 1 is gone without a word" in said
+    assert "of step 5" in said
+    assert "Traceback" not in said
+    assert (processes[0].returncode, processes[1].returncode) == (1, -signal.SIGKILL)
+
+
+def test_a_rank_without_the_one_that_holds_the_store_ends_too(tmp_path: Path, free_port: int) -> None:
+    processes = tasks(free_port, tmp_path, "--kill", "0", "4")
+    ended(processes[0])
+    began = time.monotonic()
+    said = ended(processes[1])
+    assert time.monotonic() - began < END_SECONDS
+    assert processes[1].returncode not in (0, None)
+    assert said.count("anyfit: ") == 1
+    assert "Traceback" not in said
+
+
+def test_a_hang_says_what_is_waited_for_and_who_is_elsewhere(tmp_path: Path, free_port: int) -> None:
+    processes = tasks(free_port, tmp_path, "--stall", "1", "4", "--hang-seconds", "3")
+    began = time.monotonic()
+    said = "".join(map(ended, processes))
+    assert time.monotonic() - began < 120
+    assert said.count("anyfit: ") == 1
+    assert "rank 0 has waited" in said
+    assert "chunk 0 (blocks.0.0.weight to head.bias)" in said
+    assert "of step 5" in said
+    assert "rank 1 is after step 4" in said
+    assert all(process.returncode != 0 for process in processes)
+
+
+def test_a_save_on_one_rank_alone_is_an_error_and_no_hang(tmp_path: Path, free_port: int) -> None:
+    said = "".join(map(ended, tasks(free_port, tmp_path, "--save-alone")))
+    assert "is about to make step 4, and another rank to save" in said or "is about to save" in said
+    assert said.count("Traceback (most recent call last)") == 1
+
+
+# ---------------------------------------------------------------------- told to stop, and started again
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    process = fit("--folder", folder, "--steps", str(STEPS), *DEMO)
+    said = ended(process)
+    assert process.returncode == 0, said
+    return folder
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    mine, theirs = load_file(folder / "weights.safetensors"), load_file(other / "weights.safetensors")
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    lines = [(each / "metrics.jsonl").read_text().splitlines() for each in (folder, other)]
+    curves = [[json.loads(line)["loss"] for line in each] for each in lines]
+    assert curves[0] == curves[1]
+    assert len(curves[0]) == STEPS
+
+
+MOMENTS = random.Random(11).sample(range(1, STEPS), 8 if FULL else 3)
+
+
+@pytest.mark.parametrize(("number", "moment"), list(enumerate(MOMENTS)))
+def test_a_rank_killed_at_any_moment_is_started_again_and_the_weights_are_the_same(
+    uninterrupted: Path, tmp_path: Path, number: int, moment: int
+) -> None:
+    folder = tmp_path / "run"
+    options = ["--folder", str(folder), "--steps", str(STEPS), *DEMO]
+    if number % 3 == 0:
+        process = start(*TORCHRUN[1:], "--max-restarts", "3", "-m", "anyfit", "fit", *options)
+    else:
+        process = fit("--restarts", "3", *options)
+    wait_for_step(folder, moment, process)
+    time.sleep(random.Random(moment).random() * 0.02)
+    os.kill(pid_of(process, number % 2), signal.SIGKILL)
+    said = ended(process)
+    assert process.returncode == 0, said
+    assert "going on from step" in said
+    assert "Traceback" not in said
+    assert_same_run(folder, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("number", "whom"),
+    [(signal.SIGTERM, "rank 1"), (signal.SIGINT, "launcher"), pytest.param(15, "launcher", marks=pytest.mark.full)],
+)
+def test_told_to_stop_all_save_after_the_same_step_and_end_with_the_signals_status(
+    uninterrupted: Path, tmp_path: Path, number: int, whom: str
+) -> None:
+    folder = tmp_path / "run"
+    process = fit("--folder", folder, "--steps", str(STEPS), *DEMO)
+    wait_for_step(folder, 5, process)
+    os.kill(process.pid if whom == "launcher" else pid_of(process, 1), number)
+    said = ended(process)
+    assert process.returncode == -number, said
+    assert said.count(f"anyfit fit --resume {folder}") == 1
+    saved = max(int(path.name) for path in (folder / "checkpoints").iterdir())
+    assert saved >= 5
+    again = fit("--resume", folder)
+    said = ended(again)
+    assert again.returncode == 0, said
+    assert f"going on from step {saved}" in said
+    assert_same_run(folder, uninterrupted)
