@@ -106,6 +106,7 @@ def with_room(precision: Any) -> tuple[list[float], dict[str, Tensor], int]:
             losses.append(float(run.step(batch)))
             peaks.append(torch.cuda.max_memory_allocated())
         weights = run.state_dict()
+    torch.cuda.empty_cache()
     return losses, weights, min(peaks[1:]) - before + CONTEXT_BYTES
 
 
