@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from benchmarks import ranks as benchmark
+from benchmarks import record
 
 from .pool import pool_of
 from .test_use import ways
@@ -34,3 +36,9 @@ def test_the_losses_are_those_of_the_peer(name: str, ranks: int) -> None:
     ours = pool_of(ranks).run(train, case)
     for rank in range(ranks):
         assert ours[rank].losses == pytest.approx(theirs[rank], rel=1e-5)
+
+
+def test_a_recorded_step_takes_no_longer_than_the_peers() -> None:
+    rows = json.loads((record.RESULTS / "ranks.json").read_text())["figures"]
+    assert {(row["ranks"], row["peer"]) for row in rows} == {(2, "DDP"), (2, "FSDP2"), (4, "DDP"), (4, "FSDP2")}
+    assert all(row["ratio"] <= 1.05 for row in rows)
