@@ -6,6 +6,7 @@ With several ranks, steps, evaluations, saves and whatever else reads weights ar
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import sys
 import time
@@ -98,7 +99,9 @@ class Run:
         if team is not None:
             mine = weakref.ref(self)
             team.look = lambda: _position(mine())
-            atexit.register(_close, mine)  # a script that ends without run.close() may still be needed by the others
+            # A rank that ends without run.close() may still be needed by the others, and so its run is kept until then.
+            self._at_exit = functools.partial(_close, self)
+            atexit.register(self._at_exit)
         if placed.device.type == "cuda":
             # What is there now stays: to look through all of it for garbage would stop every lane for a fifth of a second.
             gc.collect()
@@ -671,6 +674,8 @@ class Run:
         self._unfollow()
 
     def _unfollow(self) -> None:
+        if self.team is not None:
+            atexit.unregister(self._at_exit)
         if self._watch is not None:
             self._watch.close()
         if self.launch is not None:
@@ -691,10 +696,13 @@ class Run:
             self.close()
 
 
-def _close(run: weakref.ref[Run]) -> None:
-    found = run()
-    if found is not None and not found.is_closed:
-        found.close()
+def _close(run: Run) -> None:
+    """At the end of a process of several ranks."""
+    assert run.team is not None
+    try:
+        run.close()
+    except Exception as error:  # Python would show it on every rank
+        run.team.end(run.team.show(error, lambda _: (None, 1)))
 
 
 def _position(run: Run | None) -> Position:
@@ -710,6 +718,8 @@ def _position(run: Run | None) -> Position:
             names = [slot.name for slot in chunks[index].chunk.slots]
             label += f" ({names[0]}" + (f" to {names[-1]})" if len(names) > 1 else ")")
         waits[str(kind)] = label
+    if not waits and run._placed.device.type == "cuda" and run._doing.startswith("in "):
+        waits["device"] = "the GPU, which has been given collectives"  # they are not waited for where they are given
     return Position(run._doing, waits)
 
 

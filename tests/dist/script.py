@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--stall", nargs=2, type=int, help="rank and step that do not end")
     parser.add_argument("--save-alone", action="store_true", help="on rank 0, in the middle")
     parser.add_argument("--hang-seconds", type=float)
-    parser.add_argument("--with", dest="is_with", action="store_true", help="in a with block")
+    parser.add_argument("--end", choices=["with", "exit"], help="by a with block, or without a word to the run")
     parser.add_argument("--slow", type=float, default=0.0, help="seconds a step at least")
     given = parser.parse_args()
 
@@ -104,11 +104,13 @@ def main() -> None:
             if given.save_alone and rank == 0 and run.steps == 3:
                 run.save(given.folder / "alone")
 
-    if given.is_with:
+    if given.end == "with":
         with run:
             train()
         return
     train()
+    if given.end == "exit":
+        return
     run.await_others()
     found = run.state_dict()
     drawn = float(torch.rand(1))

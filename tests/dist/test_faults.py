@@ -87,9 +87,12 @@ def test_the_first_error_is_shown_once_and_all_ranks_end(rank: int, way: str, tm
     assert 1 in [process.returncode for process in processes]
 
 
-def test_a_rank_that_fails_inside_a_with_block_does_not_wait_for_the_others(tmp_path: Path, free_port: int) -> None:
-    said = "".join(map(ended, tasks(free_port, tmp_path, "--fail", "1", "4", "--with")))
+@pytest.mark.parametrize("end", ["with", pytest.param("exit", marks=pytest.mark.full)])
+def test_a_rank_that_fails_waits_for_no_other_nor_does_one_at_its_end_for_it(end: str, tmp_path: Path, free_port: int) -> None:
+    processes = tasks(free_port, tmp_path, "--fail", "1", "5", "--steps-of-rank", "4", "6", "--end", end)
+    said = "".join(map(ended, processes))
     assert said.count("Traceback (most recent call last)") == said.count("LookupError: a mistake of mine") == 1
+    assert all(process.returncode != 0 for process in processes)
 
 
 def test_what_rank_0_cannot_plan_is_one_line_and_its_status(tmp_path: Path) -> None:
@@ -112,6 +115,7 @@ def test_a_rank_that_was_killed_is_named_by_those_that_notice(tmp_path: Path, fr
     assert (processes[0].returncode, processes[1].returncode) == (1, -signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_a_rank_without_the_one_that_holds_the_store_ends_too(tmp_path: Path, free_port: int) -> None:
     processes = tasks(free_port, tmp_path, "--kill", "0", "4")
     ended(processes[0])
@@ -189,7 +193,11 @@ def test_a_rank_killed_at_any_moment_is_started_again_and_the_weights_are_the_sa
 
 @pytest.mark.parametrize(
     ("number", "whom"),
-    [(signal.SIGTERM, "rank 1"), (signal.SIGINT, "launcher"), pytest.param(15, "launcher", marks=pytest.mark.full)],
+    [
+        (signal.SIGTERM, "rank 1"),
+        pytest.param(signal.SIGINT, "launcher", marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, "launcher", marks=pytest.mark.full),
+    ],
 )
 def test_told_to_stop_all_save_after_the_same_step_and_end_with_the_signals_status(
     uninterrupted: Path, tmp_path: Path, number: int, whom: str
