@@ -40,7 +40,8 @@ def weigh(profile: Profile, candidate: Candidate) -> Weight:
     resident = [chunk for chunk, placement in pairs if placement.route == "resident" and chunk.optimizer_bytes]
     updating = 0
     if profile.host is not None and profile.host.overlaps:
-        pools += max((chunk.weights_bytes for chunk in resident), default=0)  # gradients side by side, for one pass over them
+        # gradients side by side, for one pass over them
+        pools += max((chunk.weights_bytes for chunk in resident if not _are_flat(chunk, adds_up=adds_up)), default=0)
     elif resident:  # torch's own step, on masters and gradients in fp32
         split = [chunk.elements for chunk in resident if chunk.weights_bytes == 2 * chunk.elements]
         pools += TORCH_SCRATCH_BYTES * max(split, default=0)
@@ -62,7 +63,7 @@ def _pools(pairs: list[Pair], slots: int, *, adds_up: bool) -> int:
     found = sum(chunk.weights_bytes for chunk, placement in pairs if placement.weights == "device")
     found += sum(chunk.optimizer_bytes for chunk, _ in of_route["resident"])
     found += min(slots, len(away)) * _largest(away) + min(STAGES, len(sent)) * _largest(sent)
-    found += _largest(of_route["streamed"])  # gradients side by side
+    found += _largest([pair for pair in of_route["streamed"] if not _are_flat(pair[0], adds_up=adds_up)])  # likewise
     if of_route["streamed"]:
         carried = of_route["streamed"]
         found += STREAMED_DEPTH * sum(
@@ -75,6 +76,11 @@ def _pools(pairs: list[Pair], slots: int, *, adds_up: bool) -> int:
     if adds_up:
         found += sum(4 * chunk.elements for chunk, placement in pairs if placement.gradients == "device" and chunk.gradient_bytes)
     return found
+
+
+def _are_flat(chunk: ChunkCost, *, adds_up: bool) -> bool:
+    """Gradients of bf16 weights that add up do so in one buffer."""
+    return adds_up and chunk.weights_bytes == 2 * chunk.elements
 
 
 def _carried_weights(chunk: ChunkCost, placement: Placement) -> int:
