@@ -454,7 +454,7 @@ class Run:
     ) -> BaseException | None:
         """The error, where it could not be done: one about memory is a MemoryError on a GPU too."""
         try:
-            self._placed = place(self.job, plan, self.model, device, delay, carried, ranks=self.ranks)
+            self._placed = place(self.job, plan, self.model, device, delay, carried)
             self.plan = plan
         except Exception as error:
             let_go(error)

@@ -235,7 +235,7 @@ class Team:
         """To be said of an error that ends this rank: what is to be shown of it here, if anything. The first to fail shows it."""
         if getattr(error, "anyfit_rank", self.index) != self.index:
             return None
-        if self.claims(error) is False:
+        if not self.claims(error):
             return None
         shown = error if not is_of_collective(error) else LostRankError(self._of_lost(error))
         with contextlib.suppress(RuntimeError):
