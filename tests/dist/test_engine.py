@@ -99,12 +99,14 @@ def check_numbers(case: Case, ranks: int, told: list[Trained]) -> None:
     if case.precision == "bf16":
         # A bit of a sum decides now and then how a weight rounds, which is then 0.4 % off.
         plain_losses, plain_weights = train_as_ranks(case, ranks)
-        tolerance = 3e-2 if case.reduction == "bf16" else 3e-3
-        assert losses == pytest.approx(plain_losses, rel=tolerance)
+        tolerance = 1e-1 if case.reduction == "bf16" else 3e-3
+        assert losses == pytest.approx(plain_losses, rel=tolerance / 10)
         assert_close({"all": flat(weights)}, {"all": flat(only(plain_weights, weights))}, tolerance)
         return
-    looks_at_its_part = case.model in ("convolutional", "branching", "lopsided")  # of the batch as a whole
-    plain_losses, plain_weights = train_plainly(case.job, case.batches(), ranks * case.accumulation if looks_at_its_part else 1)
+    if case.model in ("convolutional", "branching", "lopsided"):  # which look at their part of the batch as a whole
+        plain_losses, plain_weights = train_as_ranks(case, ranks)
+    else:
+        plain_losses, plain_weights = train_plainly(case.job, case.batches())
     assert losses == pytest.approx(plain_losses, rel=1e-5)
     if case.optimizer == "sgd":
         assert_close(weights, only(plain_weights, weights), 1e-6)
