@@ -229,7 +229,7 @@ def test_fit_starts_ranks_that_write_one_folder_and_talk_with_one_voice(tmp_path
     two, one = (load_file(tmp_path / name / "weights.safetensors") for name in ("two", "one"))
     for name in [name for name in one if "queries_keys_values.bias" in name]:  # the keys' has no gradient but its rounding
         del one[name], two[name]
-    assert_close(two, one, 1e-5)
+    assert_close(two, one, 1e-4)  # biases begin at 0, and Adam's first steps are all but signs; test_engine.py is exact
 
 
 def test_a_script_of_ranks_with_uneven_data_ends_and_is_saved(tmp_path: Path) -> None:
