@@ -139,6 +139,11 @@ class Job:
         allowed = (torch.float32, torch.bfloat16) if self.precision == "bf16" else (torch.float32,)
         dtypes = {}
         for name, parameter in model.named_parameters():
+            if hasattr(parameter, "_local_tensor"):
+                raise TypeError(
+                    f"parameter {name} is a {type(parameter).__name__}, divided over devices by other code; anyfit divides state "
+                    "itself, as its plan says: give it the plain model"
+                )
             if parameter.dtype.is_floating_point and parameter.dtype not in allowed:
                 raise TypeError(
                     f"parameter {name} is {parameter.dtype}, which precision={self.precision!r} cannot hold exactly; "

@@ -295,3 +295,25 @@ def test_without_gradients_a_loss_need_not_be_connected() -> None:
 def test_an_error_of_the_users_loss_is_left_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
         evaluate(lambda model, batch: 1 / 0)
+
+
+def test_a_model_that_others_have_divided_is_refused() -> None:
+    from torch import distributed as dist
+    from torch._C._distributed_c10d import HashStore
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    def divided() -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.data, init_device_mesh("cpu", (1,)), [Replicate()]))
+        return model
+
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        job = Job(
+            divided, lambda model, x: model(x).sum(), lambda model: torch.optim.SGD(model.parameters(), 0.1), torch.ones(2, 4), 2
+        )
+        with pytest.raises(TypeError, match="parameter weight is a DTensor, divided over devices by other code"):
+            job.dtypes(divided())
+    finally:
+        dist.destroy_process_group()
