@@ -4,7 +4,10 @@ keep        all that forward leaves stays
 recompute   what goes into the block stays; its forward runs again
 selective   also the results of COSTLY_OPS, whether backward needs them or not; all other forward ops run again. Python looks at
             every call of the block, in forward and again, and that takes its time
-offload     what is large enough moves to the host and back; only the rest stays
+offload     what is large enough moves to the host and back; only the rest stays. Of what other blocks save too, and of
+            buffers, a copy moves
+
+A value that is kept counts where it is saved, not where it is made: a block's input is its own.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ def choice_costs(graph: Graph, took: Sequence[float], host: HostRates, call_seco
         if value.kind == "activation" and maker.phase == "forward" and _is_costly(maker.name):
             costly[value.block] += value.bytes
         if graph.kept(value):
-            kept[value.block] += value.bytes
-            large[value.block] += value.bytes if value.bytes >= LEAST_OFFLOAD_BYTES else 0
+            home = graph.home(value)
+            kept[home] += value.bytes
+            large[home] += value.bytes if value.bytes >= LEAST_OFFLOAD_BYTES else 0
             if value.dies < len(graph.ops) and graph.ops[value.dies].block == value.block:  # not the block's output
                 last[value.block] = max(last[value.block], value.born)
     forward, cheap = [0.0] * count, [0.0] * count
@@ -42,11 +46,11 @@ def choice_costs(graph: Graph, took: Sequence[float], host: HostRates, call_seco
     for index, block in enumerate(graph.blocks):
         choices: dict[str, ChoiceCost] = {"keep": ChoiceCost(kept[index], 0, 0.0)}
         if block.name:
-            moved = large[index]
+            moved = block.offload_bytes
             copies = moved / host.down_bytes_per_second + moved / host.up_bytes_per_second
             choices["recompute"] = ChoiceCost(block.input_bytes, 0, forward[index])
             choices["selective"] = ChoiceCost(block.input_bytes + costly[index], 0, cheap[index])
-            choices["offload"] = ChoiceCost(kept[index] - moved, moved, copies)
+            choices["offload"] = ChoiceCost(kept[index] - large[index], moved, copies)
         costs.append(choices)
     return costs
 

@@ -149,7 +149,7 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: i
     kept = [0] * count
     for value in graph.values:
         if graph.kept(value):
-            kept[value.block] += value.bytes
+            kept[graph.home(value)] += value.bytes
     parameters = [0] * count
     for parameter in graph.parameters:
         parameters[parameter.block] += parameter.elements

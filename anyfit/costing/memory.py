@@ -120,11 +120,14 @@ def live_bytes(graph: Graph, device: Device, gradients: Literal["kept", "consume
 
 def segments(graph: Graph, seconds: Sequence[float], live: Sequence[int]) -> tuple[Segment, ...]:
     """The pass cut wherever another block begins. `live` are the bytes during each op without gradients of parameters."""
+    begins: dict[int, int] = {}  # by block: its first op
+    for index, op in enumerate(graph.ops):
+        begins.setdefault(op.block, index)
     changes: dict[int, list[tuple[int, int]]] = {}  # by op: (block, bytes) that a block begins or ceases to keep for backward
     for value in graph.values:
-        if graph.kept(value) and graph.blocks[value.block].name:
-            changes.setdefault(value.born, []).append((value.block, value.bytes))
-            changes.setdefault(value.dies + 1, []).append((value.block, -value.bytes))
+        if graph.kept(value) and graph.blocks[home := graph.home(value)].name:
+            changes.setdefault(max(value.born, begins.get(home, 0)), []).append((home, value.bytes))
+            changes.setdefault(value.dies + 1, []).append((home, -value.bytes))
     kept = [0] * len(graph.blocks)
     in_all = 0
     found: list[Segment] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from anyfit.values.call import Call, Other, TensorForm, TheDevice, TorchName
-from anyfit.values.graph import Op, OpKind, Phase, ValueKind
+from anyfit.values.graph import LEAST_OFFLOAD_BYTES, PAGE_BYTES, Op, OpKind, Phase, ValueKind
 from anyfit.values.units import show_bytes
 
 from .errors import TooDear
@@ -46,6 +46,7 @@ class Storage:
     born: int
     dies: int | None
     block: int
+    saved_by: int = -1  # as in Value
 
 
 class Recorder(TorchDispatchMode):
@@ -68,6 +69,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[str] = []  # the distinct ones
         self.storages: list[Storage] = []
         self.input_bytes: dict[int, int] = {}  # by block
+        self.offload_bytes: dict[int, int] = {}  # likewise
         self.phase: Phase = "forward"
         self._names, self._block_of, self._outside, self._kernels = names, block_of, outside, kernels
         self._recomputing: TorchFunctionMode | None = None  # while a forward runs inside backward
@@ -78,14 +80,18 @@ class Recorder(TorchDispatchMode):
         self._stack: list[tuple[str, int]] = [("", outside)]
         self._backward_at: tuple[str, int] = ("", outside)
         self._known: dict[int, Storage | None] = {}  # by storage identity; None: not of this pass
+        self._parameters: set[int] = set()  # likewise
+        self._saved: set[int] = set()  # likewise, by the block that forward is in
+        self._savers: dict[int, set[int]] = {}  # blocks, by identity of the storage's record
         self._watched: list[weakref.ref[Any]] = []
 
     # ------------------------------------------------------------------ what the caller tells
 
-    def leave_out(self, tensors: Iterator[torch.Tensor]) -> None:
-        """Parameters and buffers: there before the pass, and counted elsewhere."""
-        for tensor in tensors:
+    def leave_out(self, parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
+        """There before the pass, and counted elsewhere."""
+        for tensor in (*parameters, *buffers):
             self._known[tensor.untyped_storage()._cdata] = None
+        self._parameters.update(tensor.untyped_storage()._cdata for tensor in parameters)
 
     def count_input(self, tensor: torch.Tensor) -> None:
         self._meet(tensor, "input")
@@ -125,6 +131,7 @@ class Recorder(TorchDispatchMode):
         if self.phase == "forward" and block != here[1]:
             handed = (tensor for tensor in _tensors(args) if tensor.dtype.is_floating_point)
             self.input_bytes[block] = self.input_bytes.get(block, 0) + sum(map(_bytes_of, handed))
+            self._saved = set()
         self._stack.append((self._names.get(id(module), here[0]), block))
 
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
@@ -133,7 +140,21 @@ class Recorder(TorchDispatchMode):
             self._backward_at = left
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, int]]:
+        if self.phase == "forward":
+            self._save(tensor.untyped_storage(), self._stack[-1][1])
         return tensor, self._stack[-1]
+
+    def _save(self, storage: Any, block: int) -> None:
+        identity = storage._cdata
+        seen = self._known.get(identity)
+        if seen is not None:
+            self._savers.setdefault(id(seen), set()).add(block)
+            seen.saved_by = block if self._savers[id(seen)] == {block} else -1
+        if block != self._outside and identity not in self._saved and identity not in self._parameters:
+            self._saved.add(identity)
+            if storage.nbytes() >= LEAST_OFFLOAD_BYTES:
+                pages = -(-storage.nbytes() // PAGE_BYTES)
+                self.offload_bytes[block] = self.offload_bytes.get(block, 0) + pages * PAGE_BYTES
 
     def _unpack(self, packed: tuple[torch.Tensor, tuple[str, int]]) -> torch.Tensor:
         tensor, self._backward_at = packed

@@ -185,6 +185,7 @@ def write_in(repeat: Repeat, names: Sequence[str], ops: list[Op], storages: list
                     timeline.moved(born, born.unit, number),
                     None if dies is None else timeline.moved(dies, born.unit, number),
                     timeline.block(storage.block, born.unit, number),
+                    timeline.saver(storage.saved_by, born.unit, number),
                 )
             )
     return timeline.ops_in_full(), new_storages
@@ -312,6 +313,13 @@ class _Timeline:
         if moment < self.backward[2]:
             return self.more * self.forward_length
         return self.more * (self.forward_length + self.backward_length)
+
+    def saver(self, block: int, owner: int | None, number: int) -> int:
+        """The block that saves a copy: of a storage that unit 2 makes, one of its own unit or of the next."""
+        last = self.repeat.last
+        if owner == 2 and block in self.repeat.unit(last):
+            return block - (last - number - 1) * self.repeat.period
+        return self.block(block, owner, number)
 
     def block(self, block: int, owner: int | None, number: int) -> int:
         """The block of a copy: as far from its unit's first as the original from unit 2's."""

@@ -208,7 +208,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
     kernels = AsOnGpu if stand_in.device == "cuda" else None
     recorder_of = GpuRecorder if stand_in.device == "cuda" else Recorder
     recorder = recorder_of(stand_in.module_names, blocks.of_module, blocks.outside, kernels, stand_in.room_bytes)
-    recorder.leave_out(iter([*stand_in.parameters.values(), *buffers]))
+    recorder.leave_out(stand_in.parameters.values(), buffers)
     for _, tensor in named_tensors(batch):
         recorder.count_input(tensor)
     twin_of = {
@@ -253,14 +253,20 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         ),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers),
         blocks=tuple(
-            replace(block, input_bytes=recorder.input_bytes.get(twin_of.get(index, index), 0))
+            replace(
+                block,
+                input_bytes=recorder.input_bytes.get(twin_of.get(index, index), 0),
+                offload_bytes=recorder.offload_bytes.get(twin_of.get(index, index), 0),
+            )
             for index, block in enumerate(blocks.blocks)
         ),
         ops=tuple(ops),
         calls=tuple(recorder.calls),
         backward_starts=next(index for index, op in enumerate(ops) if op.phase == "backward"),
         values=tuple(
-            Value(each.bytes, each.kind, each.born, _end(each, len(ops)), each.block) for each in storages if each.bytes
+            Value(each.bytes, each.kind, each.born, _end(each, len(ops)), each.block, each.saved_by)
+            for each in storages
+            if each.bytes
         ),
         update=stand_in.rule,
         fingerprint=stand_in.fingerprint,

@@ -7,6 +7,7 @@ op i runs; one that outlives the pass dies at len(ops). Views share a storage, s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from .record import Record
@@ -25,6 +26,7 @@ COSTLY_OPS = (
     "_scaled_dot_product_flash_attention_for_cpu",
 )
 LEAST_OFFLOAD_BYTES = 2**16  # of a saved tensor: what is smaller stays, a copy of its own would cost more than it frees
+PAGE_BYTES = 4096  # the host's memory is taken in multiples of these
 
 Phase = Literal["forward", "backward"]
 OpKind = Literal["matmul", "convolution", "attention", "memory"]
@@ -56,6 +58,7 @@ class Value:
     born: int
     dies: int
     block: int
+    saved_by: int = -1  # the block that alone saves it for its backward; -1 where none does, or several
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,9 @@ class Block:
     name: str  # path of the module; "" for what belongs to no block
     kind: str  # class of the module
     input_bytes: int = 0  # of floating tensors that one pass hands to it by position: what recomputation starts from
+    # Of the storages that one pass through it saves, parameters apart, those that can be offloaded, in whole pages: also
+    # buffers, and what other blocks save too.
+    offload_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class UpdateRule:
 @dataclass(frozen=True)
 class Graph(Record):
     kind: ClassVar[str] = "graph"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     model: str  # class of the model
     micro_batch: int
@@ -118,6 +124,15 @@ class Graph(Record):
     def kept(self, value: Value) -> bool:
         """Forward made it and backward still needs it."""
         return value.born < self.backward_starts <= value.dies and value.kind == "activation"
+
+    def home(self, value: Value) -> int:
+        """The block whose choice decides what becomes of a value that is kept: outside all of them it stays."""
+        return value.saved_by if value.saved_by >= 0 else self.outside
+
+    @cached_property
+    def outside(self) -> int:
+        """The index of what belongs to no block."""
+        return next(index for index, block in enumerate(self.blocks) if not block.name)
 
     def live_bytes(self, gradients: Literal["kept", "consumed"]) -> list[int]:
         """Bytes alive during each op. Gradients of parameters live to the end, or are consumed by the op that made them."""

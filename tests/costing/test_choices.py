@@ -13,8 +13,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import anyfit
 from anyfit.costing import cost
 from anyfit.demo import GPT
+from anyfit.placing import activations, tiers
 from anyfit.tracing import trace
-from anyfit.values.graph import COSTLY_OPS, Graph
+from anyfit.values.graph import COSTLY_OPS, LEAST_OFFLOAD_BYTES, PAGE_BYTES, Graph
 from tests.machines import small_machine
 from tests.models import byte_batches, next_byte_loss, tiny_llama
 from tests.planning.profiles import MIB
@@ -76,6 +77,57 @@ def test_what_recomputation_keeps_and_does_again_is_forecast_from_a_plain_trace(
             again = cost([real], machine, ROWS).passes[0].seconds_recompute
             expected = sum(block.choices[choice].seconds for block in blocks if len(block.choices) > 1)
             assert expected == pytest.approx(again, rel=0.2)
+
+
+class Shared(nn.Module):
+    """Blocks that all keep one tensor, which is made outside them, beside what is their own."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDE, WIDE, bias=False)
+
+        def forward(self, stream: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+            return self.inner(stream).tanh() * shared
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDE, WIDE, bias=False)
+        self.blocks = nn.ModuleList(self.Layer() for _ in range(7))
+
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        stream = self.first(stream)
+        shared = stream.detach().sigmoid()
+        for block in self.blocks:
+            stream = block(stream, shared)
+        return stream.sum()
+
+
+WIDE = 256
+ONE = 4 * 128 * WIDE  # bytes of a tensor in it
+
+
+def test_what_several_blocks_keep_stays_and_each_moves_a_copy_of_it() -> None:
+    job = anyfit.Job(
+        model=Shared,
+        loss=lambda model, batch: model(batch),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+        sample=torch.randn(128, WIDE),
+        batch_size=128,
+        precision="fp32",
+    )
+    graph = trace(job, 128, "cpu")
+    kept = [value for value in graph.values if graph.kept(value) and value.bytes == ONE]
+    of_block = [sum(graph.home(value) == index for value in kept) for index in range(len(graph.blocks))]
+    assert of_block == [2] * 7 + [1]  # a block's input and what tanh made; what they share
+    for block, each in zip(graph.blocks[:-1], cost([graph], small_machine(), 128).passes[0].blocks, strict=False):
+        assert block.offload_bytes == 3 * ONE
+        assert each.choices["keep"].kept_bytes == 2 * ONE
+        assert (each.choices["offload"].kept_bytes, each.choices["offload"].moved_bytes) == (0, 3 * ONE)
+
+
+def test_what_is_offloaded_is_counted_as_the_engine_does_it() -> None:
+    assert (activations.LEAST_BYTES, tiers.ALIGN_BYTES) == (LEAST_OFFLOAD_BYTES, PAGE_BYTES)
 
 
 def test_choices_are_ordered_as_one_would_expect() -> None:
