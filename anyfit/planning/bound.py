@@ -15,6 +15,12 @@ still to come when it is done:
 Urgent jobs first (long tails), of those that may begin, interrupted when a more urgent one may: in no other order are they over
 earlier.
 
+Activations that move have jobs down and up between the beginning of a step and its end:
+
+    head    forward until the block is over, and all passes before; for the way up also its way down, and backward until the
+            offloaded block after it
+    tail    its way up; backward from the block on, all passes after, norm and updates
+
 Rates are those of lanes that do not slow each other, weights are fetched once, and there is always a stage for gradients: what
 else there is in a simulation makes it longer. So does every chunk more: the bound of some chunks is one of all.
 """
@@ -45,13 +51,49 @@ def least_seconds(candidate: Candidate, rates: Rates, again: float = 0.0) -> flo
     if candidate.accumulation > 1:
         norm += (NORMED / rates.host.updates_per_second - rates.norm_seconds) * sent
     one_pass = sum(segment.seconds for segment in candidate.each.segments) + candidate.seconds_again + again
-    least = candidate.accumulation * (one_pass + rates.gather_seconds * sent) + norm + rates.update_seconds * resident
-    least += HAND_OUT_SECONDS * sum(placement.route != "resident" for _, placement in pairs)
+    after = (
+        norm + rates.update_seconds * resident + HAND_OUT_SECONDS * sum(placement.route != "resident" for _, placement in pairs)
+    )
+    least = candidate.accumulation * (one_pass + rates.gather_seconds * sent) + after
     jobs = list(_jobs(candidate, rates, one_pass, norm, again))
+    moving = list(_moving(candidate, rates, one_pass, after - again)) if candidate.offloaded else []
     if not rates.host.overlaps:
-        return least + sum(job.seconds for job in jobs)
-    lanes = ([job for job in jobs if job.lane == lane] for lane in ("host", "up", "down"))
+        return least + sum(job.seconds for job in (*jobs, *moving))
+    lanes = [[job for job in jobs if job.lane == lane] for lane in ("host", "up", "down")]
+    lanes += [[job for job in moving if job.lane == lane] for lane in ("up", "down")]
     return max(least, *map(_over, lanes))
+
+
+def _moving(candidate: Candidate, rates: Rates, one_pass: float, after_passes: float) -> Iterator[Job]:
+    """Of the blocks whose activations move. Moments are counted from the beginning of the step."""
+    forward_over: dict[int, float] = {}
+    backward_begins: dict[int, float] = {}
+    now = 0.0
+    for segment, again in zip(candidate.each.segments, _seconds_again(candidate), strict=True):
+        if segment.phase == "backward":
+            backward_begins.setdefault(segment.block, now)
+        now += segment.seconds + again
+        if segment.phase == "forward":
+            forward_over[segment.block] = now
+    after = {before: block for block, before in candidate.before.items()}
+    for block in candidate.offloaded:
+        size = candidate.each.blocks[block].choices["offload"].moved_bytes
+        down, up = size / rates.host.down_bytes_per_second, size / rates.host.up_bytes_per_second
+        for number in range(candidate.accumulation):
+            earlier = number * one_pass
+            tail = (candidate.accumulation - number) * one_pass - backward_begins[block] + after_passes
+            landed = forward_over[block] + down
+            yield Job("down", earlier + forward_over[block], down, up + tail)
+            yield Job("up", earlier + max(landed, backward_begins[after.get(block, block)]), up, tail)
+
+
+def _seconds_again(candidate: Candidate) -> list[float]:
+    """By segment, what is made again in it."""
+    seconds = [
+        block.choices[choice].seconds if choice in ("recompute", "selective") else 0.0
+        for block, choice in zip(candidate.each.blocks, candidate.activations, strict=True)
+    ]
+    return [seconds[segment.block] if segment.phase == "backward" else 0.0 for segment in candidate.each.segments]
 
 
 def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: float, again: float) -> Iterator[Job]:
@@ -93,25 +135,21 @@ def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: flo
 
 def _around(candidate: Candidate) -> tuple[dict[int, float], dict[int, float]]:
     """By chunk: seconds of forward before it is first used, and of backward after its gradients are complete."""
-    again = [
-        block.choices[choice].seconds if choice in ("recompute", "selective") else 0.0
-        for block, choice in zip(candidate.each.blocks, candidate.activations, strict=True)
-    ]
     before: dict[int, float] = {}
     after: dict[int, float] = {}
-    segments = list(zip(candidate.each.segments, candidate.uses, strict=True))
+    segments = list(zip(candidate.each.segments, candidate.uses, _seconds_again(candidate), strict=True))
     now = 0.0
-    for segment, used in segments:
+    for segment, used, _ in segments:
         if segment.phase == "forward":
             for index in used:
                 before.setdefault(index, now)
             now += segment.seconds
     now = 0.0
-    for segment, used in reversed(segments):
+    for segment, used, again in reversed(segments):
         if segment.phase == "backward":
             for index in used:
                 after.setdefault(index, now)
-            now += segment.seconds + again[segment.block]
+            now += segment.seconds + again
     return before, after
 
 

@@ -1,8 +1,10 @@
-"""Plans with blocks made again, and with part of the model state on the host: the space of them, and the best of it.
+"""Plans with blocks made again or their activations moved, and with part of the model state on the host: the space of them, and
+the best of it.
 
 A point of the space (Knobs), for one micro-batch size:
 
     a   rung of the ladder of activation choices: which blocks keep, recompute in part, recompute
+    o   of them, blocks whose activations move to the host and back instead, evenly spread, so that each has time to
     r   chunks, the first in order of use, whose optimizer is on the device: their gradients come last in backward and their
         weights are needed first in forward, so that nothing could hide their update elsewhere
     w   chunks, the last, whose weights are on the host
@@ -11,13 +13,15 @@ A point of the space (Knobs), for one micro-batch size:
     g   whether updates speculate, into a second generation
 
     minimise    simulated seconds (simulate.py)
-    over        a, r, w, s, f, g
-    subject to  (1 + error) * reserved(a, r, w, s, f, g) <= device limit
-                host(r, w, s, g) <= host limit
+    over        a, o, r, w, s, f, g
+    subject to  (1 + error) * reserved(a, o, r, w, s, f, g) <= device limit
+                host(o, r, w, s, g) <= host limit
 
 For each (a, s, f, g) the device is filled: as many r as fit; where not even r = 0 does, as few w as it takes, and, for a host
-that is short, all w with as many r as fit. These are taken in the order of a bound that no simulation can be under, until it
-passes the best simulation; the best few are then improved by single steps of every knob for as long as they help.
+that is short, all w with as many r as fit. So it is with half of the blocks and all of them moved, the others kept. These are
+taken in the order of a bound that no simulation can be under, until it passes the best simulation; the best few are then improved
+by single steps of every knob for as long as they help, of o where it is not 0, and tried with a few other o. On a CPU nothing
+moves: its copies are its own cores', when they find the time.
 
 The ladder is greedy: from all kept, the block and the choice that free most bytes for a second they cost, early blocks first,
 whose activations live longest. It gives up at most one block's worth against the best for its bytes, which the steps at the end
@@ -27,7 +31,8 @@ Of few blocks and chunks one step of a knob is much, so each is chosen by itself
 with any chunks resident, all others alike, and as much kept as there is room for; where neither fits, what is changed until it
 does. Each start is changed block by block and chunk by chunk for as long as that helps, and gets of all choices for its blocks
 those that cost least and fit; the best few are changed by two at once too. Last, all plans are gone through as a tree, but for
-branches that do not fit or are no better by their bound (bound.py): what is found is the best there is if that comes to its end.
+branches that do not fit or are no better by their bound (bound.py), first those of which nothing moves: what is found is the best
+there is if that comes to its end.
 """
 
 from __future__ import annotations
@@ -35,14 +40,14 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, combinations, product
 from typing import TypeVar
 
 from anyfit.values.plan import Activations, Placement
-from anyfit.values.profile import BlockCost, ChunkCost, Pass, Profile
+from anyfit.values.profile import BlockCost, ChoiceCost, ChunkCost, Pass, Profile
 
 from .bound import least_seconds
 from .simulate import Candidate, Rates, Simulated, simulate
@@ -51,10 +56,11 @@ from .weigh import Weight, weigh
 RESIDENT = Placement()
 FROZEN_AWAY = Placement(weights="host", optimizer="host")
 LEAST_SLOTS = 4
-CHOICES: tuple[Activations, ...] = ("keep", "selective", "recompute")
+AGAIN: tuple[Activations, ...] = ("selective", "recompute")
 SMALL = 16  # blocks and chunks together: few enough to change each by itself
 MOST_SUBSETS_OF = 9  # chunks: few enough to try any of them
 MOST_BRANCHES = 12_000  # of the trees of all plans: two seconds
+MOST_MOVING_BRANCHES = 6_000  # of those of which something moves
 SLACK = 0.005  # of a step: the tree is not searched for less
 TWICE = 2  # of those that were changed one by one: the best, that are changed two by two
 SUBSETS = 4  # of resident chunks that are started from, for every other start
@@ -80,6 +86,7 @@ class Knobs:
 
     micro_batch: int
     rung: int = 0
+    moved: int = 0
     resident: int = 0
     away: int = 0
     host_first: float = 0.0
@@ -111,8 +118,9 @@ class Space:
         self._simulated: dict[Knobs, Simulated] = {}
         self._bounds: dict[Knobs, float] = {}
         self._least: dict[int, Knobs] = {}
-        self._branches_left = MOST_BRANCHES
-        self._activations: dict[int, list[tuple[float, tuple[Activations, ...]]]] = {}
+        self._moves: dict[int, list[int]] = {}
+        self._branches_left = {False: MOST_BRANCHES, True: MOST_MOVING_BRANCHES}  # by whether something moves
+        self._activations: dict[tuple[int, tuple[int, ...]], list[tuple[float, tuple[Activations, ...]]]] = {}
         memory = profile.memory_bytes_per_second
         self.rates = Rates(self._host, NORM_BYTES / memory, UPDATE_BYTES / memory, GATHER_BYTES / memory)
         self.is_gpu = self._host.overlaps
@@ -161,12 +169,48 @@ class Space:
         return Candidate(
             each=self._passes[knobs.micro_batch],
             accumulation=-(-self.profile.batch_size // knobs.micro_batch),
-            activations=self._ladders[knobs.micro_batch][knobs.rung],
+            activations=self._activations_of(knobs),
             chunks=self.profile.chunks,
             placements=placements,
             slots=(slots := self._slots_for(placements)),
             prefetch=self._prefetch(slots),
         )
+
+    def _activations_of(self, knobs: Knobs) -> tuple[Activations, ...]:
+        choices = list(self._ladders[knobs.micro_batch][knobs.rung])
+        movable = self._movable(knobs.micro_batch) if knobs.moved else []
+        for place, block in enumerate(movable):
+            if place * knobs.moved % len(movable) < knobs.moved:
+                choices[block] = "offload"
+        return tuple(choices)
+
+    def _movable(self, micro_batch: int) -> list[int]:
+        """Blocks."""
+        if micro_batch not in self._moves:
+            blocks = self._passes[micro_batch].blocks
+            self._moves[micro_batch] = [index for index, block in enumerate(blocks) if "offload" in self.choices(block)]
+        return self._moves[micro_batch]
+
+    def choices(self, block: BlockCost) -> list[Activations]:
+        """What can be done with its activations."""
+        found: list[Activations] = ["keep", *(name for name in AGAIN if block.name and name in block.choices)]
+        moves = self.is_gpu and block.name and "offload" in block.choices and block.choices["offload"].moved_bytes
+        return [*found, "offload"] if moves else found
+
+    def choices_with(self, micro_batch: int, moved: tuple[int, ...]) -> list[list[Activations]]:
+        """By block, where these are moved and no others."""
+        found: list[list[Activations]] = []
+        for index, block in enumerate(self._passes[micro_batch].blocks):
+            found.append(["offload"] if index in moved else [name for name in self.choices(block) if name != "offload"])
+        return found
+
+    def all_moved(self, micro_batch: int) -> int:
+        return len(self._movable(micro_batch))
+
+    def _some_moved(self, micro_batch: int) -> list[int]:
+        """A few numbers of blocks, none first."""
+        count = self.all_moved(micro_batch)
+        return sorted({0, count // 4, count // 2, count})
 
     def _slots_for(self, placements: tuple[Placement, ...]) -> int:
         return min(self._slots, sum(placement.weights == "host" for placement in placements))
@@ -208,7 +252,8 @@ class Space:
         """What needs least of the device."""
         if micro_batch not in self._least:
             last = Knobs(micro_batch, rung=self.last_rung(micro_batch))
-            points = [replace(last, away=away) for away in self._before_larger_slots()]
+            ways = product(self._some_moved(micro_batch), self._before_larger_slots())
+            points = [replace(last, moved=moved, away=away) for moved, away in ways]
             self._least[micro_batch] = min(points, key=lambda knobs: self.reserved_bytes(self.weight(knobs)))
         return self._least[micro_batch]
 
@@ -224,9 +269,15 @@ class Space:
 
     def least_host_bytes(self, micro_batch: int) -> int | None:
         """What the host has to hold at least, of what fits the device; None where nothing does."""
-        last, shares = self.last_rung(micro_batch), STREAMED if self.is_gpu else (0.0,)
-        filled = (knobs for share in shares for knobs in self._fillings(Knobs(micro_batch, last, streamed=share)))
-        return min((self._host_bytes(self.weight(knobs)) for knobs in filled), default=None)
+        last, shares, least = self.last_rung(micro_batch), STREAMED if self.is_gpu else (0.0,), self.least(micro_batch)
+        if not self._fits_device(self.weight(least)):
+            return None
+        for moved in (0, least.moved):  # what moves takes of the host, if only it fits without
+            starts = [Knobs(micro_batch, last, moved, streamed=share) for share in shares]
+            taken = [self._host_bytes(self.weight(knobs)) for start in starts for knobs in self._fillings(start)]
+            if taken:
+                return min(taken)
+        return None
 
     # ------------------------------------------------------------------ the best
 
@@ -257,6 +308,9 @@ class Space:
         first = sorted(tried, key=self._seconds)[:starts]
         rounds = ROUNDS * starts // STARTS
         improved = [self._improved(knobs, forced, rounds) for knobs in first if self._seconds(knobs) < CLOSE * least]
+        if improved and not any(knobs.moved for knobs in improved):
+            moved = self._moved(min(improved, key=self._seconds), forced)
+            improved += [self._improved(knobs, forced, rounds) for knobs in moved]
         return self.offer(min(improved, key=self._seconds)) if improved else None
 
     def _best_one_by_one(self, micro_batch: int, offer: Offer | None, under: float, starts: int) -> Offer | None:
@@ -269,37 +323,43 @@ class Space:
         twice = [self._polished(each, 2) for each in sorted(different, key=_offered_seconds)[:TWICE]]
         best = min(twice, key=_offered_seconds, default=None)
         least = min(under, best.simulated.step_seconds if best else under)
-        best = self._in_tree(micro_batch, (1 - SLACK) * least) or best
+        for moved in _subsets(self._movable(micro_batch)):
+            best = self._in_tree(micro_batch, (1 - SLACK) * least, moved) or best
+            least = min(least, best.simulated.step_seconds if best else least)
         return best if best is not None and best.simulated.step_seconds < under else None
 
-    def _in_tree(self, micro_batch: int, under: float) -> Offer | None:
-        """The best of all there is, of what takes less than `under`: all plans of a few blocks and chunks gone through as a tree,
-        chunk by chunk and then block by block, as far as MOST_BRANCHES go. One is left out where nothing in it fits, chunks
-        that are not placed weighing nothing and blocks that are not decided keeping the least they can; and where nothing in it
-        is faster, such chunks taking no time and such blocks making again no more than the room takes that is left."""
+    def _in_tree(self, micro_batch: int, under: float, moved: tuple[int, ...]) -> Offer | None:
+        """The best of all there is with these blocks moved, of what takes less than `under`: all plans of a few blocks and chunks
+        gone through as a tree, chunk by chunk and then block by block, as far as MOST_BRANCHES go. One is left out where nothing
+        in it fits, chunks that are not placed weighing nothing and blocks that are not decided keeping the least they can; and
+        where nothing in it is faster, such chunks taking no time and such blocks making again no more than the room takes that
+        is left."""
         first = replace(self.candidate(Knobs(micro_batch)), chunks=(), placements=(), slots=0, prefetch=0)
-        blocks, chunks = first.each.blocks, self.profile.chunks
-        choices = [_choices(block) for block in blocks]
-        least_kept = tuple(min(names, key=lambda name: _kept(block, name)) for block, names in zip(blocks, choices, strict=True))
-        kept = tuple[Activations, ...]("keep" for _ in blocks)
+        blocks, chunks, moves = first.each.blocks, self.profile.chunks, bool(moved)
+        choices = self.choices_with(micro_batch, moved)
+        passes = [undecided(first.each, choices, decided) for decided in range(len(blocks) + 1)]
+        kept = tuple(names[0] for names in choices)
         front: list[tuple[float, int]] = []  # seconds again, and bytes live: those that nothing beats in both
-        for seconds, activations in self._all_activations(micro_batch):
+        for seconds, activations in self._all_activations(micro_batch, moved):
             live = weigh(self.profile, replace(first, activations=activations)).live_bytes
             if not front or live < front[-1][1]:
                 front.append((seconds, live))
 
         def bound(placements: tuple[Placement, ...], activations: tuple[Activations, ...]) -> float:
-            part = self._placed(replace(first, chunks=chunks[: len(placements)]), placements)
-            weight = weigh(self.profile, replace(part, activations=(*activations, *least_kept[len(activations) :])))
+            fastest = self._placed(replace(first, chunks=chunks[: len(placements)]), placements)
+            fastest = replace(fastest, activations=(*activations, *kept[len(activations) :]))
+            weight = weigh(self.profile, replace(fastest, each=passes[len(activations)]))
             if not self.fits(weight):
                 return math.inf
             fits = (seconds for seconds, live in front if self.fits(replace(weight, live_bytes=max(live, weight.live_bytes))))
-            fastest = replace(part, activations=(*activations, *kept[len(activations) :]))
-            return least_seconds(fastest, self.rates, max(next(fits) - fastest.seconds_again, 0.0))
+            again = next(fits, None) if front else 0.0
+            if again is None:
+                return math.inf
+            return least_seconds(fastest, self.rates, max(again - fastest.seconds_again, 0.0))
 
         found: Offer | None = None
-        branches = [(0.0, tuple[Placement, ...](), tuple[Activations, ...]())]
-        while branches and self._branches_left > 0:
+        branches = [(bound((), ()), tuple[Placement, ...](), tuple[Activations, ...]())]
+        while branches and self._branches_left[moves] > 0:
             least, placements, activations = branches.pop()
             if least >= under:
                 continue
@@ -314,7 +374,7 @@ class Space:
                 if offer is not None and offer.simulated.step_seconds < under:
                     found, under = offer, (1 - SLACK) * offer.simulated.step_seconds
                 continue
-            self._branches_left -= len(nexts)
+            self._branches_left[moves] -= len(nexts)
             bounds = [(bound(*each), *each) for each in nexts]
             branches += sorted((each for each in bounds if each[0] < under), key=lambda each: each[0], reverse=True)
         return found
@@ -403,8 +463,9 @@ class Space:
         return offer
 
     def _with_least_again(self, offer: Offer) -> Offer:
-        """Of all choices for a few blocks those that cost least and fit, with the chunks as they are."""
-        for seconds, activations in self._all_activations(offer.candidate.each.micro_batch):
+        """Of all choices for a few blocks those that cost least and fit, with the chunks, and with what moves, as they are."""
+        moved = tuple(sorted(offer.candidate.offloaded))
+        for seconds, activations in self._all_activations(offer.candidate.each.micro_batch, moved):
             if seconds >= offer.candidate.seconds_again:
                 break
             other = self._fitting(replace(offer.candidate, activations=activations))
@@ -412,14 +473,14 @@ class Space:
                 return min(offer, other, key=_offered_seconds)
         return offer
 
-    def _all_activations(self, micro_batch: int) -> list[tuple[float, tuple[Activations, ...]]]:
-        """By the seconds they cost; none where there are too many."""
-        if micro_batch not in self._activations:
-            first = self.candidate(Knobs(micro_batch))
-            choices = [_choices(block) for block in first.each.blocks]
+    def _all_activations(self, micro_batch: int, moved: tuple[int, ...]) -> list[tuple[float, tuple[Activations, ...]]]:
+        """By the seconds they cost, with these blocks moved and no others; none where there are too many."""
+        key = micro_batch, moved
+        if key not in self._activations:
+            first, choices = self.candidate(Knobs(micro_batch)), self.choices_with(micro_batch, moved)
             found = product(*choices) if math.prod(map(len, choices)) <= MOST_ACTIVATIONS else ()
-            self._activations[micro_batch] = sorted((replace(first, activations=each).seconds_again, each) for each in found)
-        return self._activations[micro_batch]
+            self._activations[key] = sorted((replace(first, activations=each).seconds_again, each) for each in found)
+        return self._activations[key]
 
     def _changed(self, candidate: Candidate, most: int) -> Iterator[Candidate]:
         """With one block or chunk changed, then with two, up to so many."""
@@ -432,7 +493,7 @@ class Space:
         """With one changed that comes after the last, of the blocks and then the chunks; and which it is."""
         blocks = candidate.each.blocks
         for place in range(last + 1, len(blocks)):
-            for choice in _choices(blocks[place]):
+            for choice in self.choices(blocks[place]):
                 if choice != candidate.activations[place]:
                     yield place, replace(candidate, activations=_with(candidate.activations, place, choice))
         for place in range(max(last + 1, len(blocks)), len(blocks) + len(candidate.chunks)):
@@ -453,16 +514,19 @@ class Space:
 
     def _filled(self, micro_batch: int, forced: Mapping[str, float]) -> Iterator[tuple[float, Knobs]]:
         """For every choice of the other knobs, the device as full as it can be."""
-        if not self._fits_device(self.weight(self.least(micro_batch))):
+        taken = self.least_host_bytes(micro_batch)
+        if taken is None or taken > self.profile.host_limit_bytes:
             return
         last = self.last_rung(micro_batch)
         some = sorted({round(step * last / (RUNGS - 1)) for step in range(RUNGS)})
         alone = -(-self.profile.batch_size // micro_batch) == 1
         speculates = (False, True) if alone and self.is_gpu else (False,)
-        for rung, streamed in product(some, STREAMED if self.is_gpu else (0.0,)):
-            if not _is_forced(Knobs(micro_batch, rung, streamed=streamed), forced, "rung", "streamed"):
+        kept = [*((rung, 0) for rung in some), *((0, moved) for moved in self._some_moved(micro_batch)[-2:] if moved)]
+        for (rung, moved), streamed in product(kept, STREAMED if self.is_gpu else (0.0,)):
+            start = Knobs(micro_batch, rung, moved, streamed=streamed)
+            if not _is_forced(start, forced, "rung", "moved", "streamed"):
                 continue
-            filled = list(self._fillings(Knobs(micro_batch, rung, streamed=streamed)))
+            filled = list(self._fillings(start))
             for knobs, first, guess in product(filled, HOST_FIRST if self.is_gpu else (0.0,), speculates):
                 near = self._near(replace(knobs, host_first=first, speculates=guess))
                 if near is not None and _is_forced(near, forced):
@@ -519,6 +583,12 @@ class Space:
             knobs = best
         return knobs
 
+    def _moved(self, knobs: Knobs, forced: Mapping[str, float]) -> list[Knobs]:
+        """The same with some blocks moved, and the device filled anew, where that is better."""
+        others = [replace(knobs, moved=moved, resident=0, away=0) for moved in self._some_moved(knobs.micro_batch)[1:]]
+        filled = [near for each in others for full in self._fillings(each) if (near := self._near(full)) is not None]
+        return [each for each in filled if _is_forced(each, forced) and self._is_better(each, knobs)]
+
     def _is_sound(self, knobs: Knobs) -> bool:
         """It fits, and weights are not away only to fill slots that take as much."""
         return not 0 < knobs.away <= self._slots and self.fits(self.weight(knobs))
@@ -536,6 +606,11 @@ class Space:
                 filled = self._fill(replace(knobs, rung=knobs.rung + step, resident=0, away=0))
                 if filled is not None:
                     yield filled
+            if knobs.moved and 0 <= knobs.moved + step <= self.all_moved(knobs.micro_batch):
+                filled = self._fill(replace(knobs, moved=knobs.moved + step, resident=0, away=0))
+                yield replace(knobs, moved=knobs.moved + step)
+                if filled is not None:
+                    yield filled
         if not self.is_gpu:
             return
         for share in (-0.15, -0.05, -0.02, 0.02, 0.05, 0.15):
@@ -549,12 +624,21 @@ class Space:
                     yield filled
 
 
-def _choices(block: BlockCost) -> list[Activations]:
-    return [choice for choice in CHOICES if block.name and choice in block.choices] or ["keep"]
+def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """None, all of one, of two..."""
+    return chain.from_iterable(combinations(items, count) for count in range(len(items) + 1))
 
 
-def _kept(block: BlockCost, choice: Activations) -> int:
-    return block.choices[choice].kept_bytes if block.name else 0
+def undecided(each: Pass, choices: Sequence[Sequence[Activations]], decided: int) -> Pass:
+    """The same pass, but that of all blocks after so many, those that have a choice keep the least there is for them."""
+
+    def least(block: BlockCost, names: Sequence[Activations]) -> BlockCost:
+        if not block.name or len(names) == 1:
+            return block
+        return replace(block, choices={"keep": ChoiceCost(min(block.choices[name].kept_bytes for name in names), 0, 0.0)})
+
+    pairs = zip(each.blocks[decided:], choices[decided:], strict=True)
+    return replace(each, blocks=(*each.blocks[:decided], *(least(block, names) for block, names in pairs)))
 
 
 def _offered_seconds(offer: Offer) -> float:
@@ -579,7 +663,7 @@ def _most(count: int, fits: Callable[[int], bool]) -> int:
 
 
 def ladder(each: Pass) -> list[tuple[Activations, ...]]:
-    """Choices for all blocks, from all kept to the least that can be kept."""
+    """Choices for all blocks, from all kept to the least that can be kept and nothing moved."""
     now: list[Activations] = ["keep"] * len(each.blocks)
     found = [tuple(now)]
     heap: list[tuple[float, int, Activations]] = []
@@ -590,7 +674,7 @@ def ladder(each: Pass) -> list[tuple[Activations, ...]]:
         here = choices[now[index]]
         steps: list[tuple[float, int, Activations]] = [
             ((choices[name].seconds - here.seconds) / (here.kept_bytes - choices[name].kept_bytes), index, name)
-            for name in CHOICES[1:]
+            for name in AGAIN
             if name in choices and choices[name].kept_bytes < here.kept_bytes
         ]
         if steps:

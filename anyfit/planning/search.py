@@ -8,8 +8,8 @@
                 reserved(m) = max(peak(m), what the allocator was seen to reserve) + context
 
 With several micro-batches a step, gradient sums are held all along; with one, each gradient lives from its birth to the update.
-Where the whole batch does not fit in one pass so, plans that make blocks again or have part of the state on the host (offload.py)
-are weighed against these:
+Where the whole batch does not fit in one pass so, plans that make blocks again, move what they keep, or have part of the state on
+the host (offload.py) are weighed against these:
 
     minimise    simulated seconds(m, c, knobs), (1 - TIE) times that where c is the usual size of chunks
     over        m; c in the usual size of chunks, about half of it and about twice; the knobs
@@ -53,7 +53,11 @@ OFFLOAD_PEAK_ERROR = {"cuda": 0.02, "cpu": 0.08}
 START_SECONDS, PLACED_PER_SECOND, MADE_READY_PER_SECOND = 2.0, 0.38e9, 9e9
 # Of step time, where part of the state is on the host: tests/planning/test_planned.py has the GPU's; on a CPU all shares cores.
 OFFLOAD_ERROR = {"cuda": 0.2, "cpu": 1.0}
-AGAIN: dict[Activations, str] = {"recompute": "made again in backward", "selective": "made again but for the costly ops"}
+NOT_KEPT: dict[Activations, str] = {
+    "recompute": "made again in backward",
+    "selective": "made again but for the costly ops",
+    "offload": "moved to the host and back",
+}
 DEVICE_FOR_HOST = 1.15  # of what the host lacks, on the device: what moves there takes a little room to work
 SIZES_TRIED = 1  # micro-batch, of a plan that is only to show that something fits
 MOST_TIMES = 4  # as much device memory: more is no change that anyone makes
@@ -220,7 +224,7 @@ def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alt
 
 
 def _offloaded(found: Found) -> Plan:
-    """The best that makes blocks again or has state on the host."""
+    """The best that makes blocks again, moves what they keep or has state on the host."""
     chosen, offer, space, neighbours = found.chosen, found.offer, found.space, found.neighbours
     assert offer is not None
     assert space is not None
@@ -233,7 +237,7 @@ def _offloaded(found: Found) -> Plan:
     without = {
         "updates": "a CPU has nothing to stream them through",
         "speculation": "the gradients of several passes add up first",
-        "activations": "no block can be made again",
+        "activations": "no block can be made again or moved",
         "chunk size": "other sizes make the same chunks",
         "micro-batch": "the only one asked for",
     }
@@ -264,9 +268,9 @@ def _choices(offer: Offer, *, is_gpu: bool) -> dict[str, str]:
         if is_gpu:
             speculates = _speculates(offer)
             found["speculation"] = "updates begin before the norm is known" if speculates else "updates wait for the norm"
-    again = Counter(offer.candidate.activations)
-    made = [f"{again[name]} block{'s' * (again[name] > 1)} {verb}" for name, verb in AGAIN.items() if again[name]]
-    found["activations"] = ", ".join(made) or "all kept"
+    blocks = Counter(offer.candidate.activations)
+    said = [f"{blocks[name]} block{'s' * (blocks[name] > 1)} {verb}" for name, verb in NOT_KEPT.items() if blocks[name]]
+    found["activations"] = ", ".join(said) or "all kept"
     return found
 
 
@@ -293,8 +297,12 @@ def _neighbours(found: Found) -> list[Neighbour]:
             said = "updates that wait for the norm" if _speculates(offer) else "updates before the norm is known"
             add("speculation", said, speculates=not _speculates(offer))
     if space.last_rung(micro_batch):
-        add("activations", "all made again", rung=space.last_rung(micro_batch))
-        add("activations", "all kept", rung=0)
+        add("activations", "all made again", rung=space.last_rung(micro_batch), moved=0)
+        add("activations", "all kept", rung=0, moved=0)
+    if "offload" in offer.candidate.activations:
+        add("activations", "none moved", moved=0)
+    elif space.all_moved(micro_batch):
+        add("activations", "all moved", rung=0, moved=space.all_moved(micro_batch))
     others = {each.micro_batch for each in profile.passes} - {micro_batch}
     for size in sorted(others, key=lambda size: abs(size - micro_batch))[:1]:
         add("micro-batch", _passes(profile.batch_size, size), size)

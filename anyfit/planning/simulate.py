@@ -3,11 +3,13 @@
 The computation goes through its segments, and waits where the engine would: for the weights of a block (their update, or their
 way up), for a stage to put gradients in. Beside it work the two copy engines and the host's update, each on one thing at a time:
 
-    up      weights to slots, fresh weights, states that are lifted; these take turns, copy by copy
-    down    gradients, states that are lowered, activations; likewise
+    up      weights to slots, fresh weights, states that are lifted, activations that come back; these take turns, copy by copy
+    down    gradients, states that are lowered, activations that move; likewise
     host    updates, the most urgent of those whose gradients have come
 
 All three use the host's memory: the host is slower while copies run, and copies are while the host updates.
+
+A block's activations go down when its forward is over, and come back up when backward comes to the offloaded block after it.
 
 Updates that do not speculate begin when the norm is known. A chunk's weights are ready for the next forward when its update is
 over and they are where they live. The first steps fill the lanes; the last one is the figure.
@@ -18,6 +20,7 @@ from __future__ import annotations
 import functools
 import heapq
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,6 +69,19 @@ class Candidate:
             )
             for segment in self.each.segments
         )
+
+    @cached_property
+    def offloaded(self) -> tuple[int, ...]:
+        """Blocks whose activations move, in the order in which forward comes to them."""
+        if "offload" not in self.activations:
+            return ()
+        order = dict.fromkeys(segment.block for segment in self.each.segments if segment.phase == "forward")
+        return tuple(block for block in order if self.activations[block] == "offload")
+
+    @cached_property
+    def before(self) -> dict[int, int]:
+        """By offloaded block, the one before it: it starts to come back when backward comes to this one."""
+        return dict(zip(self.offloaded[1:], self.offloaded, strict=False))
 
     @property
     def seconds_again(self) -> float:
@@ -265,7 +281,8 @@ class _Play:
         self._added = _Signal(happened=True)
         self._lifted: list[tuple[int, int, Callable[[], None]]] = []  # that wait for a carrier
         self._carriers = STREAMED_DEPTH
-        is_alone = not rates.host.overlaps or all(chunk.route == "resident" and not chunk.is_away for chunk in self._chunks)
+        is_alone = all(chunk.route == "resident" and not chunk.is_away for chunk in self._chunks) and not candidate.offloaded
+        is_alone = is_alone or not rates.host.overlaps
         self._slowness = 1.0 if is_alone else BESIDE
         self._count = 0
         self._slots: dict[int, _Signal] = {}  # by chunk: its weights are there
@@ -274,7 +291,9 @@ class _Play:
         for position, chunk in enumerate(self._touches):
             self._positions.setdefault(chunk.index, []).append(position)
         self._position = 0
-        self._returned: dict[int, _Signal] = {}  # offloaded blocks: their activations are back
+        self._forward_segments = Counter(segment.block for segment in candidate.each.segments if segment.phase == "forward")
+        self._landed: dict[int, _Signal] = {}  # offloaded blocks: their activations are on the host
+        self._returned: dict[int, _Signal] = {}  # and are back
         self._returning: set[int] = set()
         self._waits: dict[Waits, float] = {"fetch": 0.0, "update": 0.0, "gradients": 0.0, "activations": 0.0}
         self._debt = 0.0  # seconds that host and copies take from the computation, where they share its cores
@@ -331,8 +350,8 @@ class _Play:
 
     def _one_pass(self, *, is_last: bool) -> Generator[float | _Signal]:
         candidate = self._candidate
-        offloaded = [block for block, choice in enumerate(candidate.activations) if choice == "offload"]
-        self._returned, self._returning = {block: _Signal() for block in offloaded}, set()
+        self._landed, self._returned = ({block: _Signal() for block in candidate.offloaded} for _ in range(2))
+        self._returning, forwards = set(), Counter(self._forward_segments)
         for chunk in self._chunks:
             chunk.missing = self._backward_segments[chunk.index]
         for segment, used in zip(candidate.each.segments, self._uses, strict=True):
@@ -343,16 +362,17 @@ class _Play:
             if segment.phase == "backward" and costs is not None:
                 if choice == "offload":
                     self._bring_back(block)
+                    before = candidate.before.get(block)
+                    if before is not None:
+                        self._bring_back(before)
                     yield from self._wait("activations", self._returned[block])
-                    earlier = [other for other in offloaded if other < block]
-                    if earlier:
-                        self._bring_back(earlier[-1])
                 else:
                     seconds += self._slowness * costs.seconds
             yield seconds
             if segment.phase == "forward":
-                if choice == "offload" and costs is not None:
-                    self._copy(self._down, "activations", costs.moved_bytes)
+                forwards[block] -= 1
+                if choice == "offload" and costs is not None and forwards[block] == 0:
+                    self._copy(self._down, "activations", costs.moved_bytes, self._landed[block].fire)
                 continue
             for chunk in used:
                 chunk.missing -= 1
@@ -520,6 +540,18 @@ class _Play:
         found = bisect_left(positions, self._position)
         return positions[found] if found < len(positions) else positions[0] + len(self._touches)
 
+    def _used_last(self) -> tuple[int, int]:
+        """Of the chunks in slots, the one whose next use is the last, and that use. One loop, as it is much of a simulation."""
+        position, after = self._position, len(self._touches)
+        last, used = -1, -1
+        for index in self._slots:
+            positions = self._positions[index]
+            found = bisect_left(positions, position)
+            use = positions[found] if found < len(positions) else positions[0] + after
+            if use > used:
+                last, used = index, use
+        return last, used
+
     def _fetch_ahead(self) -> None:
         coming: dict[int, _Chunk] = {}
         for at in range(self._position, len(self._touches)):
@@ -532,8 +564,8 @@ class _Play:
 
     def _fetch(self, chunk: _Chunk, *, at_all_costs: bool) -> bool:
         if len(self._slots) >= self._candidate.slots:
-            last = max(self._slots, key=self._next_use)
-            if not at_all_costs and self._next_use(last) <= self._next_use(chunk.index):
+            last, used = self._used_last()
+            if not at_all_costs and used <= self._next_use(chunk.index):
                 return False
             del self._slots[last]
         there = self._slots[chunk.index] = _Signal()
@@ -548,5 +580,5 @@ class _Play:
     def _bring_back(self, block: int) -> None:
         if block not in self._returning:
             self._returning.add(block)
-            size = self._candidate.each.blocks[block].choices["offload"].moved_bytes
-            self._copy(self._up, "activations", size, self._returned[block].fire)
+            size, back = self._candidate.each.blocks[block].choices["offload"].moved_bytes, self._returned[block].fire
+            self._landed[block].then(lambda: self._copy(self._up, "activations", size, back))

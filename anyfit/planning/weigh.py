@@ -3,8 +3,14 @@
     device = pools + the most that is live at once
     pools  = weights and optimizers that live there, slots, stages, carriers, scratch, sums of gradients
     live   = over the segments: what other blocks keep for backward + the segment's own work + gradients that stay on the device
+             + activations of other blocks that are still to go down, or back already
 
 Pools are exact; work is the pass's as it was traced: a block that is made again holds in backward what one that kept holds.
+
+Offloaded activations are on the device until they are copied: their turn comes one block after another, at the rate that copies
+down have while all is busy, half of it where states are lowered too, and from when a computation that never waits is through with
+the block. When backward comes to a block, its own and those of the offloaded block before it are there again, copies of what
+other blocks save too among them. The host has room for all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from anyfit.values.plan import Placement
-from anyfit.values.profile import ChunkCost, Profile
+from anyfit.values.profile import ChunkCost, HostRates, Profile
 
 from .simulate import STAGES, STREAMED_DEPTH, Candidate
 
@@ -46,7 +52,9 @@ def weigh(profile: Profile, candidate: Candidate) -> Weight:
         split = [chunk.elements for chunk in resident if chunk.weights_bytes == 2 * chunk.elements]
         pools += TORCH_SCRATCH_BYTES * max(split, default=0)
         updating = profile.update.scratch_bytes
-    return Weight(pools, max(_live(candidate, updating)), _host(pairs, adds_up=adds_up))
+    going = _going(candidate, profile.host)
+    moved = sum(candidate.each.blocks[block].choices["offload"].moved_bytes for block in candidate.offloaded)
+    return Weight(pools, max(_live(candidate, updating, going)), _host(pairs, adds_up=adds_up) + moved)
 
 
 def _largest(pairs: list[Pair]) -> int:
@@ -94,7 +102,30 @@ def _landed_gradients(chunk: ChunkCost, placement: Placement, *, adds_up: bool) 
     return 4 * chunk.elements if adds_up else chunk.weights_bytes
 
 
-def _live(candidate: Candidate, updating: int) -> Iterator[int]:
+def _going(candidate: Candidate, host: HostRates | None) -> list[int]:
+    """By segment, bytes of blocks before it that are still to go down."""
+    each = candidate.each
+    found = [0] * len(each.segments)
+    if not candidate.offloaded or host is None:
+        return found
+    rate = (host.loaded or host).down_bytes_per_second
+    if any(placement.route == "streamed" for placement in candidate.placements):
+        rate /= 2
+    forwards = Counter(segment.block for segment in each.segments if segment.phase == "forward")
+    under_way: list[tuple[float, int]] = []  # when they will be down, and bytes
+    now = free = 0.0
+    for index, segment in enumerate(each.segments):
+        found[index] = sum(size for over, size in under_way if over > now)
+        now += segment.seconds
+        forwards[segment.block] -= segment.phase == "forward"
+        if segment.phase == "forward" and forwards[segment.block] == 0 and candidate.activations[segment.block] == "offload":
+            choices = each.blocks[segment.block].choices
+            free = max(free, now) + choices["offload"].moved_bytes / rate
+            under_way.append((free, choices["keep"].kept_bytes - choices["offload"].kept_bytes))
+    return found
+
+
+def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int]:
     each, adds_up = candidate.each, candidate.accumulation > 1
     keeps = [
         block.choices[choice].kept_bytes if block.name else 0  # a segment's work has what is kept outside blocks
@@ -108,14 +139,28 @@ def _live(candidate: Candidate, updating: int) -> Iterator[int]:
         for block in chunk.blocks if placement.gradients == "device" and chunk.gradient_bytes and not adds_up else ():
             staying[block].append(index)
     held: set[int] = set()  # blocks
-    for segment in each.segments:
+    back: dict[int, int] = {}  # by block: bytes that are on the device again
+    for segment, leaving in zip(each.segments, going, strict=True):
         block = segment.block
         if segment.phase == "backward":
             for index in staying[block]:  # a loss may give an embedding its gradient long before its own backward
                 if index not in begun:
                     begun.add(index)
                     gradients += candidate.chunks[index].gradient_bytes
-        yield kept - (keeps[block] if block in held else 0) + segment.work_bytes + gradients
+            if candidate.activations[block] == "offload":
+                choices = each.blocks[block].choices
+                own = choices["keep"].kept_bytes - choices["offload"].kept_bytes  # that are in the segment's work
+                back[block] = choices["offload"].moved_bytes - own
+                if (before := candidate.before.get(block)) is not None:
+                    back.setdefault(before, each.blocks[before].choices["offload"].moved_bytes)
+        yield (
+            kept
+            - (keeps[block] if block in held else 0)
+            + segment.work_bytes
+            + gradients
+            + leaving
+            + (sum(back.values()) if back else 0)
+        )
         if segment.phase == "forward" and block not in held:
             held.add(block)
             kept += keeps[block]
@@ -124,6 +169,7 @@ def _live(candidate: Candidate, updating: int) -> Iterator[int]:
             if backwards_left[block] == 0 and block in held:
                 held.remove(block)
                 kept -= keeps[block]
+                back.pop(block, None)
     yield gradients + updating  # when all are there
 
 

@@ -36,10 +36,11 @@ def random_profile(random: Random, blocks: int) -> Profile:
     chunks = _chunks(random, blocks, 5 if is_gpu and accumulation == 1 else 8)
     elements = sum(chunk.elements for chunk in chunks)
     weight = 2 * elements / each.seconds  # bytes a second at which weights cross while the pass computes
+    crossing = Random(repr(weight)).choice([weight, weight, each.kept_bytes / each.seconds])  # or activations
     host = HostRates(
         updates_per_second=weight * _scale(random, 0.1, 3),
-        up_bytes_per_second=weight * _scale(random, 0.5, 20),
-        down_bytes_per_second=weight * _scale(random, 0.5, 20),
+        up_bytes_per_second=crossing * _scale(random, 0.5, 20),
+        down_bytes_per_second=crossing * _scale(random, 0.5, 20),
         overlaps=is_gpu,
     )
     if is_gpu and random.random() < 0.5:
@@ -73,6 +74,7 @@ def _scale(random: Random, low: float, high: float) -> float:
 def _pass(random: Random, count: int) -> Pass:
     is_like = random.random() < 0.3  # one block again and again
     scale = _scale(random, 1, 100)
+    aside = Random(repr(scale))
 
     def own(index: int) -> BlockCost:
         kept = int(scale * random.randint(1, 20) * MIB)
@@ -82,12 +84,18 @@ def _pass(random: Random, count: int) -> Pass:
             "recompute": ChoiceCost(int(kept * random.uniform(0.02, 0.3)), 0, again),
             "selective": ChoiceCost(int(kept * random.uniform(0.3, 0.8)), 0, again * random.uniform(0.02, 0.6)),
         }
+        stays, shared = aside.choice([0, kept // 10]), aside.choice([0, MIB])
+        choices["offload"] = ChoiceCost(stays, kept - stays + shared, 0.0)
         forward = again * random.uniform(1.0, 1.3)
         seconds = {"seconds_forward": forward, "seconds_backward": forward * random.uniform(1.5, 2.5)}
         return block(f"layers.{index}", kept_bytes=kept, choices=choices, **seconds)
 
     first = own(0)
     blocks = [replace(first, name=f"layers.{index}") if is_like else own(index) for index in range(count)]
+    movable = aside.choice([0, 1, 2] if count < 5 else [0, 1])  # more would be too many plans
+    for index in aside.sample(range(count), count - min(movable, count)):
+        left = {name: cost for name, cost in blocks[index].choices.items() if name != "offload"}
+        blocks[index] = replace(blocks[index], choices=left)
     outside = _scale(random, 0.0005, 0.02)
     blocks.append(block("", kept_bytes=MIB, choices={}, seconds_forward=outside, seconds_backward=2 * outside))
     order = [count, *range(count), count]  # the embedding and the head are outside all blocks

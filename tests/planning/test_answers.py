@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,14 +30,17 @@ CPU = HostRates(1e9, 20e9, 20e9, overlaps=False)
 NARROW = 560 * MIB
 
 
-def chain_pass(size: int) -> Pass:
-    """Blocks that take 10 ms a sample and keep 100 MiB of it, with an embedding and a head around them."""
+def chain_pass(size: int, *more: str) -> Pass:
+    """Blocks that take 10 ms a sample and keep 100 MiB of it, with an embedding and a head around them; `more` choices for what
+    they keep."""
     kept, seconds = 100 * MIB * size, 0.002 + 0.010 * size
     choices = {
         "keep": ChoiceCost(kept, 0, 0.0),
         "recompute": ChoiceCost(kept // 10, 0, seconds),
         "selective": ChoiceCost(kept // 2, 0, seconds / 4),
     }
+    if "offload" in more:
+        choices["offload"] = ChoiceCost(kept // 100, kept, 2 * kept / GPU.up_bytes_per_second)
     inner = block(seconds_forward=seconds, seconds_backward=2 * seconds, kept_bytes=kept, choices=choices)
     around = block("", seconds_forward=0.0, seconds_backward=0.0, kept_bytes=0, choices={})
     blocks = (*(replace(inner, name=f"layers.{index}") for index in range(BLOCKS)), around)
@@ -82,6 +86,12 @@ def chain(device_bytes: int, host: HostRates = GPU, host_bytes: int = 16 * GIB, 
     )
 
 
+def with_moves(profile: Profile) -> Profile:
+    """The same where activations can move."""
+    return replace(profile, passes=tuple(chain_pass(each.micro_batch, "offload") for each in profile.passes))
+
+
+SLOW_COPIES = HostRates(1e9, 2e9, 2e9, overlaps=True)
 PROFILES: dict[str, Callable[[], Profile]] = {
     "a GPU with room for all": lambda: chain(16 * GIB),
     "a GPU with room for two passes": lambda: chain(6 * GIB),
@@ -93,6 +103,11 @@ PROFILES: dict[str, Callable[[], Profile]] = {
     "a GPU that is asked for small passes": lambda: chain(2 * GIB, sizes=(1,)),
     "a GPU with room for small chunks only": lambda: chain(NARROW),
     "a GPU for whose chunks there is one size": lambda: replace(chain(2 * GIB), other_layouts=()),
+    "a GPU whose blocks are long for what they keep": lambda: with_moves(chain(2 * GIB)),
+    "the same with little room": lambda: with_moves(chain(3 * GIB // 2)),
+    "the same with slow copies": lambda: with_moves(chain(2 * GIB, SLOW_COPIES)),
+    "the same with a host that is short": lambda: with_moves(chain(2 * GIB, host_bytes=13 * GIB // 2)),
+    "a CPU where activations would move": lambda: with_moves(chain(4 * GIB, CPU)),
     "a CPU with room for all": lambda: chain(16 * GIB, CPU),
     "a CPU that lacks a little": lambda: chain(4 * GIB, CPU),
     "a CPU with little": lambda: chain(3 * GIB // 2, CPU),
@@ -149,8 +164,10 @@ def otherwise(space: Space, plan: Plan, choice: str) -> tuple[int, dict[str, Any
         "none on the host": ({"streamed": 1.0, "host_first": 0.0}, lambda found: "host" not in routes(found)),
         "updates that wait for the norm": ({"speculates": False}, lambda found: not speculates(found)),
         "updates before the norm is known": ({"speculates": True}, speculates),
-        "all made again": ({"rung": last}, lambda found: "keep" not in found.activations[:BLOCKS]),
-        "all kept": ({"rung": 0}, lambda found: set(found.activations) == {"keep"}),
+        "all made again": ({"rung": last, "moved": 0}, lambda found: not {"keep", "offload"} & set(found.activations[:BLOCKS])),
+        "all kept": ({"rung": 0, "moved": 0}, lambda found: set(found.activations) == {"keep"}),
+        "none moved": ({"moved": 0}, lambda found: "offload" not in found.activations),
+        "all moved": ({"rung": 0, "moved": BLOCKS}, lambda found: set(found.activations[:BLOCKS]) == {"offload"}),
     }
     if choice in named:
         return (size, *named[choice])
@@ -253,13 +270,33 @@ def test_the_profiles_have_all_kinds_of_plans() -> None:
     plans = [search(make()) for make in PROFILES.values()]
     assert len({plan.accumulation for plan in plans}) > 1
     assert {route for plan in plans for route in {each.route for each in plan.chunks}} == {"resident", "streamed", "host"}
-    assert {"recompute", "selective"} <= {choice for plan in plans for choice in plan.stages[0].activations.values()}
+    assert {"recompute", "selective", "offload"} <= {choice for plan in plans for choice in plan.stages[0].activations.values()}
     assert any("host" in {each.weights for each in plan.chunks} for plan in plans)
     assert {any(each.speculates for each in plan.chunks) for plan in plans if plan.chunks} == {True, False}
     assert {plan.chunk_bytes for plan in plans if plan.chunks} == {2 * ELEMENTS, ELEMENTS}
     whys = [plan.decision("chunk size").why for plan in plans if plan.chunks]
     assert any(why.startswith("the usual size; ") for why in whys)
     assert any(" more a step" in why for why in whys)
+
+
+def moved(profile: Profile) -> int:
+    """Blocks."""
+    return Counter(search(profile).stages[0].activations.values())["offload"]
+
+
+def test_activations_move_where_blocks_are_long_for_what_they_keep_and_copies_are_fast() -> None:
+    fast = with_moves(chain(2 * GIB))
+    plan = search(fast)
+    assert moved(fast) == BLOCKS
+    assert "moved to the host and back" in plan.decision("activations").choice
+    assert plan.forecast.step_seconds < 0.95 * search(chain(2 * GIB)).forecast.step_seconds
+    assert plan.forecast.peak_bytes["host"] <= fast.host_limit_bytes
+
+
+def test_activations_do_not_move_where_copies_are_slow_or_the_host_is_short_or_the_same() -> None:
+    assert moved(with_moves(chain(2 * GIB, SLOW_COPIES))) == 0
+    assert moved(with_moves(chain(2 * GIB, CPU))) == 0
+    assert moved(with_moves(chain(2 * GIB, host_bytes=13 * GIB // 2))) < moved(with_moves(chain(2 * GIB)))
 
 
 def test_no_alternative_is_faster_than_the_plan_but_in_chunks_of_another_size_by_little(

@@ -1,13 +1,14 @@
 """The search against all there is.
 
-The plans of a chain are all combinations of a choice for every block (keep, selective, recompute; as many as its profile has) and
-a placement for every chunk: of one that is trained resident, or updated on the host or streamed, each with its weights on the
-device or away, each waiting for the norm or not; of a frozen one on the device or away. That is all that a plan for one
-micro-batch size can say but for the slots, which the placements decide. On a CPU no update is streamed, and of several
-micro-batches none speculates: the engine does neither.
+The plans of a chain are all combinations of a choice for every block (keep, selective, recompute, offload; as many as its profile
+has) and a placement for every chunk: of one that is trained resident, or updated on the host or streamed, each with its weights
+on the device or away, each waiting for the norm or not; of a frozen one on the device or away. That is all that a plan for one
+micro-batch size can say but for the slots, which the placements decide. On a CPU no update is streamed and no activations are
+offloaded, and of several micro-batches none speculates.
 
-Small chains are gone through plan by plan. For the others that would be up to 3^6 * 9^6 plans, so they are gone through as a
-tree, chunk by chunk and then block by block, and a branch is left out only where no plan in it can be one to look for:
+Small chains are gone through plan by plan. For the others that would be up to 4^6 * 9^6 plans, so they are gone through as a
+tree, first which blocks are offloaded, then chunk by chunk and block by block, and a branch is left out only where no plan in it
+can be one to look for:
 
     it does not fit     chunks that are not placed yet weigh nothing, blocks that are not decided keep the least they can
     it is not faster    than what is looked for: chunks that are not placed yet take no time, blocks that are not decided keep
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from random import Random
 
 import pytest
@@ -29,16 +30,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anyfit.planning.bound import least_seconds
-from anyfit.planning.offload import CHOICES, FROZEN_AWAY, PLACED, RESIDENT, Knobs, Space
+from anyfit.planning.offload import FROZEN_AWAY, PLACED, RESIDENT, Knobs, Space, undecided
 from anyfit.planning.simulate import Candidate, simulate
 from anyfit.planning.weigh import weigh
 from anyfit.values.plan import Activations, Placement
-from anyfit.values.profile import Profile
+from anyfit.values.profile import BlockCost, Profile
 from tests.conftest import FULL
 from tests.planning.chains import MICRO_BATCH, narrowed, random_profile
 
 ROUNDING = 1 + 1e-9
 seeds = st.integers(0, 2**32 - 1)
+
+
+def _choices_of(block: BlockCost, *names: Activations) -> list[Activations]:
+    return [name for name in names if name in block.choices or (name == "keep" and not block.choices)]
 
 
 class Plans:
@@ -50,12 +55,9 @@ class Plans:
         self._profile = profile
         self._first = self.space.candidate(Knobs(MICRO_BATCH))
         blocks = profile.passes[0].blocks
-        self.choices: list[list[Activations]] = [
-            [choice for choice in CHOICES if choice in block.choices] or ["keep"] for block in blocks
-        ]
-        self.least_kept = [
-            min(choices, key=lambda choice, block=block: block.choices[choice].kept_bytes if block.choices else 0)  # type: ignore[misc]
-            for choices, block in zip(self.choices, blocks, strict=True)
+        self.choices = [
+            [*_choices_of(block, "keep", "selective", "recompute"), *(_choices_of(block, "offload") if self.space.is_gpu else ())]
+            for block in blocks
         ]
         trained = [
             RESIDENT,
@@ -83,6 +85,14 @@ class Plans:
     def fits(self, candidate: Candidate) -> bool:
         return self.space.fits(weigh(self._profile, candidate))
 
+    def moving(self, moved: tuple[bool, ...]) -> Moving:
+        """Those with these blocks offloaded and no others."""
+        return Moving(self, moved)
+
+    def ways_to_move(self) -> list[tuple[bool, ...]]:
+        """By block, whether it is."""
+        return list(product(*([False, True] if "offload" in names else [False] for names in self.choices)))
+
     def seconds(self, candidate: Candidate) -> float:
         return simulate(candidate, self.rates).step_seconds
 
@@ -92,23 +102,47 @@ class Plans:
             if self.fits(candidate):
                 yield candidate
 
+    def faster_than(self, seconds: float) -> Iterator[Candidate]:
+        return chain.from_iterable(self.moving(moved).faster_than(seconds) for moved in self.ways_to_move())
+
+
+class Moving:
+    """The tree of all plans with some blocks offloaded and no others."""
+
+    def __init__(self, plans: Plans, moved: tuple[bool, ...]) -> None:
+        self._plans = plans
+        self.choices: list[list[Activations]] = [
+            ["offload"] if moves else [name for name in names if name != "offload"]
+            for moves, names in zip(moved, plans.choices, strict=True)
+        ]
+        each = plans.space.profile.passes[0]
+        self._undecided = [undecided(each, self.choices, decided) for decided in range(len(each.blocks) + 1)]
+
+    def fastest(self, placements: tuple[Placement, ...], activations: tuple[Activations, ...]) -> Candidate:
+        """With the first chunks and blocks so, and the others keeping all."""
+        return self._plans.candidate(placements, (*activations, *(names[0] for names in self.choices[len(activations) :])))
+
+    def lightest(self, placements: tuple[Placement, ...], activations: tuple[Activations, ...]) -> Candidate:
+        """With the first chunks and blocks so, and the others keeping the least that they can."""
+        return replace(self.fastest(placements, activations), each=self._undecided[len(activations)])
+
     def faster_than(
         self, seconds: float, placements: tuple[Placement, ...] = (), activations: tuple[Activations, ...] = ()
     ) -> Iterator[Candidate]:
         """Of the branch with these first chunks and blocks so."""
-        decided = len(activations)
-        if not self.fits(self.candidate(placements, (*activations, *self.least_kept[decided:]))):
+        plans, decided = self._plans, len(activations)
+        if not plans.fits(self.lightest(placements, activations)):
             return
-        fastest = self.candidate(placements, (*activations, *("keep" for _ in self.choices[decided:])))
-        if least_seconds(fastest, self.rates) >= seconds:
+        fastest = self.fastest(placements, activations)
+        if least_seconds(fastest, plans.rates) >= seconds:
             return
-        if len(placements) < len(self.placements):
-            for placement in self.placements[len(placements)]:
+        if len(placements) < len(plans.placements):
+            for placement in plans.placements[len(placements)]:
                 yield from self.faster_than(seconds, (*placements, placement))
         elif decided < len(self.choices):
             for choice in self.choices[decided]:
                 yield from self.faster_than(seconds, placements, (*activations, choice))
-        elif self.seconds(fastest) < seconds:
+        elif plans.seconds(fastest) < seconds:
             yield fastest
 
 
@@ -165,12 +199,12 @@ def test_a_part_of_a_plan_neither_weighs_more_nor_has_a_higher_bound(
     drawn: tuple[Plans, Candidate], placed: int, decided: int
 ) -> None:
     plans, whole = drawn
-    profile = plans.space.profile
+    profile, tree = plans.space.profile, plans.moving(tuple(choice == "offload" for choice in whole.activations))
     placements, activations = whole.placements[:placed], whole.activations[:decided]
-    lightest = weigh(profile, plans.candidate(placements, (*activations, *plans.least_kept[decided:])))
+    lightest = weigh(profile, tree.lightest(placements, activations))
     weight = weigh(profile, whole)
     assert lightest.pool_bytes <= weight.pool_bytes
     assert lightest.live_bytes <= weight.live_bytes
     assert lightest.host_bytes <= weight.host_bytes
-    fastest = plans.candidate(placements, (*activations, *("keep" for _ in plans.choices[decided:])))
+    fastest = tree.fastest(placements, activations)
     assert least_seconds(fastest, plans.rates) <= least_seconds(whole, plans.rates) * ROUNDING

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import anyfit
 from anyfit import NoPlan
+from anyfit.demo import GPT
+from anyfit.planning.search import OFFLOAD_PEAK_ERROR
+from anyfit.planning.simulate import Candidate
+from anyfit.planning.weigh import weigh
+from anyfit.values.plan import Placement
+from tests.conftest import FULL
 from tests.machines import small_machine
 from tests.models import Tangled, byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
@@ -55,6 +62,49 @@ def test_a_plan_under_any_limit_keeps_it_and_forecasts_its_peak(model: str, prec
     assert measured["device"] == pytest.approx(plan.forecast.peak_bytes["device"], rel=plan.forecast.peak_error)
     assert measured["host"] <= plan.forecast.peak_bytes["host"] + 4096 * 8 * len(plan.chunks or (1,))
     assert_bit_equal(weights, train_plainly(job, batches, plan.accumulation)[1])
+
+
+BLOCKS = [f"blocks.{index}" for index in range(4)]
+choices = st.sampled_from(["keep", "recompute", "selective", "offload", "offload"])
+
+
+@settings(max_examples=20 if FULL else 6)
+@given(
+    activations=st.tuples(*(choices for _ in BLOCKS)), precision=st.sampled_from(["fp32", "bf16"]), accumulation=st.integers(1, 2)
+)
+def test_what_moved_activations_take_of_device_and_host_is_as_forecast(
+    activations: Any, precision: Any, accumulation: int
+) -> None:
+    """With storages that are large enough to move."""
+    batches = byte_batches(3, ROWS, length=129)
+    job = replace(
+        job_for("gpt", precision),
+        model=lambda: GPT(width=128, layers=len(BLOCKS), heads=4, length=128),
+        sample=batches[0],
+        micro_batch=ROWS // accumulation,
+    )
+    machine = small_machine()
+    plan, profile = anyfit.plan(job, machine), anyfit.profile(job, machine)
+    (each,) = profile.passes
+    of_block = dict(zip(BLOCKS, activations, strict=True))
+    placements = (Placement(),) * len(profile.chunks)
+    candidate = Candidate(
+        each, accumulation, tuple(of_block.get(block.name, "keep") for block in each.blocks), profile.chunks, placements, 0, 0
+    )
+    weight = weigh(profile, candidate)
+    plan = replace(
+        plan,
+        stages=(replace(plan.stages[0], activations=of_block),),
+        chunk_bytes=profile.offload_chunk_bytes,
+        chunks=placements,
+    )
+    with anyfit.start(job, plan, machine) as run:
+        for batch in batches:
+            run.step(batch)
+        measured = run.metrics.peak_bytes
+    assert measured["host"] == weight.host_bytes
+    assert (weight.host_bytes > 0) == ("offload" in activations)
+    assert measured["device"] == pytest.approx(weight.device_bytes, rel=OFFLOAD_PEAK_ERROR["cpu"])
 
 
 def test_the_less_memory_the_less_stays_on_the_device() -> None:

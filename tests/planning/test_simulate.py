@@ -136,7 +136,8 @@ FORCED: dict[str, dict[str, float]] = {
     "none streamed": {"streamed": 0.0},
     "none on the host": {"streamed": 1.0, "host_first": 0.0},
     "updates that wait for the norm": {"speculates": False},
-    "all made again": {"rung": -1},
+    "all made again": {"rung": -1, "moved": 0},
+    "all moved": {"rung": 0, "moved": -1},
 }
 
 
@@ -150,7 +151,8 @@ def test_what_a_plan_says_of_its_neighbours_is_what_they_cost_when_planned() -> 
     for other in plan.alternatives:
         if other.decision == "chunk size":  # tests/planning/test_answers.py
             continue
-        forced = {knob: space.last_rung(8) if value == -1 else value for knob, value in FORCED[other.choice].items()}
+        most = {"rung": space.last_rung(8), "moved": space.all_moved(8)}
+        forced = {knob: most[knob] if value == -1 else value for knob, value in FORCED[other.choice].items()}
         offer = space.best(8, starts=1, **forced)
         assert offer is not None
         assert offer.simulated.step_seconds == pytest.approx(other.step_seconds)
