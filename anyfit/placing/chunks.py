@@ -249,6 +249,17 @@ class ModelState:
             for state in self.chunks:
                 state.write(weights)
 
+    def refuse_thawed(self) -> None:
+        """Raises where a parameter that was frozen has a gradient."""
+        frozen = (slot.name for each in self.chunks if not each.chunk.trainable for slot in each.chunk.slots)
+        with quietly():
+            thawed = next((name for name in frozen if self.parameters[name].grad is not None), None)
+        if thawed is not None:
+            raise RuntimeError(
+                f"{thawed} was frozen when the run started and has a gradient now; "
+                "requires_grad_(True) takes effect in a new run: anyfit.start"
+            )
+
     def snapshot(self) -> dict[int, Tensor]:
         """The weights of chunks that are nowhere but on the device, to tell later what the user edited."""
         return {state.index: state.weights.clone() for state in self.chunks if state.on_host is None and not state.is_gathered}

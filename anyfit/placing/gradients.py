@@ -68,7 +68,6 @@ class Gradients:
         self._hooks: list[RemovableHandle] = []
         self._wanted: list[tuple[str, Callable[[Tensor], None]]] = []
         self.device_bytes = 0
-        self._frozen = [slot.name for each in state.chunks if not each.chunk.trainable for slot in each.chunk.slots]
         for each in state.chunks:
             if not each.chunk.trainable:
                 continue
@@ -272,13 +271,8 @@ class Gradients:
 
     def _of_device(self) -> dict[str, Tensor]:
         found = {}
+        self._state.refuse_thawed()
         with quietly():
-            thawed = [name for name in self._frozen if self._parameters[name].grad is not None]
-            if thawed:
-                raise RuntimeError(
-                    f"{thawed[0]} was frozen when the run started and has a gradient now; "
-                    "requires_grad_(True) takes effect in a new run: anyfit.start"
-                )
             for name, parameter in self._parameters.items():
                 if name in self._filled:
                     found[name] = self._sums[name]

@@ -67,7 +67,6 @@ class Reduction:
         self._moved = moved
         self.on_complete: Callable[[ChunkState], None] = lambda _state: None
         self.on_late: Callable[[ChunkState], None] = lambda _state: None
-        self._frozen = [slot.name for each in state.chunks if not each.chunk.trainable for slot in each.chunk.slots]
         self.device_bytes = 0
         self._hooks: list[RemovableHandle] = []
         self._homes = {each.index: self._home(each, slabs, dtype) for each in state.chunks if each.chunk.trainable}
@@ -240,7 +239,7 @@ class Reduction:
 
     def finish(self) -> Tensor:
         """The sum of the squares of this rank's part of all gradients, on the device; parts of all ranks add up to the whole."""
-        self._refuse_thawed()
+        self._state.refuse_thawed()
         parts: list[Tensor] = []
         for home in self._homes.values():
             if not home.given:
@@ -277,15 +276,6 @@ class Reduction:
             if found:
                 home.names |= found
                 self.on_late(home.state)
-
-    def _refuse_thawed(self) -> None:
-        with quietly():
-            thawed = [name for name in self._frozen if self._parameters[name].grad is not None]
-        if thawed:
-            raise RuntimeError(
-                f"{thawed[0]} was frozen when the run started and has a gradient now; "
-                "requires_grad_(True) takes effect in a new run: anyfit.start"
-            )
 
     def of(self, state: ChunkState) -> tuple[dict[str, Tensor], Ticket | None]:
         """This rank's part of a chunk's gradients by name, in the tier its placement says; the ticket of what is under way."""
