@@ -27,7 +27,8 @@ MEASURED_TIME_ERROR = {"cpu": 0.45, "cuda": 0.12}
 LEAST_MEASURED = 0.85
 LEAST_MEASURED_OF_ROUGH = 0.95
 # State that is partly on the host lies in about this many chunks at least, so that some can stay and few be in the way.
-FINE_CHUNKS, MOST_CHUNKS, LEAST_CHUNK_BYTES = 32, 200, 2**14
+FINE_CHUNKS, MOST_CHUNKS = 32, 200
+LEAST_CHUNK_BYTES = {"cpu": 2**14, "cuda": 2**23}  # a GPU is done with less before it has been told of it
 HOST_BOUND = 1.2  # a pass that takes this many times the device's own seconds waits for the host
 MEMORY_ERROR = {"cpu": 0.02, "cuda": 0.02}
 RESERVED_ERROR = {"cpu": 0.02, "cuda": 0.05}
@@ -48,7 +49,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
     graph, device = graphs[0], machine.device
     chunks = chunks_of(graph)
     passes = sorted((_pass(each, chunks, machine, batch_size) for each in graphs), key=lambda each: -each.micro_batch)
-    fine, *others = _layouts(graph)
+    fine, *others = _layouts(graph, device.kind)
     largest = max(graphs, key=lambda each: each.micro_batch)
     rates = device.matmul.get("bfloat16" if graph.precision == "bf16" else "float32") or device.matmul["float32"]
     return Profile(
@@ -84,11 +85,11 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
     )
 
 
-def _layouts(graph: Graph) -> Iterator[Layout]:
+def _layouts(graph: Graph, kind: str) -> Iterator[Layout]:
     """Those whose chunks can be placed one by one: first of the usual size, fine enough and not too many; then of about half
     of it and of about twice, where that makes other chunks."""
     whole = sum(chunk.bytes for chunk in chunks_of(graph))
-    usual = max(LEAST_CHUNK_BYTES, whole // MOST_CHUNKS, min(CHUNK_BYTES, whole // FINE_CHUNKS))
+    usual = max(LEAST_CHUNK_BYTES[kind], whole // MOST_CHUNKS, min(CHUNK_BYTES, whole // FINE_CHUNKS))
     seen = set()
     for base in (usual, usual // 2, usual * 2):
         size = _size_near(graph, base)

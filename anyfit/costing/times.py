@@ -91,7 +91,7 @@ def rough_share(graph: Graph, device: Device) -> float:
 
 
 def copy_seconds(graph: Graph, machine: Machine) -> float:
-    """What the batch takes to the device. Nothing runs meanwhile: the host waits for it, and has launched nothing yet."""
+    """What the batch takes to the device. Nothing runs meanwhile: the host copies it into pinned memory first."""
     return graph.batch_bytes / machine.copies.pageable.value if machine.copies is not None else 0.0
 
 

@@ -33,6 +33,7 @@ _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
 SWITCH_SECONDS = 1e-4
 TOGETHER = ("gathering", "reducing", "spreading")
 STREAMED_DEPTH = 3  # chunks: one comes up, one is stepped, one goes down
+MOST_AT_ONCE = 192 * 2**20  # bytes of a copy that yields
 Part = tuple[Callable[[], None], str]  # and its label
 Mark = Callable[[str], Callable[[], None]]  # told of a label that it begins; gives what is to be called when it ends
 
@@ -108,6 +109,22 @@ class Track:
             for tensor in tensors:
                 if tensor.is_cuda:
                     tensor.record_stream(self.stream)
+
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]], *, yields: bool = False) -> None:
+        """To be called inside a job: each target of its source. A GPU copies in one direction from one stream until that has
+        nothing left for it, however long others have waited; so copies that are in no hurry yield: the next is not given to it
+        before the last is done."""
+        if self.stream is None or not yields:
+            if copies:  # in one call: Python's lock is asked for once, and not by each of them
+                torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies], non_blocking=True)
+            return
+        done = _cuda.Event(blocking=True)
+        for target, source in copies:
+            most = MOST_AT_ONCE // target.element_size()
+            for part, of in zip(target.split(most), source.split(most), strict=True):
+                part.copy_(of, non_blocking=True)
+                done.record(self.stream)
+                done.synchronize()
 
     @torch.no_grad()
     def do(self, work: Callable[[], None], label: str, events: Iterable[Any]) -> list[Any]:

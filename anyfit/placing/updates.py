@@ -428,7 +428,7 @@ class Updates:
         if load.flat is not None and load.flat.device != self._device:
             copies.append((carrier.flat("landed", elements, load.flat.dtype), load.flat))
             load.flat = copies[-1][0]
-        _copy_all(copies)
+        self._lanes.streamed.tracks[0].copy(copies, yields=True)  # to weights that the computation waits for
 
     def _step_lifted(self, each: OptimizerState, load: Load, factor: float | None, groups: Groups) -> None:
         state, bench, carrier = each.state, self._benches["streamed"], load.carrier
@@ -480,7 +480,7 @@ class Updates:
         weights = state.on_host if second is None else second.weights
         if weights is not None:
             copies.append((weights, load.weights))
-        _copy_all(copies)
+        self._lanes.streamed.tracks[2].copy(copies)
         if second is not None:
             second.made = load.rest
         else:
@@ -798,12 +798,6 @@ def _pieces(state: ChunkState, entries: Mapping[str, dict[str, Any]]) -> dict[st
             is_array = isinstance(value, Tensor) and value.dim() > 0 and value.shape == shapes[slot.name]
             found.setdefault(slot.name, {})[key] = state.piece(slot, value) if is_array else value
     return found
-
-
-def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """In one call: Python's lock is asked for once, and not by each of them."""
-    if copies:
-        torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies], non_blocking=True)
 
 
 def _views(state: ChunkState, names: Iterable[str], flat: Tensor) -> dict[str, Tensor]:

@@ -237,7 +237,10 @@ def device_for(machine: Machine, rank: Rank) -> torch.device:
     if machine.limits.device_bytes is not None:
         total = torch.cuda.get_device_properties(device).total_memory
         allowed = max(machine.limits.device_bytes - int(machine.device.context_bytes.value), 0)
-        torch.cuda.empty_cache()  # what is cached would be used again, whatever is allowed
+        # What is cached would be used again, whatever is allowed. Workspaces of cuBLAS, small and never given back, keep the large
+        # pieces of memory that they once came from.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
     return device
 

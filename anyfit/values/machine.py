@@ -150,7 +150,7 @@ class Copies:
     down_both: Curve
     up_loaded: Figure  # bytes/s of large copies, with the other direction and the host's updates busy
     down_loaded: Figure
-    pageable: Figure  # bytes/s to the device from memory that is not pinned, such as a batch; the host waits for it
+    pageable: Figure  # bytes/s to the device from memory that is not pinned, such as a batch, through some that is
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,7 @@ def test_a_forecast_that_is_8_percent_too_small_is_survived_and_the_next_plan_ha
     margin = run.plan.forecast.reserved_error
     assert margin > first.forecast.reserved_error
     assert anyfit.plan(job, limited).forecast.reserved_error == margin
+    del run, model, optimizer  # what is closed keeps its weights, on the device
     again = anyfit.start(job, machine=limited, profile=profile.corrected(corrections_of(limited).of(profile.model)))
     check(*trained(again), precision)
     assert again.rescues == 0
