@@ -30,15 +30,18 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import psutil
+import torch
 
 from . import peers, record
-from .peers import CONTEXT_BYTES, GIB, JOBS, SYSTEMS, Job
+from .peers import CONTEXT_BYTES, GIB, JOBS, MODELS, SYSTEMS, Job
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "offload.svg"
 SPARE_HOST_BYTES = 4 * GIB  # a system that leaves less is stopped: the machine would stop something else
 
 Row = dict[str, Any]
+COMPUTE = "compute"  # a system that only computes: what the bounds need to know
+OWN = ("anyfit", COMPUTE)
 
 # ---------------------------------------------------------------------- the bound
 
@@ -62,6 +65,8 @@ class Split:
     host: float
     away_host: float = 0.0  # of `host`
     away_streamed: float = 0.0  # of `streamed`
+    early_host: float = 0.0  # of `host`: may be updated in backward, into a second generation
+    early_streamed: float = 0.0  # of `streamed`
 
     @property
     def away(self) -> float:
@@ -74,6 +79,7 @@ class Schedule:
 
     step_seconds: Callable[[Split, float, float, Box], float]  # of a split, parameters, seconds of compute, machine
     held_gradient_bytes: int  # a parameter: kept until the norm of all is known
+    is_exact: bool = False  # and so an early update takes a second generation
 
 
 def freely(split: Split, parameters: float, compute_seconds: float, box: Box) -> float:
@@ -84,15 +90,17 @@ def freely(split: Split, parameters: float, compute_seconds: float, box: Box) ->
 
 
 def exactly(split: Split, parameters: float, compute_seconds: float, box: Box) -> float:
-    in_backward = parameters * max(2 * split.away, 2 * split.host) / box.copied_per_second
-    backward = max(compute_seconds * 3 / 4, in_backward)
-    up = 2 * split.host + 10 * split.streamed + 2 * split.away_streamed
-    copies = parameters * up / box.copied_per_second  # never less than what goes down
-    return backward + max(compute_seconds / 4, parameters * split.host / box.updates_per_second, copies)
+    early = 10 * split.early_streamed
+    copies = parameters * (max(2 * split.away, 2 * split.host) + early)
+    backward = max(compute_seconds * 3 / 4, copies / box.copied_per_second)
+    early_host = min(split.early_host, backward * box.updates_per_second / parameters)  # more would only make it longer
+    up = 2 * split.host + 10 * split.streamed - early + 2 * split.away_streamed  # never less than what goes down
+    on_host = parameters * (split.host - early_host) / box.updates_per_second
+    return backward + max(compute_seconds / 4, on_host, parameters * up / box.copied_per_second)
 
 
 FREE = Schedule(freely, 0)
-EXACT = Schedule(exactly, 2)
+EXACT = Schedule(exactly, 2, is_exact=True)
 
 
 def bound_seconds(
@@ -115,14 +123,16 @@ def bound_seconds(
         free   max(C, hP/U, P/B max(up, down))
                up = 4a + 2 (h - a_h) + 10 s + 2 a_s    weights away come for forward and for backward; updated weights come back
                down = 2 h + 10 s + 2 a_s               gradients of host chunks; streamed states
-        exact  max(3/4 C, P/B max(2 a, 2 h)) + max(1/4 C, hP/U, P/B (2 h + 10 s + 2 a_s))
+        exact  b + max(1/4 C, (h - e_h) P/U, P/B (2 h + 10 (s - e_s) + 2 a_s))
+               b = max(3/4 C, P/B (max(2 a, 2 h) + 10 e_s)), and as much of e_h as b has time for
 
-    In `free` everything overlaps with everything. In `exact` gradients are clipped exactly and the host holds one generation of
-    the state, so that no update begins before backward ends: updates run into the next forward, which is 1/4 of the compute where
-    blocks are recomputed; weights that are away come once in backward and once, updated, in forward.
+    In `free` everything overlaps with everything, as if nothing were ever clipped. In `exact` gradients are clipped exactly: an
+    update begins before backward ends only into a second generation of its state, for which the host has to have room, of shares
+    e_h of h and e_s of s. The others run into the next forward, which is 1/4 of the compute where blocks are recomputed. Weights
+    that are away come once in backward and once, updated, in forward.
 
         device   P (12 r + 2 (s + h - a)) + max(activations, P g (r + s)) + slots if a > 0 <= device_bytes
-        host     P (10 (s + h) + 2 h + 2 a_s + g h) <= the machine's
+        host     P (10 (s + h) + 2 h + 2 a_s + g h + 10 (e_h + e_s)) <= the machine's
 
     with g = 2 bytes of gradients that `exact` has to hold until the norm is known, and 0 in `free`; they come as activations go.
     Of all a the least that fits is taken: a schedule is never faster for having more away. Among equals the least is away, then
@@ -144,9 +154,11 @@ def bound_seconds(
             on_host = 10 * (streamed + host) + (2 + held) * host + 2 * split.away_streamed
             if parameters * on_host > box.host_bytes:
                 continue
-            seconds = schedule.step_seconds(split, parameters, compute_seconds, box)
-            if best is None or (seconds, split.away, -resident) < (best[0], best[1].away, -best[1].resident):
-                best = seconds, split
+            room = (box.host_bytes / parameters - on_host) / 10
+            for each in _with_early(split, room) if schedule.is_exact else (split,):
+                seconds = schedule.step_seconds(each, parameters, compute_seconds, box)
+                if best is None or (seconds, each.away, -resident) < (best[0], best[1].away, -best[1].resident):
+                    best = seconds, each
     if best is None:
         raise ValueError(
             f"no split of {parameters / 1e9:.1f} B parameters fits: give more device_bytes or a box with more host_bytes"
@@ -154,17 +166,27 @@ def bound_seconds(
     return best
 
 
+def _with_early(split: Split, room: float) -> Iterator[Split]:
+    """The same with updates in backward, as the host has room for them: some that are streamed, and then its own."""
+    room = max(room, 0.0)
+    for tenth in range(11):
+        early = min(split.streamed, room) * tenth / 10
+        yield replace(split, early_streamed=early, early_host=min(split.host, room - early))
+
+
 # Tokens a second of GPT-2 4b, all on the GPU in bf16, by batch: for jobs whose plain run is not among the rows.
 PLAIN_4B = {8: 16_671, 32: 17_304}
 
 
 def compute_seconds(job: Job, medians: Iterable[Row]) -> float:
-    """Of one step when everything is on the device: of the plain run with this batch, else of the recorded one, by FLOPs."""
-    for row in medians:
-        plain = JOBS[row["job"]]
-        is_alike = plain == replace(job, cap_bytes=None, clip_norm=plain.clip_norm)
-        if is_alike and row["system"] == "plain" and row["error"] is None:
-            return float(row["step_seconds"])
+    """Of one step when everything is on the device: as it was measured by itself (`measure_compute`), else of the plain run with
+    this batch, else of the recorded one, by FLOPs."""
+    for system in (COMPUTE, "plain"):
+        for row in medians:
+            plain = JOBS[row["job"]]
+            is_alike = replace(plain, cap_bytes=None) == replace(job, cap_bytes=None, clip_norm=plain.clip_norm)
+            if is_alike and row["system"] == system and row["error"] is None:
+                return float(row["step_seconds"])
     nearest = min(PLAIN_4B, key=lambda batch: abs(batch - job.batch))
     return job.tokens / PLAIN_4B[nearest] * job.flops_per_token / Job("4b", job.batch).flops_per_token
 
@@ -198,10 +220,42 @@ def measure_anyfit(job_name: str, steps: int, warmup: int) -> Row:
     return peers.empty_row("anyfit", job_name) | mixed.measure(job_name, steps, warmup, starting)
 
 
+def measure_compute(job_name: str, steps: int, warmup: int, device: str = "cuda") -> Row:
+    """Forward, recomputation and backward alone, in bf16: of a quarter of the layers and of half, and from there of all."""
+    job = JOBS[job_name]
+    layers = MODELS[job.model]["n_layer"]
+    few, more = max(layers // 4, 1), max(layers // 2, 2)
+    seconds = [_compute_of(job, count, steps, warmup, torch.device(device)) for count in (few, more)]
+    step = seconds[0] + (seconds[1] - seconds[0]) * (layers - few) / (more - few)
+    figures = {"step_seconds": step, "tokens_per_second": job.tokens / step, "layers": [few, more], "seconds_of_layers": seconds}
+    return peers.empty_row(COMPUTE, job_name) | figures
+
+
+def _compute_of(job: Job, layers: int, steps: int, warmup: int, device: torch.device) -> float:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with device:
+        options = {**MODELS[job.model], "n_layer": layers}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **options), dtype=torch.bfloat16)
+        ids = torch.randint(0, options["vocab_size"], (job.batch, job.case.length))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    took = []
+    for _ in range(warmup + steps):
+        begun = time.perf_counter()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        loss.item()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - begun)
+        model.zero_grad(set_to_none=True)
+    return statistics.median(took[warmup:])
+
+
 def systems_for(job: Job, asked: Sequence[str]) -> list[str]:
     """Those asked for; or anyfit with the offloading systems under a cap, with the plain ones without."""
     names = asked or ["anyfit", *(name for name, system in SYSTEMS.items() if system.offloads == (job.cap_bytes is not None))]
-    return [name for name in names if name == "anyfit" or SYSTEMS[name].is_there]
+    return [name for name in names if name in OWN or SYSTEMS[name].is_there]
 
 
 def run_apart(system: str, job: str, attempt: int, options: argparse.Namespace) -> Row:
@@ -262,7 +316,7 @@ def run_all(options: argparse.Namespace) -> Row:
     for repeat in range(options.repeats):
         for system, job in turns:
             attempt = works.get((system, job), 0)
-            attempts = 1 if system == "anyfit" else len(SYSTEMS[system].attempts)
+            attempts = 1 if system in OWN else len(SYSTEMS[system].attempts)
             row = run_apart(system, job, attempt, options)
             while row["error"] == "out of memory" and attempt + 1 < attempts:
                 attempt += 1
@@ -292,7 +346,7 @@ def figures_of(rows: Sequence[Row], versions: dict[str, str]) -> Row:
         "box": asdict(Box()),
         "jobs": {name: asdict(JOBS[name]) | {"parameters": JOBS[name].parameters} for name in names},
         "bounds": {name: bounds(JOBS[name], medians) for name in names},
-        "medians": medians,
+        "medians": [row for row in medians if row["system"] != COMPUTE],
         "rows": list(rows),
     }
 
@@ -328,6 +382,8 @@ def line_of(row: Row) -> str:
     name = f"{row['job']}, {row['system']}:"
     if row["error"]:
         return f"{name} {row['error']}"
+    if row["system"] == COMPUTE:
+        return f"{name} {row['step_seconds']:.3f} s a step"
     parts = f", batch in {row['parts']} parts" if row.get("parts", 1) > 1 else ""
     return (
         f"{name} {row['step_seconds']:.3f} s a step, {row['tokens_per_second']:,.0f} tokens/s, "
@@ -441,7 +497,7 @@ def _style() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="+", choices=list(JOBS), metavar="JOB", default=[n for n in JOBS if "tiny" not in n])
-    parser.add_argument("--systems", nargs="+", choices=["anyfit", *SYSTEMS], metavar="SYSTEM", default=[])
+    parser.add_argument("--systems", nargs="+", choices=[*OWN, *SYSTEMS], metavar="SYSTEM", default=[])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=1)
@@ -457,6 +513,8 @@ def main() -> None:
     if options.one:
         if options.one == "anyfit":
             row = measure_anyfit(options.job, options.steps, options.warmup)
+        elif options.one == COMPUTE:
+            row = measure_compute(options.job, options.steps, options.warmup, options.device)
         else:
             row = peers.measure(
                 options.one, options.job, options.steps, options.warmup, device=options.device, attempt=options.attempt

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -92,6 +94,28 @@ def test_compute_is_that_of_the_plain_run_with_the_same_batch() -> None:
     rows = [row("plain", "4b batch 8 no cap", 0.4), row("fsdp2", "4b batch 8 no cap", 0.1)]
     assert offload.compute_seconds(peers.JOBS["4b batch 8 cap 24"], rows) == 0.4
     assert offload.compute_seconds(peers.JOBS["4b batch 32 cap 24"], rows) == pytest.approx(32 * 1024 / 17_304)
+
+
+def test_compute_that_was_measured_by_itself_comes_first() -> None:
+    rows = [row("plain", "4b batch 8 no cap", 0.4), row("compute", "4b batch 8 cap 24 clipping", 0.3)]
+    assert offload.compute_seconds(peers.JOBS["4b batch 8 cap 24"], rows) == 0.3
+
+
+def test_compute_is_measured_from_a_few_layers() -> None:
+    found = offload.measure_compute("tiny", 1, 1, "cpu")
+    few, more = found["seconds_of_layers"]
+    assert found["step_seconds"] == more  # which are all of two
+    assert few > 0
+    assert found["layers"] == [1, 2]
+
+
+def test_room_for_a_second_generation_brings_exact_near_free() -> None:
+    times = [bound_seconds(P, 0.3, 4 * P, EXACT, box=replace(BOX, host_bytes=int(room * P)))[0] for room in (13, 16, 20, 30)]
+    assert all(later < 1.01 * earlier for earlier, later in itertools.pairwise(times))  # in steps
+    assert times[-1] < 0.9 * times[0]
+    _, split = bound_seconds(P, 0.3, 4 * P, EXACT, box=replace(BOX, host_bytes=int(16 * P)))
+    held = 10 * (split.streamed + split.host) + 4 * split.host + 2 * split.away_streamed
+    assert held + 10 * (split.early_host + split.early_streamed) <= 16.01
 
 
 def test_the_parameters_of_a_job_are_those_of_its_model() -> None:

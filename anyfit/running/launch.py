@@ -237,8 +237,8 @@ def device_for(machine: Machine, rank: Rank) -> torch.device:
     if machine.limits.device_bytes is not None:
         total = torch.cuda.get_device_properties(device).total_memory
         allowed = max(machine.limits.device_bytes - int(machine.device.context_bytes.value), 0)
-        # What is cached would be used again, whatever is allowed. Workspaces of cuBLAS, small and never given back, keep the large
-        # pieces of memory that they once came from.
+        # What is cached would be used again, whatever is allowed. Workspaces of cuBLAS, small and never given back, keep large
+        # pieces of memory, which they once came from.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
