@@ -122,10 +122,10 @@ class Space:
         self._branches_left = {False: MOST_BRANCHES, True: MOST_MOVING_BRANCHES}  # by whether something moves
         self._activations: dict[tuple[int, tuple[int, ...]], list[tuple[float, tuple[Activations, ...]]]] = {}
         memory = profile.memory_bytes_per_second
-        self.rates = Rates(self._host, NORM_BYTES / memory, UPDATE_BYTES / memory, GATHER_BYTES / memory)
+        norm, whole = NORM_BYTES / memory, profile.update.seconds / max(profile.trainable, 1)  # with what each parameter costs
         self.is_gpu = self._host.overlaps
-        if not self.is_gpu:  # torch steps resident chunks there
-            self.rates = replace(self.rates, update_seconds=profile.update.seconds / max(profile.trainable, 1))
+        update = max(UPDATE_BYTES / memory, whole - norm) if self.is_gpu else whole  # torch steps resident chunks on a CPU
+        self.rates = Rates(self._host, norm, update, GATHER_BYTES / memory)
 
         self.others = tuple(Space(profile.laid_out(layout)) for layout in profile.other_layouts)  # in chunks of other sizes
 
