@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .running.team import Team
     from .values.graph import Graph
     from .values.profile import Profile
+    from .values.weights import Match
 
 __version__ = "0.1.0"
 __all__ = ["Job", "Machine", "NoPlan", "Plan", "Run", "plan", "probe", "profile", "start"]
@@ -118,6 +119,7 @@ def start(
 
     from .placing import place
     from .placing.ranks import ALONE, HANG_SECONDS, Ranks
+    from .placing.weights import opened
     from .probing.host import left_memory_bytes
     from .running import launch as launching
     from .running.run import Run
@@ -142,13 +144,16 @@ def start(
         launching.make_deterministic()
     device = launching.device_for(machine, rank)
     torch.manual_seed(job.seed)
-    model = job.build()
+    found = opened(job, resumes=resume is not None)
+    model = found.model
     fingerprint = job.fingerprint(model)
     if team is not None:
-        team.agree({"model": fingerprint, "device": device.type})
+        team.agree({"model": fingerprint, "device": device.type, "weights": str(found.match and found.match.digest)})
+    if found.match is not None and found.match.is_partial and rank.index == 0:
+        _show_weights(found.match)
     plan.refuse_unless_made_for(fingerprint, machine.fingerprint)
     ranks = ALONE if team is None else Ranks.of_process_group(waits + MARGIN_SECONDS)
-    placed = place(job, plan, model, device, ranks=ranks)
+    placed = place(job, plan, model, device, ranks=ranks, elements=found.elements)
     if team is not None:
         torch.manual_seed(launching.seed_of(job.seed, ranks.index))
     rescue = None if is_given or team is not None else _rescue(job, machine, profile)
@@ -253,6 +258,14 @@ def _facts(job: Job, plan: Plan, resume: str | Path | None) -> dict[str, str]:
         "clip_norm": str(job.clip_norm),
         "checkpoint": str(resume),
     }
+
+
+def _show_weights(match: Match) -> None:
+    from rich.console import Console
+
+    from .showing.terminal import show_match
+
+    show_match(match, Console(stderr=True))
 
 
 _profile = profile  # which `start` has an argument of the same name for
