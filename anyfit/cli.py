@@ -411,18 +411,32 @@ def fit(
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run folder: then its newest whole one")],
-    output: Annotated[Path, typer.Argument(help="the safetensors file to write")],
+    output: Annotated[Path, typer.Argument(help="the folder to write")],
+    shard_size: Annotated[str, typer.Option("--shard-size", help="of a file of it, at most")] = "5GB",
+    dtype: Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32; what the run has when not given")] = None,
 ) -> None:
-    """Writes a checkpoint's weights as safetensors."""
+    """Writes a checkpoint's weights as a folder of safetensors, which transformers loads."""
     from .running import checkpoint as checkpoints
+    from .running.export import export as write
+    from .values.job import PRECISIONS
+    from .values.record import nearest
+    from .values.units import parse_bytes, show_bytes
+
+    if dtype is not None and dtype not in PRECISIONS:
+        raise ValueError(f"--dtype {dtype} is not known" + nearest(dtype, PRECISIONS))
+    if output.suffix == ".safetensors":
+        raise ValueError(f"{output} is to be a folder, with the safetensors in it; try {output.with_suffix('')}")
 
     if (checkpoint / "checkpoints").is_dir():
         found, passed_over = checkpoints.newest(checkpoint / "checkpoints")
         if found is None:
             raise FileNotFoundError(f"{checkpoint} holds no whole checkpoint" + "".join(f"; {why}" for why in passed_over))
         checkpoint = found
-    count = checkpoints.export(checkpoint, output)
-    typer.echo(f"{count} tensors of {checkpoint} in {output}")
+    done = write(checkpoint, output, parse_bytes(shard_size), dtype)  # type: ignore[arg-type]
+    files = f"{done.files} file{'s' * (done.files > 1)}"
+    typer.echo(f"{done.tensors} tensors of {checkpoint}, {show_bytes(done.bytes)} in {files}, in {output}")
+    if done.beside:
+        typer.echo(f"also {', '.join(done.beside)}")
 
 
 def main() -> None:

@@ -309,14 +309,14 @@ class Report:
 
 
 def finish(run: Run, launch: Launch, report: Report | None, console: Console) -> None:
-    """The last checkpoint, the weights as safetensors, and the forecast beside what was measured."""
-    from .running.checkpoint import export
+    """The last checkpoint, the weights as a folder of safetensors, and the forecast beside what was measured."""
+    from .running.export import export
 
     saved = launch.save(run)
     if report is None:  # of a rank that only takes part
         return
-    weights = launch.folder / "weights.safetensors"
-    export(saved, weights)
+    weights = launch.folder / "weights"
+    export(saved, weights, replaces=True)
     console.print(f"\ncheckpoint {saved}, weights {weights}", markup=False, highlight=False, soft_wrap=True)
     if report.seconds:
         show_forecast_beside_measured(run.plan, report.step_seconds, run.metrics.peak_bytes["device"], console)

@@ -26,7 +26,7 @@ from .ranks import ALONE, Ranks
 from .tiers import HostSlabs
 from .weights import Elements, of_tensor
 
-WRITTEN_AT_ONCE = 2**20  # elements: scratch is little, and stays in the cache
+WRITTEN_AT_ONCE = 2**18  # elements: scratch is little, and stays in the cache
 quietly = torch._C.DisableTorchFunctionSubclass  # parameters that watch their use do not watch the engine's
 
 

@@ -201,6 +201,7 @@ def _found(model: nn.Module, folder: TensorFolder, weights: Weights) -> tuple[di
             raise ValueError(f"Weights(rename=) makes two of {folder.folder} one: {new!r}, from {name!r} and another")
         entries[new] = entry
     found: dict[str, Source] = {}
+    last = Last()
     strange: list[str] = []
     known = set(model.state_dict(keep_vars=True))
     for recipe in recipes_from_folder(model, entries):
@@ -215,28 +216,27 @@ def _found(model: nn.Module, folder: TensorFolder, weights: Weights) -> tuple[di
             made = recipe.make(lambda name: _meta(entries[name]))
         except Exception as error:
             raise ValueError(f"{folder.folder}: {recipe.name} cannot be made of {recipe.parts[0]} and such: {error}") from error
-        whole = _Together(functools.partial(recipe.make, lambda name: _whole(entries[name])))
+        make = functools.partial(recipe.make, lambda name: whole(entries[name]))
         for name, tensor in made.items():
-            found[name] = Source(tuple(tensor.shape), tensor.dtype, functools.partial(whole.elements, name))
+            found[name] = Source(tuple(tensor.shape), tensor.dtype, functools.partial(last.elements, make, name))
     return found, strange
 
 
-class _Together:
-    """Tensors that are made at once from several. They are held while one of them is being read, and no others are."""
+class Last:
+    """Holds what was last made of several tensors at once, as long as it is being read, and nothing that was made before."""
 
-    last: _Together | None = None
-
-    def __init__(self, make: Callable[[], dict[str, Tensor]]) -> None:
-        self._make = make
+    def __init__(self) -> None:
+        self._made_by: Callable[[], dict[str, Tensor]] | None = None
         self._made: dict[str, Tensor] = {}
 
-    def elements(self, name: str, start: int, end: int) -> Tensor:
-        if not self._made:
-            if _Together.last is not None:
-                _Together.last._made = {}
-            self._made = {each: tensor.reshape(-1) for each, tensor in self._make().items()}
-            _Together.last = self
-        return self._made[name][start:end]
+    def one_of(self, make: Callable[[], dict[str, Tensor]], name: str) -> Tensor:
+        if make is not self._made_by:
+            self._made = {}
+            self._made, self._made_by = make(), make
+        return self._made[name]
+
+    def elements(self, make: Callable[[], dict[str, Tensor]], name: str, start: int, end: int) -> Tensor:
+        return self.one_of(make, name).reshape(-1)[start:end]
 
 
 def _tied(sources: list[Source], names: list[str], folder: TensorFolder) -> Source:
@@ -293,7 +293,7 @@ def read(entry: Entry, start: int, end: int) -> Tensor:
     return data.view(DTYPES[entry.dtype])
 
 
-def _whole(entry: Entry) -> Tensor:
+def whole(entry: Entry) -> Tensor:
     return read(entry, 0, entry.elements).view(entry.shape)
 
 

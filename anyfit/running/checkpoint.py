@@ -17,7 +17,6 @@ that any number of ranks can go on from it; as many as wrote it go on with the s
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -358,23 +357,6 @@ def remove_older(parent: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in parent.glob(".*.writing"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def export(folder: Path, file: Path) -> int:
-    """Writes a checkpoint's weights as one safetensors file; the number of tensors."""
-    folder = check(folder)
-    with safe_open(folder / "weights.safetensors", framework="pt") as source:
-        count = len(source.keys())
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.writing")
-    try:
-        shutil.copyfile(folder / "weights.safetensors", aside)
-        _sync(aside)
-        aside.replace(file)
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-    return count
 
 
 def _progress(folder: Path) -> dict[str, Any]:

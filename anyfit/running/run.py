@@ -35,6 +35,7 @@ from anyfit.values.plan import NoPlan, Plan
 from anyfit.values.units import show_bytes
 
 from . import checkpoint
+from .export import facts_of
 from .launch import Launch, seed_of
 from .loader import Loader, Sized
 from .metrics import Metrics
@@ -533,6 +534,7 @@ class Run:
             "loader_position": self._loader.position if self._loader is not None else self._loader_position,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups],
+            "model": facts_of(self.model, self.job),
         }
 
     # ------------------------------------------------------------------ looking

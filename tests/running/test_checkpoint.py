@@ -233,18 +233,6 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_rest_explained(saved: Path
     assert sorted(path.name for path in parent.iterdir()) == ["00000010", "00000100"]
 
 
-def test_export_writes_the_masters_as_safetensors(tmp_path: Path) -> None:
-    with start(job_for(precision="bf16")) as run:
-        run.step(byte_batches(1, ROWS)[0])
-        run.save(tmp_path / "1")
-        weights = run.state_dict()
-    count = checkpoint.export(tmp_path / "1", tmp_path / "out" / "weights.safetensors")
-    exported = load_file(tmp_path / "out" / "weights.safetensors")
-    assert count == len(exported)
-    assert_bit_equal(exported, {name: weights[name] for name in exported})
-    assert set(weights) - set(exported) == {"head.weight"}  # tied: stored once
-
-
 def test_scheduler_state_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
     def scheduler(optimizer: torch.optim.Optimizer) -> LambdaLR:
         made = LambdaLR(optimizer, lambda step: 1.0)
