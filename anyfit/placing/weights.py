@@ -52,31 +52,26 @@ def opened(job: Job, *, resumes: bool = False) -> Opened:
     """The job's model, and where its weights come from. One that `resumes` gets them all from a checkpoint, once it is placed."""
     if job.weights is None:
         return Opened(job.build(), {})
+    built = _built(job)
     if resumes:
-        model, _ = _built(job)
-        absent = {name: each for name, each in model.named_parameters() if _has_no_bytes(each)}
-        return Opened(model, {name: functools.partial(_zeros, each.dtype) for name, each in absent.items()})
+        dtypes = {name: each.dtype for name, each in built.model.named_parameters()}
+        return Opened(built.model, {name: functools.partial(_zeros, dtypes[name]) for name in built.absent})
     weights = Weights.of(job.weights)
     folder = TensorFolder.open(weights.path)
-    model, order = _built(job)
-    match, sources = _matched(model, folder, weights)
+    match, sources = _matched(built.model, folder, weights)
     if (match.missing or match.unexpected) and not weights.is_partial:
         raise ValueError(
             f"{match}\nWeights(folder, rename={{...}}) takes names over; with only= or ignore= what is missing is initialised"
         )
     if not match.matched:
         raise ValueError(f"{match}\nnothing of the folder is taken")
-    wanted = {*match.missing, *match.left_out}
-    kept = {order[id(each)] for name, each in model.named_parameters() if name in wanted and id(each) in order}
-    if kept:
-        torch.manual_seed(job.seed)
-        model, _ = _built(job, kept)
-        if any(_has_no_bytes(each) for name, each in model.named_parameters() if name in wanted):
-            torch.manual_seed(job.seed)
-            model = job.build()  # what is made of other parameters cannot be made without them
-        match, sources = _matched(model, folder, weights)
-    _fill_buffers(model, sources)
-    return Opened(model, {name: sources[name].elements for name, _ in model.named_parameters() if name in sources}, match)
+    initialised = built.absent - set(sources)
+    if initialised:
+        built = _initialised(job, built, initialised)
+        match, sources = _matched(built.model, folder, weights)
+    _fill_buffers(built.model, sources)
+    parameters = [name for name, _ in built.model.named_parameters() if name in sources]
+    return Opened(built.model, {name: sources[name].elements for name in parameters}, match)
 
 
 def _zeros(dtype: torch.dtype, start: int, end: int) -> Tensor:
@@ -86,16 +81,38 @@ def _zeros(dtype: torch.dtype, start: int, end: int) -> Tensor:
 # ---------------------------------------------------------------------- a model without bytes
 
 
-def _built(job: Job, kept: Collection[int] = ()) -> tuple[nn.Module, dict[int, int]]:
-    """The model, its parameters without bytes but for those `kept`; and by identity of a parameter, the how-manieth it was."""
+@dataclass(frozen=True)
+class _Built:
+    model: nn.Module
+    order: dict[int, int]  # by identity of a parameter, the how-manieth it was that a module took
+    absent: set[str]  # parameters without bytes
+
+
+def _built(job: Job, kept: Collection[int] = ()) -> _Built:
+    """The model, its parameters without bytes but for those `kept`. One that the user built is as it is."""
     with _without_bytes(kept) as made:
         model = job.build()
-    for parameter in model.parameters():
+    absent = set()
+    for name, parameter in model.named_parameters():
         if parameter.is_meta:
+            absent.add(name)
             # On the CPU, where all that is done to parameters works; whoever reads one by mistake gets no number.
-            absent = torch.full((1,), float("nan") if parameter.dtype.is_floating_point else 0, dtype=parameter.dtype)
-            _become(parameter, absent.expand(parameter.shape))
-    return model, {id(parameter): index for index, parameter in enumerate(made)}
+            nothing = torch.full((1,), float("nan") if parameter.dtype.is_floating_point else 0, dtype=parameter.dtype)
+            _become(parameter, nothing.expand(parameter.shape))
+    return _Built(model, {id(parameter): index for index, parameter in enumerate(made)}, absent)
+
+
+def _initialised(job: Job, built: _Built, names: set[str]) -> _Built:
+    """The model anew, these parameters as it makes them, and no others."""
+    if isinstance(job.model, nn.Module):
+        raise ValueError(f"{min(names)} is on the meta device and not in the folder; give Job a function that makes the model")
+    kept = {built.order[id(each)] for name, each in built.model.named_parameters() if name in names}
+    torch.manual_seed(job.seed)
+    again = _built(job, kept)
+    if not again.absent & names:
+        return again
+    torch.manual_seed(job.seed)
+    return _Built(job.build(), {}, set())  # what is made of other parameters cannot be made without them
 
 
 @contextmanager
@@ -126,10 +143,6 @@ def _become(parameter: nn.Parameter, data: Tensor) -> None:
     other = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, other)
-
-
-def _has_no_bytes(parameter: nn.Parameter) -> bool:
-    return parameter.numel() > 1 and not any(parameter.stride())
 
 
 # ---------------------------------------------------------------------- names

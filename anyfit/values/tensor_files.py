@@ -62,9 +62,9 @@ class TensorFolder:
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder} with weights")
         index = folder / INDEX
-        if index.exists():
+        if index.is_file():
             by_file = _read_index(index)
-        elif (folder / SINGLE).exists():
+        elif (folder / SINGLE).is_file():
             by_file = {SINGLE: None}
         else:
             raise FileNotFoundError(_nothing_in(folder))
