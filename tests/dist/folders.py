@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import transformers
 
 import anyfit
 from anyfit.values.plan import Placement
+from anyfit.values.weights import Weights
 from tests.machines import small_machine
 from tests.plans import hand_written
 
@@ -89,3 +93,25 @@ def trained(folder: Path, placement: Placement, precision: Literal["bf16", "fp32
             run.model.eval()
             logits = run.model(input_ids=tokens(0, vocabulary)["input_ids"]).logits
         return {"first": first, "losses": losses, "last": run.state_dict(), "logits": logits}
+
+
+def started_in_part(folder: Path, placement: Placement) -> dict[str, torch.Tensor]:
+    job = job_of(folder, "fp32", weights=Weights(folder, only="model.layers.*"))
+    job = replace(job, model=functools.partial(_drawn_by_rank, job))
+    with anyfit.start(job, hand_written(job, placement, chunk_bytes=2**14, ranks=2), small_machine()) as run:
+        return run.state_dict()
+
+
+def _drawn_by_rank(job: anyfit.Job) -> torch.nn.Module:
+    """Initialised otherwise on each rank, as by code that does not heed the seed."""
+    torch.manual_seed(100 + dist.get_rank())
+    return job.build()
+
+
+def refusal_of_others(folders: list[Path]) -> str:
+    job = job_of(folders[dist.get_rank()], "fp32")
+    try:
+        anyfit.start(job, hand_written(job, ranks=2), small_machine())
+    except ValueError as error:
+        return str(error)
+    return "nothing"

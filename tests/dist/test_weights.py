@@ -14,7 +14,7 @@ from anyfit.running.export import export
 from anyfit.values.plan import Placement
 from tests.oracle import PlainBf16, PlainFp32, assert_bit_equal
 
-from .folders import job_of, start_and_measure, tokens, trained
+from .folders import job_of, refusal_of_others, start_and_measure, started_in_part, tokens, trained
 from .pool import pool_of
 
 AWAY = Placement(
@@ -84,3 +84,21 @@ def test_what_two_ranks_train_from_a_folder_gives_the_same_logits_in_transformer
     with torch.no_grad():
         logits = again.eval()(input_ids=tokens(0, TINY["vocab_size"])["input_ids"]).logits
     assert torch.equal(logits, mine["logits"])
+
+
+@pytest.mark.parametrize("placement", [AWAY, Placement(optimizer_shards=2)])
+def test_what_a_pattern_leaves_out_is_rank_0s_on_all_ranks(tmp_path: Path, placement: Placement) -> None:
+    folder = saved_llama(tmp_path / "folder")
+    mine, other = pool_of(2).run(started_in_part, folder, placement)
+    assert_bit_equal(mine, other)
+    torch.manual_seed(5)
+    first = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).state_dict()
+    for name, each in mine.items():
+        assert torch.equal(each, first[name]) == ("layers" in name or name == "model.norm.weight"), name
+        assert torch.isfinite(each).all()
+
+
+def test_ranks_with_other_folders_are_told_apart(tmp_path: Path) -> None:
+    folders = [saved_llama(tmp_path / "a"), saved_llama(tmp_path / "b", torch.bfloat16)]
+    for said in pool_of(2).run(refusal_of_others, folders):
+        assert "weights" in said
