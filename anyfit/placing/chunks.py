@@ -108,40 +108,28 @@ class ChunkState:
             for slot in self.chunk.slots:
                 high = self._there(self.on_device)[slot.offset : slot.offset + slot.elements]
                 self._write(values[slot.name], 0, [high], None)
+        wholes = {slot.name: slot for slot in self.chunk.slots}
         for slot in self.own.slots:
             homes = [self.view(buffer, slot).view(-1) for buffer in (self.own_on_device, self.on_host) if buffer is not None]
             low = self.view(self.low, slot).view(-1) if self.is_split else None
-            self._write(values[slot.name], self._start(slot), homes, low)
+            self._write(values[slot.name], self.start_in(wholes[slot.name], slot), homes, low)
+
+    def _write(self, given: Elements, first: int, homes: Sequence[Tensor], low: Tensor | None) -> None:
+        for start in range(0, homes[0].numel(), WRITTEN_AT_ONCE):
+            part = slice(start, min(start + WRITTEN_AT_ONCE, homes[0].numel()))
+            piece = given(first + part.start, first + part.stop)
+            put(piece, [home[part] for home in homes], None if low is None else low[part], is_split=self.is_split)
 
     def piece(self, slot: Slot, whole: Tensor) -> Tensor:
         """What this rank has of an array of a parameter's shape."""
         if self.shards == 1:
             return whole
-        start = self._start(slot)
+        start = self.start_in(next(each for each in self.chunk.slots if each.name == slot.name), slot)
         return whole.reshape(-1)[start : start + slot.elements]
 
-    def _start(self, slot: Slot) -> int:
-        """Where a slot of `own` begins in its parameter, laid flat."""
-        if self.shards == 1:
-            return 0
-        offset = next(each.offset for each in self.chunk.slots if each.name == slot.name)
-        return self.stretch.start + slot.offset - offset
-
-    def _write(self, given: Elements, first: int, homes: Sequence[Tensor], low: Tensor | None) -> None:
-        count = homes[0].numel()
-        where = homes[0].device if low is None else low.device
-        scratch = torch.empty(min(WRITTEN_AT_ONCE, count) if self.is_split else 0, dtype=torch.float32, device=where)
-        halves, lows = torch.empty_like(scratch, dtype=torch.bfloat16), torch.empty_like(scratch, dtype=torch.int16)
-        for start in range(0, count, WRITTEN_AT_ONCE):
-            part = slice(start, min(start + WRITTEN_AT_ONCE, count))
-            piece = given(first + part.start, first + part.stop)
-            if self.is_split:
-                exact, high, rest = (buffer[: len(piece)] for buffer in (scratch, halves, lows))
-                exact.copy_(piece)
-                split(exact, high, rest if low is None else low[part])
-                piece = high
-            for home in homes:
-                home[part].copy_(piece)
+    def start_in(self, whole: Slot, own: Slot) -> int:
+        """Where in a parameter this rank's piece of it begins."""
+        return self.stretch.start + own.offset - whole.offset if self.shards > 1 else 0
 
     def take_over(self, slot: Slot, carried: Carried) -> None:
         """Sets one parameter to what it was in another placing."""
@@ -196,6 +184,24 @@ class ChunkState:
     def device_bytes(self) -> int:
         there = [self.on_device, self.low if self.placement.optimizer == "device" else None]
         return sum(buffer.nbytes for buffer in there if buffer is not None)
+
+
+def put(given: Tensor, homes: Sequence[Tensor], low: Tensor | None, *, is_split: bool) -> None:
+    """Sets flat buffers of weights, and the low halves beside them, to these numbers, little by little."""
+    if not is_split:
+        for home in homes:
+            home.copy_(given)
+        return
+    where = homes[0].device if low is None else low.device
+    scratch = torch.empty(min(WRITTEN_AT_ONCE, given.numel()), dtype=torch.float32, device=where)
+    halves, lows = torch.empty_like(scratch, dtype=torch.bfloat16), torch.empty_like(scratch, dtype=torch.int16)
+    for start in range(0, given.numel(), WRITTEN_AT_ONCE):
+        part = slice(start, start + WRITTEN_AT_ONCE)
+        exact, high, rest = (buffer[: len(given[part])] for buffer in (scratch, halves, lows))
+        exact.copy_(given[part])
+        split(exact, high, rest if low is None else low[part])
+        for home in homes:
+            home[part].copy_(high)
 
 
 class ModelState:

@@ -29,8 +29,6 @@ from anyfit.values.job import Job
 from anyfit.values.tensor_files import INDEX, SINGLE, header_of, read_header
 from anyfit.values.weights import Weights
 
-from . import checkpoint
-
 SHARD_BYTES = 5 * 10**9  # as transformers had it
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # What tells of a model's words and ways, and not of its weights.
@@ -103,6 +101,8 @@ def export(
 
 def _opened(folder: Path) -> tuple[dict[str, Stored], Mapping[str, Any]]:
     """The tensors of a checkpoint, and what it knows of its model: nothing, where it is older."""
+    from . import checkpoint
+
     folder = checkpoint.check(folder)
     entries = read_header(folder / "weights.safetensors")
     tensors = {name: Stored(DTYPES[entry.dtype], entry.shape, functools.partial(whole, entry)) for name, entry in entries.items()}
