@@ -106,35 +106,22 @@ class ChunkState:
         if self.is_spread:
             for slot in self.chunk.slots:
                 high = self._there(self.on_device)[slot.offset : slot.offset + slot.elements]
-                self._write(values[slot.name].detach().reshape(-1), [high], None)
+                put(values[slot.name].detach().reshape(-1), [high], None, is_split=self.is_split)
         for slot in self.own.slots:
             homes = [self.view(buffer, slot).view(-1) for buffer in (self.own_on_device, self.on_host) if buffer is not None]
             given = self.piece(slot, values[slot.name].detach()).reshape(-1)
-            self._write(given, homes, self.view(self.low, slot).view(-1) if self.is_split else None)
+            put(given, homes, self.view(self.low, slot).view(-1) if self.is_split else None, is_split=self.is_split)
 
     def piece(self, slot: Slot, whole: Tensor) -> Tensor:
         """What this rank has of an array of a parameter's shape."""
         if self.shards == 1:
             return whole
-        offset = next(each.offset for each in self.chunk.slots if each.name == slot.name)
-        start = self.stretch.start + slot.offset - offset
+        start = self.start_in(next(each for each in self.chunk.slots if each.name == slot.name), slot)
         return whole.reshape(-1)[start : start + slot.elements]
 
-    def _write(self, given: Tensor, homes: Sequence[Tensor], low: Tensor | None) -> None:
-        if not self.is_split:
-            for home in homes:
-                home.copy_(given)
-            return
-        where = homes[0].device if low is None else low.device
-        scratch = torch.empty(min(WRITTEN_AT_ONCE, given.numel()), dtype=torch.float32, device=where)
-        halves, lows = torch.empty_like(scratch, dtype=torch.bfloat16), torch.empty_like(scratch, dtype=torch.int16)
-        for start in range(0, given.numel(), WRITTEN_AT_ONCE):
-            part = slice(start, start + WRITTEN_AT_ONCE)
-            exact, high, rest = (buffer[: len(given[part])] for buffer in (scratch, halves, lows))
-            exact.copy_(given[part])
-            split(exact, high, rest if low is None else low[part])
-            for home in homes:
-                home[part].copy_(high)
+    def start_in(self, whole: Slot, own: Slot) -> int:
+        """Where in a parameter this rank's piece of it begins."""
+        return self.stretch.start + own.offset - whole.offset if self.shards > 1 else 0
 
     def take_over(self, slot: Slot, carried: Carried) -> None:
         """Sets one parameter to what it was in another placing."""
@@ -191,6 +178,24 @@ class ChunkState:
         return sum(buffer.nbytes for buffer in there if buffer is not None)
 
 
+def put(given: Tensor, homes: Sequence[Tensor], low: Tensor | None, *, is_split: bool) -> None:
+    """Sets flat buffers of weights, and the low halves beside them, to these numbers, little by little."""
+    if not is_split:
+        for home in homes:
+            home.copy_(given)
+        return
+    where = homes[0].device if low is None else low.device
+    scratch = torch.empty(min(WRITTEN_AT_ONCE, given.numel()), dtype=torch.float32, device=where)
+    halves, lows = torch.empty_like(scratch, dtype=torch.bfloat16), torch.empty_like(scratch, dtype=torch.int16)
+    for start in range(0, given.numel(), WRITTEN_AT_ONCE):
+        part = slice(start, start + WRITTEN_AT_ONCE)
+        exact, high, rest = (buffer[: len(given[part])] for buffer in (scratch, halves, lows))
+        exact.copy_(given[part])
+        split(exact, high, rest if low is None else low[part])
+        for home in homes:
+            home[part].copy_(high)
+
+
 class ModelState:
     """All chunks of a model, and the model's parameters by name."""
 
@@ -243,11 +248,6 @@ class ModelState:
         for state in self.chunks:
             found |= state.read_all()
         return found
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for state in self.chunks:
-                state.write(weights)
 
     def refuse_thawed(self) -> None:
         """Raises where a parameter that was frozen has a gradient."""

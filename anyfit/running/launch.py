@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from anyfit.values.machine import Machine
 from anyfit.values.plan import Plan
 
-from . import checkpoint
 from .alarms import Alarms
 
 if TYPE_CHECKING:
@@ -97,6 +96,7 @@ class Launch:
     resume: bool = False
     save_every: int = 0  # steps; 0 saves at the end only
     keep: int = 2  # checkpoints
+    keep_every: int = 0  # and those of every so many steps
     limits: Mapping[str, str | None] = field(default_factory=dict)
     plan: Path | None = None
     deterministic: bool = False
@@ -158,13 +158,13 @@ class Launch:
         if asked:
             self._end(run, asked)
         if self.save_every and run.steps % self.save_every == 0:
-            self.save(run)
+            self.save(run, wait=False)
 
-    def save(self, run: Run) -> Path:
+    def save(self, run: Run, *, wait: bool = True) -> Path:
+        from .checkpoint import remove_older
+
         path = self.checkpoints / f"{run.steps:08d}"
-        run.save(path)
-        if self.is_first:
-            checkpoint.remove_older(self.checkpoints, self.keep)
+        run._save(path, wait=wait, then=lambda: remove_older(self.checkpoints, self.keep, self.keep_every))
         return path
 
     def _end(self, run: Run, number: int) -> None:
@@ -185,6 +185,8 @@ class Launch:
 
     def newest_checkpoint(self) -> Path | None:
         """Where `--resume` goes on; None is the beginning."""
+        from . import checkpoint
+
         found, passed_over = checkpoint.newest(self.checkpoints)
         for reason in passed_over:
             self.say(f"passed over a checkpoint: {reason}")
