@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.optim.lr_scheduler import LRScheduler
 
 from anyfit.placing import Placed
 from anyfit.placing.stretches import Stretch, buffers_of, home_of, moments_of, spread, weights_of
@@ -174,11 +175,11 @@ class _Randoms:
 # ---------------------------------------------------------------------- reading
 
 
-def load(folder: Path, placed: Placed, *, has_scheduler: bool, team: Team | None = None) -> dict[str, Any]:
+def load(folder: Path, placed: Placed, *, scheduler: LRScheduler | None, team: Team | None = None) -> dict[str, Any]:
     """Puts a checkpoint's state into the placed model; returns its progress. Random numbers are those of before where as many
     ranks go on as had saved it."""
     ranks = placed.ranks
-    opened, progress, plan, randoms = _checked(folder, placed, has_scheduler, team)
+    opened, progress, plan, randoms = _checked(folder, placed, scheduler, team)
     placed.residency.drop_all()
     # Nothing has changed up to here.
     targets = {each.name: _Target(each) for each in weights_of(placed)}
@@ -208,19 +209,19 @@ def load(folder: Path, placed: Placed, *, has_scheduler: bool, team: Team | None
 
 
 def _checked(
-    folder: Path, placed: Placed, has_scheduler: bool, team: Team | None
+    folder: Path, placed: Placed, scheduler: LRScheduler | None, team: Team | None
 ) -> tuple[Opened, dict[str, Any], Plan, list[_Randoms]]:
     """A checkpoint that is whole, and of this model. Of several ranks each reads its share of the checksums, and all hear of
     what one has found."""
     ranks = placed.ranks
     if team is None:
         opened = open(folder)
-        found = _compared(opened, placed, has_scheduler)
+        found = _compared(opened, placed, scheduler)
         opened.verify()
         return opened, *found
     try:
         opened = open(folder)
-        found = _compared(opened, placed, has_scheduler)
+        found = _compared(opened, placed, scheduler)
         opened.verify(ranks.index, ranks.count)
         manifest = hashlib.sha256((opened.folder / MANIFEST).read_bytes()).hexdigest()
     except (OSError, ValueError) as error:
@@ -370,7 +371,7 @@ class _Exported:
             at += box.elements
 
 
-def _compared(opened: Opened, placed: Placed, has_scheduler: bool) -> tuple[dict[str, Any], Plan, list[_Randoms]]:
+def _compared(opened: Opened, placed: Placed, scheduler: LRScheduler | None) -> tuple[dict[str, Any], Plan, list[_Randoms]]:
     """What it holds besides tensors, if it is of this model and this optimizer."""
     folder, weights = opened.folder, opened.weights
     wanted: dict[str, Tensor | nn.Parameter] = dict(placed.model.named_parameters()) | dict(placed.model.named_buffers())
@@ -389,8 +390,10 @@ def _compared(opened: Opened, placed: Placed, has_scheduler: bool) -> tuple[dict
         randoms = [_Randoms.from_json(each) for each in document["random"]]
         groups, scalars = progress["groups"], progress["optimizer_scalars"]
         counts = [progress[key] for key in ("steps", "skipped", "loader_position")]
-        if not all(type(each) is int and each >= 0 for each in counts) or not all(type(each) is dict for each in groups):
+        if not all(type(each) is int and each >= 0 for each in counts):
             raise ValueError(f"steps and positions {counts}")
+        if not all(type(each) is dict and "params" not in each for each in groups):
+            raise ValueError("groups of parameters")
         names = {name.rpartition("/")[0] for name in opened.optimizer} | {*scalars}
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise ValueError(f"{folder / PROGRESS} is not a checkpoint's ({error!r}); take another checkpoint") from None
@@ -403,8 +406,12 @@ def _compared(opened: Opened, placed: Placed, has_scheduler: bool) -> tuple[dict
     for name in sorted(names):
         if name not in placed.updates.names:
             raise ValueError(f"{folder} holds optimizer state of {name!r}, which is not trained here")
-    if has_scheduler != (progress["scheduler"] is not None):
-        raise ValueError(f"{folder}: saved {'without' if has_scheduler else 'with'} a scheduler; Job(scheduler=) differs")
+    if (scheduler is None) != (progress["scheduler"] is None):
+        raise ValueError(f"{folder}: saved {'without' if scheduler else 'with'} a scheduler; Job(scheduler=) differs")
+    known = {} if scheduler is None else scheduler.state_dict()
+    odd = next((key for key in progress["scheduler"] or () if key not in known and hasattr(scheduler, str(key))), None)
+    if odd is not None:  # it would take the place of a method
+        raise ValueError(f"{folder / PROGRESS}: {odd!r} is not of a scheduler's state; take another checkpoint")
     return progress, plan, randoms
 
 

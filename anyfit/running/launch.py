@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyfit.values.machine import Machine
 from anyfit.values.plan import Plan
+from anyfit.values.units import show_bytes, show_seconds
 
 from .alarms import Alarms
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from .run import Run
+    from .saving import Saving
     from .team import Team
 
 SLURM_PORTS = range(20_000, 30_000)  # of which the job's and step's numbers choose one
@@ -109,6 +111,7 @@ class Launch:
     asked: int = 0  # the signal that came, if any
     runs: list[Run] = field(default_factory=list)  # that have made a step
     _is_alone: bool = True
+    _told: Saving | None = None  # that was spoken of last
     _alarms: Alarms = field(default_factory=Alarms)
     _before: dict[int, Any] = field(default_factory=dict)
 
@@ -154,6 +157,7 @@ class Launch:
             with (self.folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(metrics.to_json() | {"time": time.time(), "alarms": alarms}) + "\n")
             self.on_step(run, alarms)
+            self._tell_of(run.saving)
         asked = self.asked if self._is_alone else run.signal  # one that all ranks know of
         if asked:
             self._end(run, asked)
@@ -166,6 +170,16 @@ class Launch:
         path = self.checkpoints / f"{run.steps:08d}"
         run._save(path, wait=wait, then=lambda: remove_older(self.checkpoints, self.keep, self.keep_every))
         return path
+
+    def _tell_of(self, saving: Saving | None) -> None:
+        """Of a regular save, once it is whole."""
+        if saving is None or saving is self._told or not saving.is_done or saving.has_failed:
+            return
+        before, self._told = self._told, saving
+        how = "beside the steps" if saving.is_beside else "while training waited"
+        if not saving.is_beside and before is None:
+            how += ": host memory that the plan may use has no room for a copy of the state (--host-memory)"
+        self.say(f"saved {saving.folder}: {show_bytes(saving.bytes)} in {show_seconds(saving.seconds)}, {how}")
 
     def _end(self, run: Run, number: int) -> None:
         path = self.save(run)

@@ -526,7 +526,10 @@ class Run:
             raise RuntimeError("a checkpoint holds whole steps: call run.update() before run.save")
         folder = Path(folder).absolute()
         self._act(f"{'save' if wait else BEGIN_TO_SAVE} {folder}")
-        self.finish_saving()
+        try:
+            self.finish_saving()
+        except OSError as error:
+            self._say(str(error))  # and here comes another
         before, self._doing = self._doing, f"saving step {self.steps}"
         prepared = checkpoint.prepared(folder, self._placed, self._progress(), self.plan, self.team)
         self.saving, changing = prepared
@@ -564,7 +567,7 @@ class Run:
         from . import checkpoint
 
         self.finish_saving()
-        progress = checkpoint.load(Path(folder), self._placed, has_scheduler=self.scheduler is not None, team=self.team)
+        progress = checkpoint.load(Path(folder), self._placed, scheduler=self.scheduler, team=self.team)
         if progress["ranks"] != self.ranks.count:
             torch.manual_seed(seed_of(self.job.seed, self.ranks.index, progress["steps"]))
             saved_by = "one rank" if progress["ranks"] == 1 else f"{progress['ranks']} ranks"

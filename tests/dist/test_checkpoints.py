@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import shutil
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from anyfit.running import checkpoint
+from anyfit.running import checkpoint, saving
 from anyfit.running.run import Run
 from anyfit.running.storage import Reader, Writer
 from anyfit.values.plan import Placement
@@ -126,11 +128,11 @@ def saved(way: Way) -> tuple[Path, list[Any]]:
 
 
 def pairs() -> list[tuple[Way, Way]]:
-    """All of them; else each way once on either side, which changes ranks, placing and precision together or one at a time."""
+    """All of them; else some in which each way is once on either side."""
     if FULL:
         return sorted(itertools.product(WAYS, WAYS), key=lambda pair: (pair[1].ranks, str(pair)))
     shuffled = random.Random(4).sample(WAYS, len(WAYS))
-    return sorted(zip(WAYS, shuffled, strict=True), key=lambda pair: pair[1].ranks)
+    return sorted(zip(shuffled[::2], shuffled[1::2], strict=True), key=lambda pair: pair[1].ranks)
 
 
 @pytest.mark.parametrize(("before", "after"), pairs(), ids=lambda way: str(way))
@@ -164,6 +166,108 @@ def test_every_rank_writes_a_part_and_nothing_twice() -> None:
         stored = sum(each.dtype.itemsize * torch.Size(each.shape).numel() for each in opened.tensors.values())
         assert stored <= sum(sizes) <= 1.5 * stored
         assert max(sizes) <= 2 * min(sizes)
+
+
+# ---------------------------------------------------------------------- beside the steps
+
+
+def save_beside(way: Way, folder: Path) -> bool:
+    case = way.case
+    with started(case) as run:
+        batches = case.batches(BEFORE + AFTER)
+        train_on(run, batches[:BEFORE])
+        run.save(folder, wait=False)
+        assert run.saving is not None
+        train_on(run, batches[BEFORE:])
+        run.finish_saving()
+        return run.saving is None
+
+
+SEVERAL = [way for way in WAYS if way.ranks > 1 and (FULL or (way.placing, way.precision) == ("mixed", "bf16"))]
+
+
+@pytest.mark.parametrize("way", SEVERAL, ids=str)
+def test_ranks_save_beside_their_steps_what_they_would_have_saved_between_them(way: Way, tmp_path: Path) -> None:
+    path, _ = saved(way)
+    assert all(pool_of(way.ranks).run(save_beside, way, tmp_path / "beside"))
+    one, other = (checkpoint.open(each) for each in (path, tmp_path / "beside"))
+    other.verify()
+    assert one.tensors.keys() == other.tensors.keys()
+    assert all(torch.equal(one.read(name), other.read(name)) for name in one.tensors)
+    assert one.document("progress.json") == other.document("progress.json")
+
+
+def save_beside_in_vain(way: Way, folder: Path) -> tuple[str, int]:
+    """Rank 0's folder goes while it is being written."""
+    case, said = way.case, ""
+    with started(case) as run:
+        train_on(run, case.batches(BEFORE))
+        wait_for, saving.Copies.wait_for_all = saving.Copies.wait_for_all, never_before(folder, run.ranks.index)
+        try:
+            run.save(folder, wait=False)
+        finally:
+            saving.Copies.wait_for_all = wait_for
+        for batch in case.batches(60):
+            try:
+                train_on(run, [batch])
+                time.sleep(0.02)
+            except OSError as error:
+                said = str(error)
+                break
+        steps = run.steps
+        train_on(run, case.batches(2))
+        return said, steps
+
+
+def never_before(folder: Path, rank: int) -> Any:
+    """Waits for the copies as it should, and then for a folder that is gone."""
+    wait_for_all, aside = saving.Copies.wait_for_all, folder.with_name(f".{folder.name}.writing")
+
+    def wait(copies: saving.Copies) -> None:
+        wait_for_all(copies)
+        if rank == 0:
+            shutil.rmtree(aside)
+        while aside.exists():
+            time.sleep(0.01)
+
+    return wait
+
+
+def test_an_error_beside_the_steps_is_raised_by_the_same_step_on_all_ranks_which_go_on(tmp_path: Path) -> None:
+    found = pool_of(2).run(save_beside_in_vain, Way(2, "mixed", "bf16"), tmp_path / "gone")
+    (said, step), (said_there, step_there) = found
+    assert "could not write a checkpoint" in said
+    assert said == said_there
+    assert step == step_there < BEFORE + 60
+    assert list(tmp_path.iterdir()) == []
+
+
+def resume_damaged(way: Way, folder: Path) -> tuple[str, bool]:
+    with started(way.case) as run:
+        before, said = state_of(run), ""
+        try:
+            run.resume(folder)
+        except ValueError as error:
+            said = str(error)
+        after = state_of(run)
+        return said, all(torch.equal(before.weights[name], after.weights[name]) for name in before.weights) and run.steps == 0
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+def test_damage_that_one_rank_finds_is_an_error_on_all_before_anything_changes(damage: str, tmp_path: Path) -> None:
+    path, _ = saved(Way(4, "mixed", "bf16"))
+    broken = Path(shutil.copytree(path, tmp_path / "broken"))
+    file = broken / "data-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 16
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(content if damage == "flipped" else content[:-1])
+    for said, is_untouched in pool_of(2).run(resume_damaged, Way(2, "mixed", "bf16"), broken):
+        assert "data-00002.safetensors" in said
+        assert "take another checkpoint" in said
+        assert is_untouched
 
 
 # ---------------------------------------------------------------------- other programs
