@@ -107,7 +107,9 @@ def start(
     plan            a plan, or a file with one: used as it is, to the end; made anew when not given, and made anew again by a run
                     that runs out of memory
     machine         what to plan for, with its limits; this machine, probed, when not given
-    resume          a folder that `run.save` wrote: goes on exactly there
+    resume          a folder that `run.save` wrote: goes on exactly there, with whatever plan suits this machine; "latest" at its
+                    end stands for the newest whole one of a folder of numbered ones, such as checkpoints/latest, and alone, under
+                    `anyfit fit`, for the newest of the run's
     profile         what `anyfit.profile` gave, to plan with; made anew when not given
     deterministic   two runs give the same bits, at some cost in speed; ops that cannot are refused
     hang_seconds    of several ranks, one that waits longer than this for the others ends the run, and says for what; ten minutes
@@ -198,6 +200,8 @@ def _prepared(
     if launch is not None:
         plan = plan or launch.plan_for(machine, count)
         resume = resume or (launch.newest_checkpoint() if launch.resume else None)
+    if resume is not None:
+        resume = _whole(resume, launch)
     if profile is None and (plan is None or (not is_given and isinstance(job.model, nn.Module))):
         profile = _profile(job, machine) if team is None else _profile_of_share(job, machine, count)  # of a user's own, unplaced
     found = _loaded(plan)
@@ -214,6 +218,18 @@ def _prepared(
     if found.ranks != count:
         raise ValueError(f"the plan is for {found.ranks} ranks, and {count} are there; plan again, or start as many")
     return machine, found, resume, profile if team is None else None
+
+
+def _whole(resume: str | Path, launch: Launch | None) -> Path:
+    """The checkpoint that is meant."""
+    from .running.checkpoint import latest
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if launch is None:
+        return latest(resume, say)
+    return latest(launch.checkpoints / resume if str(resume) == "latest" else resume, launch.say)
 
 
 def _plan_for(profile: Profile, ranks: int) -> Plan:

@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 
 COLUMNS_IN_A_PIPE = 130  # where no terminal says how wide it is
+KEEP = 2  # checkpoints
 
 Target = Annotated[
     str,
@@ -315,6 +316,10 @@ def fit(
     save_every: Annotated[
         int | None, typer.Option("--save-every", min=0, help="steps between checkpoints; 0: at the end")
     ] = None,
+    keep: Annotated[int | None, typer.Option("--keep", min=1, help="checkpoints that stay, the newest ones; 2")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", min=0, help="and those whose step is a multiple of this stay as well")
+    ] = None,
     log_every: Annotated[int, typer.Option("--log-every", min=1, help="steps between lines, without a terminal")] = 10,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="two runs give the same bits")] = False,
     timeline: Annotated[
@@ -372,6 +377,8 @@ def fit(
             folder=resume or fitting.new_folder_of_all(folder, team),
             resume=resume is not None,
             save_every=save_every or 0,
+            keep=keep or KEEP,
+            keep_every=keep_every or 0,
             limits=limits,
             plan=plan,
             deterministic=deterministic,
@@ -381,7 +388,8 @@ def fit(
         )
         return fitting.fit_script(script, arguments or [], launch, log_every)
     if resume is not None:
-        own_demo |= {"--save-every": save_every, "--device-memory": device_memory, "--host-memory": host_memory}
+        own_demo |= {"--save-every": save_every, "--keep": keep, "--keep-every": keep_every}
+        own_demo |= {"--device-memory": device_memory, "--host-memory": host_memory}
         given = [name for name, value in own_demo.items() if value is not None]
         if (given or deterministic) and not restarted:
             raise ValueError(f"a resumed run keeps its options; leave {given[0] if given else '--deterministic'} out")
@@ -398,6 +406,8 @@ def fit(
         precision=dtype or demo.default_precision(),
         seed=seed or 0,
         save_every=50 if save_every is None else save_every,
+        keep=keep or KEEP,
+        keep_every=keep_every or 0,
         deterministic=deterministic,
         device_memory=device_memory,
         host_memory=host_memory,

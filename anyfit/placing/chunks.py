@@ -263,11 +263,6 @@ class ModelState:
             found |= state.read_all()
         return found
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for state in self.chunks:
-                state.write({slot.name: of_tensor(weights[slot.name]) for slot in state.chunk.slots})
-
     def refuse_thawed(self) -> None:
         """Raises where a parameter that was frozen has a gradient."""
         frozen = (slot.name for each in self.chunks if not each.chunk.trainable for slot in each.chunk.slots)

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from anyfit.kernels.split import split
-from anyfit.placing.weights import DTYPES, Last, whole
+from anyfit.placing.weights import DTYPES, Last
 from anyfit.values.huggingface import description, factory, recipes_to_folder
 from anyfit.values.job import Job
-from anyfit.values.tensor_files import INDEX, SINGLE, header_of, read_header
+from anyfit.values.tensor_files import INDEX, SINGLE, header_of
 from anyfit.values.weights import Weights
 
 SHARD_BYTES = 5 * 10**9  # as transformers had it
@@ -103,10 +103,12 @@ def _opened(folder: Path) -> tuple[dict[str, Stored], Mapping[str, Any]]:
     """The tensors of a checkpoint, and what it knows of its model: nothing, where it is older."""
     from . import checkpoint
 
-    folder = checkpoint.check(folder)
-    entries = read_header(folder / "weights.safetensors")
-    tensors = {name: Stored(DTYPES[entry.dtype], entry.shape, functools.partial(whole, entry)) for name, entry in entries.items()}
-    return tensors, json.loads((folder / "progress.json").read_text()).get("model") or {}
+    opened = checkpoint.open(folder)
+    opened.verify()
+    tensors = {
+        name: Stored(each.dtype, each.shape, functools.partial(opened.read, name)) for name, each in opened.weights.items()
+    }
+    return tensors, opened.document(checkpoint.PROGRESS).get("model") or {}
 
 
 def _write(aside: Path, tensors: Mapping[str, Stored], facts: Mapping[str, Any], shard_bytes: int, dtype: str | None) -> Exported:
