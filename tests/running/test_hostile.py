@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import anyfit
 from anyfit.running import files
+from anyfit.running.export import export
 from tests.models import byte_batches
 from tests.oracle import assert_bit_equal
 from tests.plans import hand_written
