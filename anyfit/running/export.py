@@ -108,7 +108,22 @@ def _opened(folder: Path) -> tuple[dict[str, Stored], Mapping[str, Any]]:
     tensors = {
         name: Stored(each.dtype, each.shape, functools.partial(opened.read, name)) for name, each in opened.weights.items()
     }
-    return tensors, opened.document(checkpoint.PROGRESS).get("model") or {}
+    return tensors, _checked(opened.document(checkpoint.PROGRESS).get("model") or {}, tensors, opened.folder)
+
+
+def _checked(facts: Any, tensors: Mapping[str, Stored], folder: Path) -> Mapping[str, Any]:
+    """Facts that are what `facts_of` gives; or an error."""
+    try:
+        names, dtypes = facts.get("names", {}), facts.get("dtypes", {})
+        is_fine = all(stored in tensors and name.isprintable() for name, stored in names.items())
+        is_fine &= all(isinstance(getattr(torch, dtype), torch.dtype) for dtype in dtypes.values())
+        is_fine &= isinstance(facts.get("config"), dict | None) and isinstance(facts.get("source"), str | None)
+    except (AttributeError, TypeError):
+        is_fine = False
+    if not is_fine:
+        raise ValueError(f"{folder} does not describe its model as a checkpoint does; take another checkpoint")
+    found: Mapping[str, Any] = facts
+    return found
 
 
 def _write(aside: Path, tensors: Mapping[str, Stored], facts: Mapping[str, Any], shard_bytes: int, dtype: str | None) -> Exported:

@@ -172,3 +172,26 @@ def test_the_command_line_exports_a_run_folder(tmp_path: Path, root: Path) -> No
     assert done.stdout.startswith(f"{len(weights)} tensors of run/checkpoints/00000001, ")
     assert "also generation_config.json" in done.stdout
     assert_bit_equal(tensors_in(tmp_path / "out"), weights)
+
+
+STRANGE: dict[str, Any] = {
+    "a list": [],
+    "names of nothing": {"names": {"a": "nothing"}},
+    "names to print": {"names": {"\x1b[31m": "embed.weight"}},
+    "names of no text": {"names": {"a": ["embed.weight"]}},
+    "a dtype that is a function": {"dtypes": {"embed.weight": "load"}},
+    "a dtype that is none": {"dtypes": {"embed.weight": "nothing"}},
+    "a configuration of no object": {"config": "/etc/passwd"},
+    "a source of no text": {"source": ["/etc"]},
+}
+
+
+@pytest.mark.parametrize("facts", STRANGE.values(), ids=STRANGE)
+def test_a_checkpoint_that_says_strange_things_of_its_model_is_refused(
+    tmp_path: Path, facts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anyfit.running.run.facts_of", lambda _model, _job: facts or [1])
+    trained(tangled_job(), tmp_path / "saved")
+    with pytest.raises(ValueError, match="does not describe its model"):
+        export(tmp_path / "saved", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
