@@ -288,6 +288,24 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_rest_explained(saved: Path
     assert sorted(path.name for path in parent.iterdir()) == ["00000010", "00000100"]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_is_planned_for_the_memory_that_there_is_and_its_curve_goes_on(tmp_path: Path, precision: Any) -> None:
+    job = job_for(precision=precision, micro_batch=ROWS, optimizer=lambda model: torch.optim.AdamW(model.parameters()))
+    batches = byte_batches(8, ROWS)
+    with start(job) as run:
+        for batch in batches[:4]:
+            run.step(batch)
+        run.save(tmp_path / "4")
+        expected = [float(run.step(batch)) for batch in batches[4:]]
+        weights, resident = run.state_dict(), run.plan
+    limit = int(0.6 * resident.forecast.peak_bytes["device"])
+    with anyfit.start(job, machine=small_machine().with_limits(device_memory=limit), resume=tmp_path / "4") as run:
+        assert any(each.optimizer == "host" for each in run.plan.chunks)
+        assert not any(each.optimizer == "host" for each in resident.chunks)
+        assert [float(run.step(batch)) for batch in batches[4:]] == expected
+        assert_bit_equal(run.state_dict(), weights)
+
+
 def test_latest_stands_for_the_newest_whole_one_and_says_what_was_passed_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
