@@ -71,23 +71,17 @@ def weights_of(placed: Placed) -> Iterator[Stretch]:
             if mine is None and slot.elements:
                 continue
             part = slice(0, 0) if mine is None else slice(mine.offset, mine.offset + mine.elements)
-            others = tuple(
-                home[part] for home in (state.own_on_device, state.on_host) if home is not None and not _is(home, state.weights)
-            )
+            homes = [home[part] for home in (state.on_host, state.own_on_device) if home is not None]  # the same
             yield Stretch(
                 slot.name,
                 slot.shape,
                 0 if mine is None else state.start_in(slot, mine),
-                state.weights[part],
+                homes[0],
                 state.low[part] if state.is_split else None,
-                others,
+                tuple(homes[1:]),
                 state.index,
                 state.chunk.is_updated,
             )
-
-
-def _is(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.device == other.device
 
 
 def buffers_of(placed: Placed) -> Iterator[Stretch]:

@@ -68,7 +68,7 @@ def prepared(
     mine = _Exchanged(planner.create_local_plan(), sorted(moments), scalars, _Randoms.now())
     everybody = ranks.objects(mine) if ranks.are_several else [mine]
     plans, metadata = planner.create_global_plan([each.plan for each in everybody])
-    writer = Writer(folder, moments={name for each in everybody for name in each.moments}, pinned=placed.device.type == "cuda")
+    writer = Writer(folder, moments={name for each in everybody for name in each.moments}, device=placed.device)
     plans = writer.prepare_global_plan(plans)
 
     def begin_aside() -> None:

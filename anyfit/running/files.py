@@ -181,8 +181,6 @@ class BlockFile:
         if self._failed is not None:
             raise self._failed
         os.fsync(self._file)
-        with contextlib.suppress(OSError):  # other things are of more use in memory
-            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
         return FileRecord(self._bytes, tuple(self._sums[at] for at in sorted(self._sums)))
 
     def _stop(self) -> None:

@@ -218,7 +218,8 @@ class Launch:
         if plan.ranks != ranks:
             self.say(f"the run was planned for {plan.ranks} rank{'s' * (plan.ranks > 1)}, and {ranks} go on: planning anew")
             return None
-        if made_for == machine.fingerprint and plan.limit_bytes["device"] == machine.device_limit_bytes:
+        fits = plan.limit_bytes["device"] == machine.device_limit_bytes and plan.limit_bytes["host"] <= machine.host_limit_bytes
+        if made_for == machine.fingerprint and fits:
             return plan
         self.say("the run was planned for another machine or limit: planning anew")
         return None

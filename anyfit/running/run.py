@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,17 +34,16 @@ from anyfit.values.job import Batch, Job
 from anyfit.values.plan import NoPlan, Plan
 from anyfit.values.units import show_bytes
 
+from . import checkpoint
 from .export import facts_of
 from .launch import Launch, seed_of
 from .loader import Loader, Sized
 from .metrics import Metrics
 from .rescue import MOST_RESCUES, Before, Rescue, let_go, said_of_device, said_of_host
+from .saving import Copies, Saving
 from .shortage import OverLimitError, Shortfall, is_about_memory, module_at, shortage, shortfall_of
 from .team import Position, Team
 from .watch import HostWatch
-
-if TYPE_CHECKING:
-    from .saving import Copies, Saving  # torch.distributed.checkpoint takes a second to import, and not every run saves
 
 NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
 BEGIN_TO_SAVE = "begin to save"
@@ -495,8 +494,6 @@ class Run:
         self._check_open()
         self._act("read the weights")
         self._placed.residency.settle_all()
-        from . import checkpoint
-
         return checkpoint.full_state_dict(self._placed)
 
     @contextmanager
@@ -520,8 +517,6 @@ class Run:
 
     def _save(self, folder: str | Path, *, wait: bool, then: Callable[[], None] = lambda: None) -> None:
         """`then` is called where rank 0 has put the checkpoint in its place."""
-        from . import checkpoint, saving
-
         self._check_open()
         if self._rows:
             raise RuntimeError("a checkpoint holds whole steps: call run.update() before run.save")
@@ -536,7 +531,7 @@ class Run:
         self.saving, changing = prepared
         self.saving.then = then
         if self._copies is None:
-            self._copies = saving.Copies(self._placed.slabs)
+            self._copies = Copies(self._placed.slabs, self._placed.device)
         has_room = not wait and self._copies.has_room(changing)
         if not wait and self.ranks.are_several:
             has_room = all(self.ranks.objects(has_room))
@@ -565,8 +560,6 @@ class Run:
 
     def resume(self, folder: str | Path) -> None:
         """Takes up weights, optimizer, scheduler, data position and random state from a checkpoint."""
-        from . import checkpoint
-
         self.finish_saving()
         progress = checkpoint.load(Path(folder), self._placed, scheduler=self.scheduler, team=self.team)
         if progress["ranks"] != self.ranks.count:

@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,12 +82,17 @@ class Saving:
 
     def result(self) -> None:
         """Waits until it is in its place."""
-        with contextlib.nullcontext() if self._team is None else self._team.waiting(f"word that {self.folder.name} is written"):
+        with self._waiting():
             self._done.result()
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        what = f"word that {self.folder.name} is written"
+        return contextlib.nullcontext() if self._team is None else self._team.waiting(what)
 
     def finish(self) -> None:
         """Writes it here and now."""
-        self._run()
+        with self._waiting():
+            self._run()
         self.result()
 
     def begin(self, copies: Copies) -> None:
@@ -96,9 +102,7 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            if self.copies is not None:
-                self.copies.wait_for_all()
-            with contextlib.nullcontext() if self._team is None or self.is_beside else self._team.waiting("the others to save"):
+            with on(self._writer.device):
                 self._write()
             self.seconds = time.monotonic() - self._began
             self._done.set_result(None)
@@ -114,10 +118,12 @@ class Saving:
     def _write(self) -> None:
         word: dict[str, Any]
         try:
+            if self.copies is not None:
+                self.copies.result()
             record = self._writer.write(self._plan, self._planner)
             word = {"bytes": record.bytes, "blocks": record.blocks}
         except Exception as error:
-            word = {"error": f"{'' if isinstance(error, OSError) else f'{type(error).__name__}: '}{error}"}
+            word = {"error": _in_words(error)}
         if self._post is None:
             failed = word.get("error") or self._conclude([word])
         else:
@@ -139,12 +145,16 @@ class Saving:
         try:
             records = [FileRecord(word["bytes"], tuple(word["blocks"])) for word in words]
             self._writer.finish(self._metadata, [results_of(*each) for each in zip(self._plans, records, strict=True)])
-        except OSError as error:
+        except Exception as error:
             self._writer.aside.remove()
-            return str(error)
+            return _in_words(error)
         with contextlib.suppress(OSError):
             self.then()
         return ""
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def could_not_write(folder: Path, why: object) -> str:
@@ -206,8 +216,8 @@ class Copies:
     An update may change a chunk once `wait_for` it has returned.
     """
 
-    def __init__(self, slabs: HostSlabs) -> None:
-        self._slabs = slabs
+    def __init__(self, slabs: HostSlabs, device: torch.device) -> None:
+        self._slabs, self._device = slabs, device
         self._memory: dict[int, Tensor] = {}  # by chunk
         self._copying: dict[int, Future[None]] = {}
 
@@ -227,30 +237,40 @@ class Copies:
 
     def _copy(self, chunk: int, saved: Sequence[Saved]) -> None:
         parts = [part for each in saved for part in _parts(each)]
-        size, device = _bytes(saved), next((part.device for part in parts if part.is_cuda), None)
-        if self._lacks(chunk, size):
-            self._memory[chunk] = self._slabs.apart(size, crosses=device is not None)
-        memory, at, homes = self._memory[chunk], 0, []
-        stream = None if device is None else torch.cuda.Stream(device)
-        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            for part in parts:
-                homes.append(memory[at : at + part.nbytes].view(part.dtype))
-                homes[-1].copy_(part, non_blocking=True)
-                at += _aligned(part.nbytes)
-        if stream is not None:
-            stream.synchronize()
+        with on(self._device):
+            if self._lacks(chunk, _bytes(saved)):
+                self._memory[chunk] = self._slabs.apart(_bytes(saved), crosses=any(part.is_cuda for part in parts))
+            memory, at, homes = self._memory[chunk], 0, []
+            stream = torch.cuda.Stream() if any(part.is_cuda for part in parts) else None
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                for part in parts:
+                    homes.append(memory[at : at + part.nbytes].view(part.dtype))
+                    homes[-1].copy_(part, non_blocking=True)
+                    at += _aligned(part.nbytes)
+            if stream is not None:
+                stream.synchronize()
         left = iter(homes)
         for each in saved:
             values = next(left)
             each.stretch = replace(each.stretch, values=values, low=None if each.stretch.low is None else next(left), others=())
 
     def wait_for(self, chunk: int) -> None:
+        """However it ends: a copy that fails is the save's concern, and not the update's."""
         if chunk in self._copying:
-            self._copying[chunk].result()
+            wait([self._copying[chunk]])
 
     def wait_for_all(self) -> None:
+        wait(list(self._copying.values()))
+
+    def result(self) -> None:
+        """Waits for all; raises what went wrong."""
         for each in list(self._copying.values()):
             each.result()
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """A thread's own GPU: each begins with the first."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _by_chunk(saved: Iterable[Saved]) -> dict[int, list[Saved]]:

@@ -33,6 +33,8 @@ from .boxes import Box, whole
 from .files import DTYPES, MANIFEST, METADATA, VERSION, Aside, Entry, FileRecord, data_file, write_tensors, write_text
 from .stored import Opened, StoredBox
 
+CPU = torch.device("cpu")
+
 
 def lie(items: Iterable[WriteItem]) -> list[tuple[WriteItem, Entry]]:
     """Where the boxes of a file lie: each at a multiple of its elements' size, else in their order."""
@@ -71,13 +73,14 @@ class Writer(StorageWriter):
 
     documents    other files of it, JSON, by name
     moments      names of tensors that are an optimizer's
+    device       where most tensors are
     wrote        is told of bytes on their way to the disk, from any thread
     """
 
     folder: Path
     documents: Mapping[str, str] = field(default_factory=dict)
     moments: Container[str] = ()
-    pinned: bool = False
+    device: torch.device = CPU
     wrote: Callable[[int], None] = lambda _count: None
 
     def __post_init__(self) -> None:
@@ -111,7 +114,7 @@ class Writer(StorageWriter):
         for item, entry in lie(plan.items):
             data: Any = planner.resolve_data(item)
             parts.append((entry, Whole(data) if isinstance(data, Tensor) else data))
-        return write_tensors(self.aside.path / data_file(plan.storage_data), parts, self.wrote, pinned=self.pinned)
+        return write_tensors(self.aside.path / data_file(plan.storage_data), parts, self.wrote, pinned=self.device.type == "cuda")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Of all ranks' files: writes the other ones, and puts the checkpoint in its place."""

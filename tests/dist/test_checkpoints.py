@@ -200,31 +200,31 @@ def test_ranks_save_beside_their_steps_what_they_would_have_saved_between_them(w
 def save_beside_in_vain(way: Way, folder: Path) -> tuple[str, int]:
     """Rank 0's folder goes while it is being written."""
     case, said = way.case, ""
-    with started(case) as run:
-        train_on(run, case.batches(BEFORE))
-        wait_for, saving.Copies.wait_for_all = saving.Copies.wait_for_all, never_before(folder, run.ranks.index)
-        try:
+    result, saving.Copies.result = saving.Copies.result, never_before(folder, dist.get_rank())
+    try:
+        with started(case) as run:
+            train_on(run, case.batches(BEFORE))
             run.save(folder, wait=False)
-        finally:
-            saving.Copies.wait_for_all = wait_for
-        for batch in case.batches(60):
-            try:
-                train_on(run, [batch])
-                time.sleep(0.02)
-            except OSError as error:
-                said = str(error)
-                break
-        steps = run.steps
-        train_on(run, case.batches(2))
-        return said, steps
+            for batch in case.batches(60):
+                try:
+                    train_on(run, [batch])
+                    time.sleep(0.02)
+                except OSError as error:
+                    said = str(error)
+                    break
+            steps = run.steps
+            train_on(run, case.batches(2))
+            return said, steps
+    finally:
+        saving.Copies.result = result
 
 
 def never_before(folder: Path, rank: int) -> Any:
     """Waits for the copies as it should, and then for a folder that is gone."""
-    wait_for_all, aside = saving.Copies.wait_for_all, folder.with_name(f".{folder.name}.writing")
+    result, aside = saving.Copies.result, folder.with_name(f".{folder.name}.writing")
 
     def wait(copies: saving.Copies) -> None:
-        wait_for_all(copies)
+        result(copies)
         if rank == 0:
             shutil.rmtree(aside)
         while aside.exists():

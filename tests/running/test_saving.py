@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from anyfit.placing.tiers import HostSlabs
 from anyfit.running import checkpoint, files, saving
 from anyfit.running.run import Run
 from anyfit.values.plan import Placement
@@ -185,6 +186,22 @@ def test_what_went_wrong_beside_the_steps_is_heard_of(
         run.save(tmp_path / "2")
         run.close()
     assert run.is_closed
+
+
+def test_a_copy_that_fails_is_the_saves_concern_and_not_the_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, batches = job_for(optimizer=adamw), byte_batches(3, ROWS)
+    monkeypatch.setattr(HostSlabs, "has_room", lambda slabs, size: slabs.bytes + size <= 2**18)  # told so, and then there is not
+    with started(job, hand_written(job)) as run:
+        run.step(batches[0])
+        assert run._placed.slabs.has_room(2**17)
+        monkeypatch.setattr(saving.Copies, "has_room", lambda _copies, _saved: True)
+        run.save(tmp_path / "1", wait=False)
+        with pytest.raises(OSError, match=r"could not write .*MemoryError: the plan's host memory"):
+            run.finish_saving()
+        for batch in batches[1:]:
+            run.step(batch)
+        assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
+    assert list(tmp_path.iterdir()) == []
 
 
 SCRIPT = """
