@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .running.team import Team
     from .values.graph import Graph
     from .values.profile import Profile
+    from .values.weights import Match
 
 __version__ = "0.1.0"
 __all__ = ["Job", "Machine", "NoPlan", "Plan", "Run", "plan", "probe", "profile", "start"]
@@ -106,7 +107,9 @@ def start(
     plan            a plan, or a file with one: used as it is, to the end; made anew when not given, and made anew again by a run
                     that runs out of memory
     machine         what to plan for, with its limits; this machine, probed, when not given
-    resume          a folder that `run.save` wrote: goes on exactly there
+    resume          a folder that `run.save` wrote: goes on exactly there, with whatever plan suits this machine; "latest" at its
+                    end stands for the newest whole one of a folder of numbered ones, such as checkpoints/latest, and alone, under
+                    `anyfit fit`, for the newest of the run's
     profile         what `anyfit.profile` gave, to plan with; made anew when not given
     deterministic   two runs give the same bits, at some cost in speed; ops that cannot are refused
     hang_seconds    of several ranks, one that waits longer than this for the others ends the run, and says for what; ten minutes
@@ -118,6 +121,7 @@ def start(
 
     from .placing import place
     from .placing.ranks import ALONE, HANG_SECONDS, Ranks
+    from .placing.weights import opened
     from .probing.host import left_memory_bytes
     from .running import launch as launching
     from .running.run import Run
@@ -142,13 +146,16 @@ def start(
         launching.make_deterministic()
     device = launching.device_for(machine, rank)
     torch.manual_seed(job.seed)
-    model = job.build()
+    found = opened(job, resumes=resume is not None)
+    model = found.model
     fingerprint = job.fingerprint(model)
     if team is not None:
-        team.agree({"model": fingerprint, "device": device.type})
+        team.agree({"model": fingerprint, "device": device.type, "weights": str(found.match and found.match.digest)})
+    if found.match is not None and found.match.is_partial and rank.index == 0:
+        _show_weights(found.match)
     plan.refuse_unless_made_for(fingerprint, machine.fingerprint)
     ranks = ALONE if team is None else Ranks.of_process_group(waits + MARGIN_SECONDS)
-    placed = place(job, plan, model, device, ranks=ranks)
+    placed = place(job, plan, model, device, ranks=ranks, elements=found.elements)
     if team is not None:
         torch.manual_seed(launching.seed_of(job.seed, ranks.index))
     rescue = None if is_given or team is not None else _rescue(job, machine, profile)
@@ -193,6 +200,8 @@ def _prepared(
     if launch is not None:
         plan = plan or launch.plan_for(machine, count)
         resume = resume or (launch.newest_checkpoint() if launch.resume else None)
+    if resume is not None:
+        resume = _whole(resume, launch)
     if profile is None and (plan is None or (not is_given and isinstance(job.model, nn.Module))):
         profile = _profile(job, machine) if team is None else _profile_of_share(job, machine, count)  # of a user's own, unplaced
     found = _loaded(plan)
@@ -209,6 +218,18 @@ def _prepared(
     if found.ranks != count:
         raise ValueError(f"the plan is for {found.ranks} ranks, and {count} are there; plan again, or start as many")
     return machine, found, resume, profile if team is None else None
+
+
+def _whole(resume: str | Path, launch: Launch | None) -> Path:
+    """The checkpoint that is meant."""
+    from .running.checkpoint import latest
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if launch is None:
+        return latest(resume, say)
+    return latest(launch.checkpoints / resume if str(resume) == "latest" else resume, launch.say)
 
 
 def _plan_for(profile: Profile, ranks: int) -> Plan:
@@ -253,6 +274,14 @@ def _facts(job: Job, plan: Plan, resume: str | Path | None) -> dict[str, str]:
         "clip_norm": str(job.clip_norm),
         "checkpoint": str(resume),
     }
+
+
+def _show_weights(match: Match) -> None:
+    from rich.console import Console
+
+    from .showing.terminal import show_match
+
+    show_match(match, Console(stderr=True))
 
 
 _profile = profile  # which `start` has an argument of the same name for

@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 
 COLUMNS_IN_A_PIPE = 130  # where no terminal says how wide it is
+KEEP = 2  # checkpoints
 
 Target = Annotated[
     str,
@@ -315,6 +316,10 @@ def fit(
     save_every: Annotated[
         int | None, typer.Option("--save-every", min=0, help="steps between checkpoints; 0: at the end")
     ] = None,
+    keep: Annotated[int | None, typer.Option("--keep", min=1, help="checkpoints that stay, the newest ones; 2")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", min=0, help="and those whose step is a multiple of this stay as well")
+    ] = None,
     log_every: Annotated[int, typer.Option("--log-every", min=1, help="steps between lines, without a terminal")] = 10,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="two runs give the same bits")] = False,
     timeline: Annotated[
@@ -372,6 +377,8 @@ def fit(
             folder=resume or fitting.new_folder_of_all(folder, team),
             resume=resume is not None,
             save_every=save_every or 0,
+            keep=keep or KEEP,
+            keep_every=keep_every or 0,
             limits=limits,
             plan=plan,
             deterministic=deterministic,
@@ -381,7 +388,8 @@ def fit(
         )
         return fitting.fit_script(script, arguments or [], launch, log_every)
     if resume is not None:
-        own_demo |= {"--save-every": save_every, "--device-memory": device_memory, "--host-memory": host_memory}
+        own_demo |= {"--save-every": save_every, "--keep": keep, "--keep-every": keep_every}
+        own_demo |= {"--device-memory": device_memory, "--host-memory": host_memory}
         given = [name for name, value in own_demo.items() if value is not None]
         if (given or deterministic) and not restarted:
             raise ValueError(f"a resumed run keeps its options; leave {given[0] if given else '--deterministic'} out")
@@ -398,6 +406,8 @@ def fit(
         precision=dtype or demo.default_precision(),
         seed=seed or 0,
         save_every=50 if save_every is None else save_every,
+        keep=keep or KEEP,
+        keep_every=keep_every or 0,
         deterministic=deterministic,
         device_memory=device_memory,
         host_memory=host_memory,
@@ -411,18 +421,32 @@ def fit(
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run folder: then its newest whole one")],
-    output: Annotated[Path, typer.Argument(help="the safetensors file to write")],
+    output: Annotated[Path, typer.Argument(help="the folder to write")],
+    shard_size: Annotated[str, typer.Option("--shard-size", help="of a file of it, at most")] = "5GB",
+    dtype: Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32; what the run has when not given")] = None,
 ) -> None:
-    """Writes a checkpoint's weights as safetensors."""
+    """Writes a checkpoint's weights as a folder of safetensors, which transformers loads."""
     from .running import checkpoint as checkpoints
+    from .running.export import export as write
+    from .values.job import PRECISIONS
+    from .values.record import nearest
+    from .values.units import parse_bytes, show_bytes
+
+    if dtype is not None and dtype not in PRECISIONS:
+        raise ValueError(f"--dtype {dtype} is not known" + nearest(dtype, PRECISIONS))
+    if output.suffix == ".safetensors":
+        raise ValueError(f"{output} is to be a folder, with the safetensors in it; try {output.with_suffix('')}")
 
     if (checkpoint / "checkpoints").is_dir():
         found, passed_over = checkpoints.newest(checkpoint / "checkpoints")
         if found is None:
             raise FileNotFoundError(f"{checkpoint} holds no whole checkpoint" + "".join(f"; {why}" for why in passed_over))
         checkpoint = found
-    count = checkpoints.export(checkpoint, output)
-    typer.echo(f"{count} tensors of {checkpoint} in {output}")
+    done = write(checkpoint, output, parse_bytes(shard_size), dtype)  # type: ignore[arg-type]
+    files = f"{done.files} file{'s' * (done.files > 1)}"
+    typer.echo(f"{done.tensors} tensors of {checkpoint}, {show_bytes(done.bytes)} in {files}, in {output}")
+    if done.beside:
+        typer.echo(f"also {', '.join(done.beside)}")
 
 
 def main() -> None:

@@ -42,6 +42,8 @@ class DemoOptions:
     precision: str
     seed: int
     save_every: int
+    keep: int
+    keep_every: int
     deterministic: bool
     device_memory: str | None
     host_memory: str | None
@@ -187,6 +189,8 @@ def fit_demo(
         folder=folder,
         resume=resume,
         save_every=options.save_every,
+        keep=options.keep,
+        keep_every=options.keep_every,
         limits=limits,
         plan=plan,
         deterministic=options.deterministic,
@@ -283,6 +287,7 @@ class Report:
             tokens_per_second=metrics.tokens_per_second * metrics.seconds / recent,
             compute_share=metrics.compute_share * metrics.seconds / recent,
             peak_bytes=metrics.peak_bytes["device"],
+            saved=None if run.saving is None or run.saving.is_done else run.saving.share,
         )
         self._watcher.beat(beat, run.plan)
         if run.timeline is not None and run.timeline.is_done and self.recorded is None:
@@ -309,14 +314,14 @@ class Report:
 
 
 def finish(run: Run, launch: Launch, report: Report | None, console: Console) -> None:
-    """The last checkpoint, the weights as safetensors, and the forecast beside what was measured."""
-    from .running.checkpoint import export
+    """The last checkpoint, the weights as a folder of safetensors, and the forecast beside what was measured."""
+    from .running.export import export
 
     saved = launch.save(run)
     if report is None:  # of a rank that only takes part
         return
-    weights = launch.folder / "weights.safetensors"
-    export(saved, weights)
+    weights = launch.folder / "weights"
+    export(saved, weights, replaces=True)
     console.print(f"\ncheckpoint {saved}, weights {weights}", markup=False, highlight=False, soft_wrap=True)
     if report.seconds:
         show_forecast_beside_measured(run.plan, report.step_seconds, run.metrics.peak_bytes["device"], console)

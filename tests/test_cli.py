@@ -429,8 +429,10 @@ MENDABLE = [
     (("fit", "--timeline", "no/run.json"), "--timeline no/run.json: no is no folder that can be written to"),
     (("fit", "--folder", "file"), "cannot write to the run folder file: File exists; choose another --folder"),
     (("fit", "--folder", "file/new"), "cannot write to the run folder file/new: Not a directory"),
-    (("export", "nothing", "out.safetensors"), "no checkpoint at nothing"),
-    (("export", ".", "out.safetensors"), ". is not an anyfit checkpoint: it has no manifest.json"),
+    (("export", "nothing", "out"), "no checkpoint at nothing"),
+    (("export", ".", "out"), ". is not an anyfit checkpoint: it has no manifest.json"),
+    (("export", ".", "out.safetensors"), "out.safetensors is to be a folder, with the safetensors in it; try out"),
+    (("export", ".", "out", "--dtype", "fp16"), "--dtype fp16 is not known"),
 ]
 
 

@@ -24,8 +24,9 @@ from anyfit.values.plan import Placement
 from .lanes import Ticket
 from .ranks import ALONE, Ranks
 from .tiers import HostSlabs
+from .weights import Elements, of_tensor
 
-WRITTEN_AT_ONCE = 2**22  # elements: scratch is little, and stays in the cache
+WRITTEN_AT_ONCE = 2**18  # elements: scratch is little, and stays in the cache
 quietly = torch._C.DisableTorchFunctionSubclass  # parameters that watch their use do not watch the engine's
 
 
@@ -101,40 +102,34 @@ class ChunkState:
         """Of a flat buffer with the offsets that the slot is from: the chunk's, or `own`'s."""
         return flat[slot.offset : slot.offset + slot.elements].view(slot.shape)
 
-    def write(self, values: Mapping[str, Tensor]) -> None:
-        """Sets parameters from whole tensors, exactly where the chunk has masters."""
+    def write(self, values: Mapping[str, Elements]) -> None:
+        """Sets parameters, exactly where the chunk has masters. Of each, only what this rank holds is asked for."""
         if self.is_spread:
             for slot in self.chunk.slots:
                 high = self._there(self.on_device)[slot.offset : slot.offset + slot.elements]
-                self._write(values[slot.name].detach().reshape(-1), [high], None)
+                self._write(values[slot.name], 0, [high], None)
+        wholes = {slot.name: slot for slot in self.chunk.slots}
         for slot in self.own.slots:
             homes = [self.view(buffer, slot).view(-1) for buffer in (self.own_on_device, self.on_host) if buffer is not None]
-            given = self.piece(slot, values[slot.name].detach()).reshape(-1)
-            self._write(given, homes, self.view(self.low, slot).view(-1) if self.is_split else None)
+            low = self.view(self.low, slot).view(-1) if self.is_split else None
+            self._write(values[slot.name], self.start_in(wholes[slot.name], slot), homes, low)
+
+    def _write(self, given: Elements, first: int, homes: Sequence[Tensor], low: Tensor | None) -> None:
+        for start in range(0, homes[0].numel(), WRITTEN_AT_ONCE):
+            part = slice(start, min(start + WRITTEN_AT_ONCE, homes[0].numel()))
+            piece = given(first + part.start, first + part.stop)
+            put(piece, [home[part] for home in homes], None if low is None else low[part], is_split=self.is_split)
 
     def piece(self, slot: Slot, whole: Tensor) -> Tensor:
         """What this rank has of an array of a parameter's shape."""
         if self.shards == 1:
             return whole
-        offset = next(each.offset for each in self.chunk.slots if each.name == slot.name)
-        start = self.stretch.start + slot.offset - offset
+        start = self.start_in(next(each for each in self.chunk.slots if each.name == slot.name), slot)
         return whole.reshape(-1)[start : start + slot.elements]
 
-    def _write(self, given: Tensor, homes: Sequence[Tensor], low: Tensor | None) -> None:
-        if not self.is_split:
-            for home in homes:
-                home.copy_(given)
-            return
-        where = homes[0].device if low is None else low.device
-        scratch = torch.empty(min(WRITTEN_AT_ONCE, given.numel()), dtype=torch.float32, device=where)
-        halves, lows = torch.empty_like(scratch, dtype=torch.bfloat16), torch.empty_like(scratch, dtype=torch.int16)
-        for start in range(0, given.numel(), WRITTEN_AT_ONCE):
-            part = slice(start, start + WRITTEN_AT_ONCE)
-            exact, high, rest = (buffer[: len(given[part])] for buffer in (scratch, halves, lows))
-            exact.copy_(given[part])
-            split(exact, high, rest if low is None else low[part])
-            for home in homes:
-                home[part].copy_(high)
+    def start_in(self, whole: Slot, own: Slot) -> int:
+        """Where in a parameter this rank's piece of it begins."""
+        return self.stretch.start + own.offset - whole.offset if self.shards > 1 else 0
 
     def take_over(self, slot: Slot, carried: Carried) -> None:
         """Sets one parameter to what it was in another placing."""
@@ -191,6 +186,24 @@ class ChunkState:
         return sum(buffer.nbytes for buffer in there if buffer is not None)
 
 
+def put(given: Tensor, homes: Sequence[Tensor], low: Tensor | None, *, is_split: bool) -> None:
+    """Sets flat buffers of weights, and the low halves beside them, to these numbers, little by little."""
+    if not is_split:
+        for home in homes:
+            home.copy_(given)
+        return
+    where = homes[0].device if low is None else low.device
+    scratch = torch.empty(min(WRITTEN_AT_ONCE, given.numel()), dtype=torch.float32, device=where)
+    halves, lows = torch.empty_like(scratch, dtype=torch.bfloat16), torch.empty_like(scratch, dtype=torch.int16)
+    for start in range(0, given.numel(), WRITTEN_AT_ONCE):
+        part = slice(start, start + WRITTEN_AT_ONCE)
+        exact, high, rest = (buffer[: len(given[part])] for buffer in (scratch, halves, lows))
+        exact.copy_(given[part])
+        split(exact, high, rest if low is None else low[part])
+        for home in homes:
+            home[part].copy_(high)
+
+
 class ModelState:
     """All chunks of a model, and the model's parameters by name."""
 
@@ -203,6 +216,7 @@ class ModelState:
         slabs: HostSlabs,
         ranks: Ranks = ALONE,
         carried: Carried | None = None,
+        elements: Mapping[str, Elements] | None = None,
     ) -> None:
         self.device, self.ranks = device, ranks
         self.chunks: list[ChunkState] = []
@@ -219,7 +233,7 @@ class ModelState:
                 # Shape without memory, for weights that are away. Whoever reads it by mistake gets no number.
                 absent = placeholders.setdefault(state.dtype, torch.full((1,), float("nan"), dtype=state.dtype, device=device))
                 if carried is None:
-                    state.write(self._agreed(state))
+                    state.write(self._agreed(state, elements or {}))
                 for slot in state.chunk.slots:
                     if carried is not None:
                         state.take_over(slot, carried)
@@ -228,13 +242,18 @@ class ModelState:
                         home = state.view(state.on_device, slot)
                     self.parameters[slot.name].data = home  # frees the original as it goes
 
-    def _agreed(self, state: ChunkState) -> dict[str, Tensor]:
-        """The chunk's parameters as they were made: by rank 0, where there are several."""
-        found: dict[str, Tensor] = {slot.name: self.parameters[slot.name].data for slot in state.chunk.slots}
-        if self.ranks.are_several:
-            for name, tensor in found.items():
-                found[name] = tensor.to(self.device).contiguous()
-                self.ranks.broadcast(found[name])
+    def _agreed(self, state: ChunkState, elements: Mapping[str, Elements]) -> dict[str, Elements]:
+        """The chunk's parameters: as all ranks can read them, else as they were made, by rank 0 where there are several."""
+        found: dict[str, Elements] = {}
+        for slot in state.chunk.slots:
+            if slot.name in elements:
+                found[slot.name] = elements[slot.name]
+                continue
+            tensor = self.parameters[slot.name].data
+            if self.ranks.are_several:
+                tensor = tensor.to(self.device).contiguous()
+                self.ranks.broadcast(tensor)
+            found[slot.name] = of_tensor(tensor)
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -243,11 +262,6 @@ class ModelState:
         for state in self.chunks:
             found |= state.read_all()
         return found
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for state in self.chunks:
-                state.write(weights)
 
     def refuse_thawed(self) -> None:
         """Raises where a parameter that was frozen has a gradient."""

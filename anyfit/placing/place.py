@@ -3,7 +3,7 @@ activations. A placed model can be lifted and placed again, as another plan says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from .reduction import Reduction
 from .residency import Residency
 from .tiers import HostSlabs, let_segments_grow
 from .updates import Updates
+from .weights import Elements
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def place(
     carried: Carried | None = None,
     arena: torch.Tensor | None = None,
     ranks: Ranks = ALONE,
+    elements: Mapping[str, Elements] | None = None,
 ) -> Placed:
     """Moves the state of a real model where the plan wants it. The model object stays the user's own.
 
@@ -104,6 +106,7 @@ def place(
     carried    what `lift` took out of another placing of the same model; whole also when this fails
     arena      pinned bytes to place on the host in, for whoever places many times: making them takes long
     ranks      that train it together: all of them place it, with the same plan
+    elements   of parameters that do not come from the model itself (`weights.opened`)
     """
     if plan.ranks != ranks.count:
         raise ValueError(f"the plan is for {plan.ranks} ranks, and {ranks.count} are there; plan again with anyfit.plan(job)")
@@ -136,7 +139,7 @@ def place(
         lanes = Lanes(device, delay, several=ranks.are_several)
         closing.callback(lanes.close)
         ranks.meet(each.optimizer_shards for each in placements)
-        state = ModelState(model, layout, placements, device, slabs, ranks, carried)
+        state = ModelState(model, layout, placements, device, slabs, ranks, carried, elements)
         residency = Residency(state, lanes, plan.slots, plan.prefetch)
         closing.callback(residency.close)
         stage = plan.stages[0]

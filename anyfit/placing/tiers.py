@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,16 +55,12 @@ class HostSlabs:
         self._preparing: list[Future[None]] = []
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(PREPARERS, "anyfit slabs") if self._pins else None
         self.bytes = 0  # handed out
+        self._taking = threading.Lock()
 
     def zeros(self, elements: int, dtype: torch.dtype, *, crosses: bool) -> torch.Tensor:
         """A flat tensor; one that `crosses` is copied to or from the device, and may be once `prepared` has returned."""
         size = -(-elements * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-        if self._limit is not None and self.bytes + size > self._limit:
-            raise MemoryError(
-                f"the plan's host memory is {show_bytes(self._limit)}, of which {show_bytes(self.bytes)} are taken, and "
-                f"{show_bytes(size)} more are needed; allow more (host_memory=), or place less on the host"
-            )
-        self.bytes += size
+        self._take(size)
         pinned = crosses and self._pins
         if size * LEAST_IN_A_SLAB > SLAB_BYTES[self._pins]:  # a few of these would leave much of a slab over
             return self._new_slab(size, pinned)[: elements * dtype.itemsize].view(dtype)
@@ -72,6 +69,23 @@ class HostSlabs:
             slab, taken = self._new_slab(SLAB_BYTES[self._pins], pinned), 0
         self._open[pinned] = slab, taken + size
         return slab[taken : taken + elements * dtype.itemsize].view(dtype)
+
+    def has_room(self, size: int) -> bool:
+        return self._limit is None or self.bytes + size <= self._limit
+
+    def _take(self, size: int) -> None:
+        with self._taking:
+            if not self.has_room(size):
+                raise MemoryError(
+                    f"the plan's host memory is {show_bytes(self._limit or 0)}, of which {show_bytes(self.bytes)} are taken, and "
+                    f"{show_bytes(size)} more are needed; allow more (host_memory=), or place less on the host"
+                )
+            self.bytes += size
+
+    def apart(self, size: int, *, crosses: bool) -> torch.Tensor:
+        """Bytes that share a slab with nothing else: taken by any thread, while the run goes on."""
+        self._take(size)
+        return self._new_slab(size, crosses and self._pins)
 
     def prepared(self) -> None:
         """Waits until all memory is there, and pinned where it crosses. What is taken later is so at once."""

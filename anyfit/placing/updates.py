@@ -21,7 +21,7 @@ import contextlib
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,10 +96,26 @@ class OptimizerState:
                         found[name][key] = value.clone() if cloned and isinstance(value, Tensor) else value
         return found
 
-    def whole_entries(self, moments: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-        """The same of whole parameters, as far as something is known of them."""
-        slots = {slot.name: slot for slot in self.state.chunk.slots if slot.name in self.rest}
-        return self._entries(moments, slots, cloned=True)
+    def arrays(self) -> Iterator[tuple[Slot, str, Tensor]]:
+        """What is kept for each element of a parameter, by parameter and key, and what else is no single number."""
+        for slot in self.own_slots:
+            for key, value in self.rest.get(slot.name, {}).items():
+                if isinstance(value, _Flat):
+                    yield slot, key, self.state.view(self.moments[key], slot)
+                elif isinstance(value, Tensor) and value.dim():
+                    yield slot, key, value
+
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """The rest: step counts, and what is not a tensor."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, entry in self.rest.items():
+            now = entry | self.live.get(name, {})  # numbers of a resident chunk that are no tensors are there alone
+            found[name] = {key: now[key] for key in entry if not _is_array(entry[key])}
+        return found
+
+    @property
+    def own_slots(self) -> tuple[Slot, ...]:
+        return self.state.own.slots
 
     def keep(self, moments: dict[str, Tensor], made: Mapping[str, Mapping[str, Any]], zeros: Any) -> None:
         """Takes over what a step left: arrays of a parameter's shape into the flat buffers, the rest as it is."""
@@ -129,6 +145,10 @@ class OptimizerState:
 
 class _Flat:
     """Stands for an array that lies in a flat buffer."""
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, _Flat) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 @dataclass(eq=False)
@@ -171,32 +191,33 @@ class Updates:
     ) -> None:
         self.optimizer = optimizer
         self._gradients, self._residency, self._lanes = gradients, residency, lanes
-        self._chunks = [OptimizerState(chunk) for chunk in state.chunks if chunk.chunk.is_updated]
-        self._by_index = {each.state.index: each for each in self._chunks}
+        self.chunks = [OptimizerState(chunk) for chunk in state.chunks if chunk.chunk.is_updated]
+        self._by_index = {each.state.index: each for each in self.chunks}
         self._benches = {"resident": Bench(state.device), "streamed": Bench(state.device), "host": Bench(torch.device("cpu"))}
         self._carriers = [Bench(state.device) for _ in range(STREAMED_DEPTH)]
         self._next_carrier = itertools.cycle(range(STREAMED_DEPTH))
         self._loads: dict[int, Load] = {}  # by carrier, the last that it took
         self._device, self._ranks = state.device, state.ranks
-        self.names = {slot.name: each for each in self._chunks for slot in each.state.chunk.slots}
+        self.names = {slot.name: each for each in self.chunks for slot in each.state.chunk.slots}
         self._working: dict[tuple[str, int], list[nn.Parameter]] = {}
         self._broken: str | None = None
         self._threads = update_threads(torch.get_num_threads())
         self._clipped = 0.0  # share of late steps
+        self.before_change: Callable[[int], None] = lambda _chunk: None  # waits where somebody still reads a chunk's state
         self._adopt_made_by_constructor(state)
-        for each in self._chunks:
+        for each in self.chunks:
             if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
                 self._make_adam(each)
             if carried is not None:
                 self._take_over(each, carried)
-        for each in self._chunks:
+        for each in self.chunks:
             if each.state.placement.speculates and not gradients.adds_up:  # sums are not known before the last micro-batch
                 each.second = Second(each.state, slabs)
                 each.second.moments = {key: self._zeros(each, key) for key in each.moments}
-        if any(each.second is not None for each in self._chunks):
+        if any(each.second is not None for each in self.chunks):
             gradients.on_complete, gradients.on_late = self._speculate, self._revoke
-        self._first_streamed = [each for each in self._chunks if each.state.placement.route == "streamed"][:STREAMED_DEPTH]
-        for each in self._chunks:
+        self._first_streamed = [each for each in self.chunks if each.state.placement.route == "streamed"][:STREAMED_DEPTH]
+        for each in self.chunks:
             self._furnish(each)
 
     def _furnish(self, each: OptimizerState) -> None:
@@ -255,7 +276,7 @@ class Updates:
 
     def _adopt_made_by_constructor(self, state: ModelState) -> None:
         """What an optimizer made before its first step, as Adagrad does."""
-        for each in self._chunks:
+        for each in self.chunks:
             made = {}
             for slot in each.state.chunk.slots:
                 parameter = state.parameters[slot.name]
@@ -274,17 +295,18 @@ class Updates:
 
     def apply(self, factor: float | None) -> None:
         """One optimizer step with the gradients at hand (times `factor`) on every parameter that has one."""
-        self._check()
+        self.check()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers, which would warn
         groups = self._settings()
         self._clipped += ((factor is not None) - self._clipped) / LATE_STEPS
         if self._ranks.are_several:
-            for each in self._chunks:
+            for each in self.chunks:
                 self._residency.settle(each.state)  # one that only other ranks used may still be at its last update
         before = self._lanes.so_far()  # the old weights have been read
-        for each in self._chunks:
+        for each in self.chunks:
             own, arrived = self._gradients.of(each.state)
             if each.state.placement.route == "resident":
+                self.before_change(each.state.index)
                 if own:
                     with self._lanes.computing(f"update chunk {each.state.index}"):
                         self._lanes.hold_computation(arrived)
@@ -294,11 +316,12 @@ class Updates:
                             self._broken = f"the update failed half-way ({type(error).__name__}: {error})"
                             raise
                 self._share(each.state, None)
-        for each in self._chunks:
+        for each in self.chunks:
             state, second = each.state, each.second
             own, arrived = self._gradients.of(state)
             if state.placement.route == "resident":
                 continue
+            self.before_change(state.index)
             if not own:
                 self._share(state, None)
                 continue
@@ -328,18 +351,23 @@ class Updates:
 
         state.fresh = self._lanes.spread.run(spread, (self._lanes.so_far(), before, state.fresh), label)
 
+    def turn_of(self, chunk: int) -> tuple[bool, int]:
+        """In which order chunks are changed: those on the device first."""
+        each = self._by_index.get(chunk)
+        return each is None or each.state.placement.route != "resident", chunk
+
     def _settings(self) -> Groups:
         """Learning rates and the like of every group as they are now: a scheduler may change them while an update runs."""
         return [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
 
     def forget(self) -> None:
         """The step is over, however it ended: what was speculated in it is not to be used by another."""
-        for each in self._chunks:
+        for each in self.chunks:
             each.lifted = None
             if each.second is not None:
                 each.second.ticket = None
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if self._broken is not None:
             raise RuntimeError(f"{self._broken}; go on from the last checkpoint: anyfit.start(job, resume=...)")
 
@@ -726,26 +754,49 @@ class Updates:
     # ------------------------------------------------------------------ state, by parameter name
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state of every parameter that has any. Ranks that divide it do it together."""
-        self._check()
+        """The optimizer's state of every parameter that has any, as far as it is this rank's."""
+        self.check()
         found: dict[str, dict[str, Any]] = {}
-        divided = [each for each in self._chunks if each.state.shards > 1]
-        rests = self._ranks.objects({each.state.index: each.rest for each in divided}) if divided else []
-        for each in self._chunks:
-            if each.state.shards == 1:
-                names = [slot.name for slot in each.state.own.slots if slot.name in each.rest]
-                found |= each.entries(each.moments, names)
-            else:
-                whole = OptimizerState(each.state)
-                for rest in rests:
-                    whole.rest |= rest[each.state.index]
-                keys = sorted({key for entry in whole.rest.values() for key, value in entry.items() if isinstance(value, _Flat)})
-                flats = {key: each.state.whole(each.moments.get(key, self._nothing(each))).cpu() for key in keys}
-                found |= whole.whole_entries(flats)
+        for each in self.chunks:
+            found |= each.entries(each.moments, [slot.name for slot in each.own_slots if slot.name in each.rest])
         return found
 
-    def _nothing(self, each: OptimizerState) -> Tensor:
-        return torch.zeros(each.state.own.elements, device=self._device)
+    def forget_all(self) -> None:
+        """Nothing is known of any parameter, as before the first step: to be set anew, by `home` and `load_scalars`."""
+        for each in self.chunks:
+            each.rest.clear()
+            each.live.clear()
+
+    def home(self, name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[OptimizerState, Tensor] | None:
+        """Where an array of that shape belongs that the optimizer keeps for a parameter; None where it is other ranks' alone."""
+        each = self.names[name]
+        mine = next((slot for slot in each.own_slots if slot.name == name), None)
+        if mine is None:
+            return None
+        whole = next(slot for slot in each.state.chunk.slots if slot.name == name)
+        rest = each.rest.setdefault(name, {})
+        if shape == whole.shape and dtype == torch.float32:
+            if key not in each.moments:
+                each.moments[key] = self._zeros(each, key)
+            rest[key] = _Flat()
+            return each, each.state.view(each.moments[key], mine)
+        where = self._device if each.state.placement.optimizer == "device" else torch.device("cpu")
+        rest[key] = torch.zeros(mine.shape if shape == whole.shape else shape, dtype=dtype, device=where)
+        return each, rest[key]
+
+    def load_scalars(self, name: str, entries: Mapping[str, Any]) -> None:
+        each = self.names[name]
+        mine = next((slot for slot in each.own_slots if slot.name == name), None)
+        if mine is None:
+            return
+        counts = self._device if self._counts_on_device(each.state) else torch.device("cpu")
+        rest = each.rest.setdefault(name, {})
+        for key, value in entries.items():
+            if key in each.moments and isinstance(value, Tensor):  # of a parameter that is one number
+                each.state.view(each.moments[key], mine).fill_(value)
+                rest[key] = _Flat()
+            else:
+                rest[key] = _on(value, counts)
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         with torch.no_grad():
@@ -764,7 +815,7 @@ class Updates:
     @property
     def device_bytes(self) -> int:
         """Held between steps: the optimizer's state and the scratch buffers."""
-        states = [tensor for each in self._chunks if each.state.placement.optimizer == "device" for tensor in each.tensors]
+        states = [tensor for each in self.chunks if each.state.placement.optimizer == "device" for tensor in each.tensors]
         benches = [self._benches[route].bytes for route in ("resident", "streamed")]
         benches += [carrier.bytes for carrier in self._carriers]
         return sum(tensor.nbytes for tensor in states) + sum(benches)

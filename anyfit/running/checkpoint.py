@@ -1,246 +1,126 @@
-"""A checkpoint: a folder that is whole or is not there.
+"""A checkpoint: a folder that is whole or is not there, and that any other division of the model can go on from.
 
-    manifest.json           sizes and SHA-256 of all other files, written last
-    weights.safetensors     every parameter under its name, fp32 masters where the run has them, and the buffers
-    optimizer.safetensors   the optimizer's tensors as "<parameter>/<key>"
-    random.safetensors      states of torch's generators, of every rank
-    progress.json           steps, data position, scheduler, parameter groups, what else is not a tensor
-    plan.json               the plan it was trained with, for reference
+    manifest.json, metadata.json, data-<rank>.safetensors    tensors under their names, as boxes of the whole (files.py):
+                                                              parameters, the exact ones where the run has masters; buffers; what
+                                                              the optimizer keeps, as "<parameter>/<key>"
+    progress.json                                             steps, data position, scheduler, parameter groups, random states of
+                                                              every rank, and what else is not a tensor
+    plan.json                                                 the plan it was trained with, for reference
 
-It is written beside its place, tensor by tensor, so that saving takes little memory; synced, and renamed last. Reading checks
-every size and digest, and every name and shape against the model, before anything of the run changes. Nothing in it is executed:
-safetensors and JSON only.
-
-Of several ranks all take part: what they divide is put together chunk by chunk, and rank 0 writes. Whole tensors are in it, so
-that any number of ranks can go on from it; as many as wrote it go on with the same random numbers.
+Every rank writes its own part, in parallel; what several have alike, one of them. It is written beside its place, and renamed
+last. Reading compares every name and shape with the model and every checksum, before anything of the run changes; then each rank
+reads the boxes that overlap what it has. Nothing in it is executed.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
-import functools
 import hashlib
 import json
-import math
-import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.optim.lr_scheduler import LRScheduler
 
 from anyfit.placing import Placed
-from anyfit.placing.chunks import ChunkState
-from anyfit.values.layout import Slot
+from anyfit.placing.stretches import Stretch, buffers_of, home_of, moments_of, spread, weights_of
 from anyfit.values.plan import Plan
 from anyfit.values.record import nearest
 
+from .boxes import Box, boxes_of
+from .files import MANIFEST, remove_left_behind
+from .saving import Planner, Saved, Saving, could_not_write
+from .storage import Reader, Writer
+from .stored import Opened
 from .team import Team
 
-VERSION = 1
-MANIFEST = "manifest.json"
-FILES = ("weights.safetensors", "optimizer.safetensors", "random.safetensors", "progress.json", "plan.json")
+PROGRESS, PLAN = "progress.json", "plan.json"
+READ_AT_ONCE = 2**22  # elements
 
 
 # ---------------------------------------------------------------------- writing
 
 
-def save(folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan, team: Team | None = None) -> None:
-    folder = folder.absolute()
+def prepared(
+    folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan, team: Team | None
+) -> tuple[Saving, list[Saved]]:
+    """Everything but the writing, planned by all ranks together; and of what this one writes, what the next step changes."""
+    folder, ranks = folder.absolute(), placed.ranks
     placed.residency.settle_all()
-    state = placed.updates.state_dict()
-    ranks = placed.ranks
-    randoms = ranks.objects(_random_states()) if ranks.are_several else [_random_states()]
-    weights = dict(_model_tensors(placed))
-    reading = _Reading(weights)
-    if team is None:
-        _write_aside(folder, placed, reading, state, randoms, progress, plan)
-        return
-    if ranks.index:
-        reading.finish()
-    team.from_first(
-        lambda: _write_aside(folder, placed, reading, state, randoms, progress, plan), f"word that {folder.name} is written"
-    )
+    placed.updates.check()
+    tensors, moments = _state(placed)
+    planner = Planner()
+    planner.set_up_planner(tensors, is_coordinator=ranks.index == 0)
+    scalars: dict[str, Any] = {}
+    for each in placed.updates.chunks:
+        scalars |= each.scalars()
+    mine = _Exchanged(planner.create_local_plan(), sorted(moments), scalars, _Randoms.now())
+    everybody = ranks.objects(mine) if ranks.are_several else [mine]
+    plans, metadata = planner.create_global_plan([each.plan for each in everybody])
+    writer = Writer(folder, moments={name for each in everybody for name in each.moments}, device=placed.device)
+    plans = writer.prepare_global_plan(plans)
 
-
-def _write_aside(
-    folder: Path,
-    placed: Placed,
-    reading: _Reading,
-    state: Mapping[str, Mapping[str, Any]],
-    randoms: Sequence[Randoms],
-    progress: Mapping[str, Any],
-    plan: Plan,
-) -> None:
-    aside = folder.with_name(f".{folder.name}.writing")
-    try:
-        if folder.exists() and not (folder / MANIFEST).exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise FileExistsError(f"{folder} exists and is not a checkpoint; choose another folder, or remove it")
+    def begin_aside() -> None:
+        writer.documents = _documents(placed, progress, plan, everybody)
+        writer.aside.refuse_foreign()
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed
-            aside.mkdir()
-            _write(aside, placed, reading, state, randoms, progress, plan)
-            _rename_over(aside, folder)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            kept = f"; the checkpoint that was there is untouched in {folder}" if (folder / MANIFEST).exists() else ""
-            raise OSError(f"could not write a checkpoint to {folder}: {error}{kept}") from error
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
-    finally:
-        reading.finish()  # other ranks read along, whatever becomes of it here
+            writer.set_up_storage_writer(is_coordinator=True)
+        except OSError as error:
+            raise OSError(could_not_write(folder, error)) from error
 
-
-def _write(
-    aside: Path,
-    placed: Placed,
-    reading: _Reading,
-    state: Mapping[str, Mapping[str, Any]],
-    randoms: Sequence[Randoms],
-    progress: Mapping[str, Any],
-    plan: Plan,
-) -> None:
-    tensors: dict[str, Tensor] = {}  # where they lie
-    scalars: dict[str, dict[str, Any]] = {}
-    for name, entries in state.items():
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = value
-            else:
-                scalars.setdefault(name, {})[key] = _plain(value, f"optimizer state {name}.{key}")
-    _write_tensors(aside / "weights.safetensors", reading)
-    _write_tensors(aside / "optimizer.safetensors", _Reading({name: _as_it_is(tensor) for name, tensor in tensors.items()}))
-    drawn = {f"{kind}{rank or ''}": _as_it_is(each) for rank, found in enumerate(randoms) for kind, each in found.torch.items()}
-    _write_tensors(aside / "random.safetensors", _Reading(drawn))
-    document = {key: _plain(value, key) for key, value in progress.items()}
-    document |= {"optimizer_scalars": scalars, "python_random": _plain(randoms[0].python, "python_random")}
-    document |= {"optimizer": type(placed.updates.optimizer).__name__}
-    if len(randoms) > 1:
-        document |= {"ranks": len(randoms), "python_randoms": [_plain(each.python, "python_random") for each in randoms]}
-    (aside / "progress.json").write_text(json.dumps(document))
-    (aside / "plan.json").write_text(json.dumps(plan.to_json()))
-    files = {name: {"bytes": (aside / name).stat().st_size, "sha256": _digest(aside / name)} for name in FILES}
-    (aside / MANIFEST).write_text(json.dumps({"anyfit": "checkpoint", "version": VERSION, "files": files}, indent=1))
-    for name in (*FILES, MANIFEST):
-        _sync(aside / name)
-    _sync(aside)
-
-
-def _rename_over(aside: Path, folder: Path) -> None:
-    """A folder cannot replace another in one move: the old one steps aside first, and `load` looks for it there."""
-    old = _stepped_aside(folder)
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    aside.rename(folder)
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _stepped_aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    if team is None:
+        begin_aside()
+    else:
+        team.from_first(begin_aside, f"word that {folder.name} can be written")
+    used = {item.index.fqn for item in plans[ranks.index].items}
+    changing = [tensors[name] for name in used if tensors[name].stretch.changes]
+    return Saving(writer, planner, plans, metadata, team), sorted(changing, key=lambda each: each.stretch.name)
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor of a file, read when its turn has come."""
+class _Exchanged:
+    """What a rank tells the others before they write."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-
-
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    plan: SavePlan
+    moments: list[str]
+    scalars: dict[str, dict[str, Any]]
+    randoms: _Randoms
 
 
-def _as_it_is(tensor: Tensor) -> Stored:
-    return Stored(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu())
+def _state(placed: Placed) -> tuple[dict[str, Saved], set[str]]:
+    """Tensors to be saved by their names; and which are the optimizer's. Buffers are those of rank 0, as they are now."""
+    found = {each.name: Saved(each) for each in weights_of(placed)}
+    if placed.ranks.index == 0:
+        for each in buffers_of(placed):
+            still = each.values.to("cpu", copy=True)
+            found[each.name] = Saved(Stretch(each.name, each.shape, 0, still, changes=False))
+    moments = {each.name: Saved(each) for each in moments_of(placed)}
+    twice = next((name for name in moments if name in found), None)
+    if twice is not None:
+        raise ValueError(f"{twice!r} is a parameter, and the name of what the optimizer keeps of another; rename it")
+    return found | moments, set(moments)
 
 
-class _Reading:
-    """Tensors of a file, read one after another in the order in which they lie there: the same on all ranks."""
-
-    def __init__(self, tensors: Mapping[str, Stored]) -> None:
-        # Each starts at a multiple of its elements' size; those of a chunk lie together.
-        self.ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-        self._left = iter(self.ordered)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, stored in self._left:
-            yield name, stored.read()
-
-    def finish(self) -> None:
-        """Reads what is left: other ranks may be reading it too."""
-        for _ in self:
-            pass
-
-
-def _write_tensors(file: Path, reading: _Reading) -> None:
-    """A safetensors file: its header's length, the header, and the bytes. The library's own writer wants all of them at once."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, stored in reading.ordered:
-        if stored.dtype not in DTYPES:
-            raise TypeError(f"a checkpoint cannot hold {name}: {stored.dtype}")
-        start, end = end, end + stored.dtype.itemsize * math.prod(stored.shape)
-        header[name] = {"dtype": DTYPES[stored.dtype], "shape": list(stored.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little"))
-        out.write(text)
-        for name, tensor in reading:
-            flat = tensor.contiguous().reshape(-1)
-            start, end = header[name]["data_offsets"]
-            assert flat.nbytes == end - start, name
-            out.write(flat.view(torch.uint8).numpy().data)
-
-
-def _model_tensors(placed: Placed) -> Iterator[tuple[str, Stored]]:
-    for state in placed.state.chunks:
-        read = state.read if state.shards == 1 else _together(state)
-        for slot in state.chunk.slots:
-            dtype = torch.float32 if state.is_split else state.dtype
-            yield slot.name, Stored(dtype, slot.shape, functools.partial(read, slot))
-    for name, buffer in placed.model.named_buffers():
-        yield name, _as_it_is(buffer)
-
-
-def _together(state: ChunkState) -> Callable[[Slot], Tensor]:
-    """Reads the parameters of a chunk that ranks divide, the whole chunk with the first of them."""
-    found: dict[str, Tensor] = {}
-
-    def read(slot: Slot) -> Tensor:
-        if slot.name not in found:
-            found.update(state.read_all())
-        return found.pop(slot.name)
-
-    return read
+def _documents(placed: Placed, progress: Mapping[str, Any], plan: Plan, everybody: Sequence[_Exchanged]) -> dict[str, str]:
+    scalars: dict[str, dict[str, Any]] = {}
+    for each in everybody:
+        for name, entries in each.scalars.items():
+            scalars[name] = {key: _plain(value, f"optimizer state {name}.{key}") for key, value in entries.items()}
+    document = {key: _plain(value, key) for key, value in progress.items()}
+    document |= {"optimizer": type(placed.updates.optimizer).__name__, "optimizer_scalars": scalars}
+    document |= {"random": [each.randoms.to_json() for each in everybody]}
+    return {PROGRESS: json.dumps(document), PLAN: json.dumps(plan.to_json())}
 
 
 def full_state_dict(placed: Placed) -> dict[str, Tensor]:
@@ -257,92 +137,166 @@ def full_state_dict(placed: Placed) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Randoms:
+class _Randoms:
     """States of the generators of one rank."""
 
-    torch: dict[str, Tensor]
+    torch: bytes
+    cuda: bytes | None
     python: Any
 
+    @classmethod
+    def now(cls) -> _Randoms:
+        cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None
+        return cls(torch.get_rng_state().numpy().tobytes(), cuda, random.getstate())
 
-def _random_states() -> Randoms:
-    states = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return Randoms(states, random.getstate())
+    def to_json(self) -> dict[str, Any]:
+        cuda = None if self.cuda is None else base64.b64encode(self.cuda).decode()
+        return {"torch": base64.b64encode(self.torch).decode(), "cuda": cuda, "python": _plain(self.python, "random state")}
+
+    @classmethod
+    def from_json(cls, document: Any) -> _Randoms:
+        cuda = document["cuda"]
+        found = cls(
+            base64.b64decode(document["torch"], validate=True),
+            None if cuda is None else base64.b64decode(cuda, validate=True),
+            _unplain(document["python"]),
+        )
+        random.Random().setstate(found.python)  # raises where it is none
+        torch.Generator().set_state(torch.frombuffer(bytearray(found.torch), dtype=torch.uint8))
+        return found
+
+    def restore(self) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(self.cuda), dtype=torch.uint8))
+        random.setstate(self.python)
 
 
 # ---------------------------------------------------------------------- reading
 
 
-def load(folder: Path, placed: Placed, team: Team | None = None) -> dict[str, Any]:
+def load(folder: Path, placed: Placed, *, scheduler: LRScheduler | None, team: Team | None = None) -> dict[str, Any]:
     """Puts a checkpoint's state into the placed model; returns its progress. Random numbers are those of before where as many
     ranks go on as had saved it."""
-    folder, ranks = check(folder), placed.ranks
-    if team is not None:
-        team.agree({f"checkpoint in {folder}": _digest(folder / MANIFEST)})
-    progress = _progress(folder)
-    weights = load_file(folder / "weights.safetensors")
-    moments = load_file(folder / "optimizer.safetensors")
-    randoms = load_file(folder / "random.safetensors")
-    plan = Plan.load(folder / "plan.json")
-    _compare(folder, placed, weights, progress)
-    optimizer_state = _gather(folder, placed, moments, progress["optimizer_scalars"])
-
+    ranks = placed.ranks
+    opened, progress, plan, randoms = _checked(folder, placed, scheduler, team)
     placed.residency.drop_all()
-    placed.state.load(weights)  # nothing changed up to here
+    # Nothing has changed up to here.
+    targets = {each.name: _Target(each) for each in weights_of(placed)}
+    buffers = {each.name: torch.empty_like(each.values) for each in buffers_of(placed)}
+    targets |= {name: _Target(Stretch(name, opened.tensors[name].shape, 0, flat)) for name, flat in buffers.items()}
+    placed.updates.forget_all()
+    for name, stored in opened.optimizer.items():
+        parameter, _, key = name.rpartition("/")
+        home = home_of(placed, parameter, key, stored.shape, stored.dtype)
+        if home is not None:
+            targets[name] = _Target(home)
+    reader, planner = Reader(opened), _Loading()
     with torch.no_grad():
+        metadata = reader.read_metadata()
+        planner.set_up_planner(dict(targets), metadata)
+        reader.set_up_storage_reader(metadata, is_coordinator=ranks.index == 0)
+        reader.read_data(planner.create_local_plan(), planner)
         for name, buffer in placed.model.named_buffers():
-            buffer.copy_(weights[name])
-    placed.updates.load(optimizer_state)
-    saved_by = progress.get("ranks", 1)
-    if saved_by == ranks.count:
-        mine = ranks.index or ""
-        torch.set_rng_state(randoms[f"torch{mine}"])
-        if f"cuda{mine}" in randoms and torch.cuda.is_available():
-            torch.cuda.set_rng_state(randoms[f"cuda{mine}"])
-        python = progress["python_randoms"][ranks.index] if ranks.are_several else progress["python_random"]
-        random.setstate(_unplain(python))
-    unpacked = {key: _unplain(progress[key]) for key in ("steps", "skipped", "loader_position", "scheduler", "groups")}
-    return unpacked | {"plan": plan, "ranks": saved_by}
+            buffer.copy_(buffers[name].view(buffer.shape))
+        for name, entries in progress["optimizer_scalars"].items():
+            placed.updates.load_scalars(name, entries)
+        spread(placed)
+    if len(randoms) == ranks.count:
+        randoms[ranks.index].restore()
+    wanted = ("steps", "skipped", "loader_position", "scheduler", "groups")
+    return {key: progress[key] for key in wanted} | {"plan": plan, "ranks": len(randoms)}
 
 
-def check(folder: Path) -> Path:
-    """The folder (or the one that stood aside when a process died between two renames), all files whole; or an error."""
-    folder = Path(folder)
-    if not folder.exists() and _stepped_aside(folder).exists():
-        folder = _stepped_aside(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no checkpoint at {folder}")
-    manifest = folder / MANIFEST
-    if not manifest.exists():
-        raise ValueError(f"{folder} is not an anyfit checkpoint: it has no {MANIFEST}")
+def _checked(
+    folder: Path, placed: Placed, scheduler: LRScheduler | None, team: Team | None
+) -> tuple[Opened, dict[str, Any], Plan, list[_Randoms]]:
+    """A checkpoint that is whole, and of this model. Of several ranks each reads its share of the checksums, and all hear of
+    what one has found."""
+    ranks = placed.ranks
+    if team is None:
+        opened = open(folder)
+        found = _compared(opened, placed, scheduler)
+        opened.verify()
+        return opened, *found
     try:
-        document = json.loads(manifest.read_text())
-        kind, version, files = document["anyfit"], document["version"], dict(document["files"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{manifest} is damaged ({error}); take an older checkpoint") from None
-    if kind != "checkpoint" or version != VERSION:
-        raise ValueError(f"{manifest}: {kind} version {version}; this anyfit reads checkpoint version {VERSION}")
-    if sorted(files) != sorted(FILES):
-        odd = sorted(set(files) ^ set(FILES))[0]
-        raise ValueError(f"{manifest}: the list of files is not a checkpoint's ({odd!r})")
-    for name in FILES:
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing; take an older checkpoint")
-        size = path.stat().st_size
-        if size != files[name]["bytes"]:
-            raise ValueError(f"{path} has {size} bytes where {files[name]['bytes']} were written; take an older checkpoint")
-        if _digest(path) != files[name]["sha256"]:
-            raise ValueError(f"{path} is damaged: its checksum does not match; take an older checkpoint")
-    return folder
+        opened = open(folder)
+        found = _compared(opened, placed, scheduler)
+        opened.verify(ranks.index, ranks.count)
+        manifest = hashlib.sha256((opened.folder / MANIFEST).read_bytes()).hexdigest()
+    except (OSError, ValueError) as error:
+        team.hear_of(error)
+        raise
+    team.hear_of(None)
+    team.agree({f"checkpoint in {folder}": manifest})
+    return opened, *found
+
+
+def open(folder: str | Path) -> Opened:
+    """A checkpoint's tensors: names, dtypes and shapes, each to be read whole or in part when it is wanted. Every file is there
+    and as long as it was; `verify` compares their checksums."""
+    return Opened(folder)
+
+
+def check(folder: str | Path) -> Path:
+    """The folder (or the one that stood aside when a process died between two renames), all files whole; or an error."""
+    opened = open(folder)
+    opened.verify()
+    return opened.folder
+
+
+class _Target:
+    """Where a tensor of a checkpoint goes, as torch.distributed.checkpoint sees it: boxes, of a few elements at a time."""
+
+    def __init__(self, stretch: Stretch) -> None:
+        self.stretch = stretch
+        self.starts: dict[tuple[int, ...], tuple[Box, int]] = {}  # by a box's offsets: it, and where it begins in the stretch
+        for first in range(0, stretch.elements, READ_AT_ONCE):
+            at, last = first, min(first + READ_AT_ONCE, stretch.elements)
+            for box in boxes_of(stretch.shape, stretch.start + first, stretch.start + last):
+                self.starts[box.offsets] = box, at
+                at += box.elements
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self.starts.values()]
+
+
+class _Loading(DefaultLoadPlanner):
+    """Sets stretches box by box: each is put together from what is stored, and goes to its place when all of it is there."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._open: dict[MetadataIndex, tuple[Tensor, int]] = {}  # boxes, and how many of their elements are missing
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        index = read_item.dest_index
+        assert self.metadata is not None
+        assert index.offset is not None
+        if index not in self._open:
+            box, _ = self.state_dict[index.fqn].starts[tuple(index.offset)]
+            dtype = self.metadata.state_dict_metadata[index.fqn].properties.dtype  # type: ignore[union-attr]
+            self._open[index] = torch.empty(box.sizes, dtype=dtype), box.elements
+        return self._open[index][0][Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        index = read_item.dest_index
+        assert index.offset is not None
+        values, missing = self._open[index]
+        self._open[index] = values, missing - tensor.numel()
+        if missing == tensor.numel():
+            target = self.state_dict[index.fqn]
+            target.stretch.write(target.starts[tuple(index.offset)][1], values.view(-1))
+            del self._open[index]
 
 
 def newest(parent: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint in a folder of them, and why newer ones were passed over."""
     skipped: list[str] = []
-    names = {path.name.removeprefix(".").removesuffix(".old") for path in parent.iterdir()} if parent.is_dir() else set()
-    for name in sorted((name for name in names if name.isdigit()), key=int, reverse=True):
+    for name in _numbered(parent):
         try:
             check(parent / name)
             return parent / name, skipped
@@ -351,66 +305,80 @@ def newest(parent: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def remove_older(parent: Path, keep: int) -> None:
-    """Removes all but the `keep` newest checkpoints, and what killed processes left behind."""
-    numbered = sorted((path for path in parent.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
-    for path in numbered[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
-    for path in parent.glob(".*.writing"):
-        shutil.rmtree(path, ignore_errors=True)
+def latest(folder: str | Path, say: Callable[[str], None]) -> Path:
+    """The folder itself; where its last part is "latest", the newest whole checkpoint beside it."""
+    folder = Path(folder)
+    if folder.name != "latest" or folder.exists():
+        return folder
+    found, skipped = newest(folder.parent)
+    for reason in skipped:
+        say(f"passed over a checkpoint: {reason}")
+    if found is None:
+        raise FileNotFoundError(f"no whole checkpoint in {folder.parent.absolute()}" + "".join(f"; {why}" for why in skipped))
+    say(f"going on from {found}")
+    return found
 
 
-def export(folder: Path, file: Path) -> int:
-    """Writes a checkpoint's weights as one safetensors file; the number of tensors."""
-    folder = check(folder)
-    with safe_open(folder / "weights.safetensors", framework="pt") as source:
-        count = len(source.keys())
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.writing")
-    try:
-        shutil.copyfile(folder / "weights.safetensors", aside)
-        _sync(aside)
-        aside.replace(file)
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-    return count
+def _numbered(parent: Path) -> list[str]:
+    """Names of the checkpoints in a folder, the newest first; also of one that has stepped aside."""
+    names = {path.name.removeprefix(".").removesuffix(".old") for path in parent.iterdir()} if parent.is_dir() else set()
+    return sorted((name for name in names if name.isdecimal()), key=int, reverse=True)
 
 
-def _progress(folder: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((folder / "progress.json").read_text())
-    return document
+def remove_older(parent: Path, keep: int, keep_every: int = 0) -> None:
+    """Removes all but the `keep` newest checkpoints and those of every so many steps, and what killed processes left behind."""
+    remove_left_behind(parent)
+    for name in _numbered(parent)[keep:]:
+        if not keep_every or int(name) % keep_every:
+            gone = parent / f".{name}.old.writing"  # which is no checkpoint any more, should this end half-way
+            shutil.rmtree(gone, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                (parent / name).rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
 
-def _compare(folder: Path, placed: Placed, weights: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
+def _compared(opened: Opened, placed: Placed, scheduler: LRScheduler | None) -> tuple[dict[str, Any], Plan, list[_Randoms]]:
+    """What it holds besides tensors, if it is of this model and this optimizer."""
+    folder, weights = opened.folder, opened.weights
     wanted: dict[str, Tensor | nn.Parameter] = dict(placed.model.named_parameters()) | dict(placed.model.named_buffers())
     for name, tensor in wanted.items():
         if name not in weights:
             raise ValueError(f"{folder} is of another model: it has no {name!r}" + nearest(name, list(weights)[:1000]))
         if weights[name].shape != tensor.shape:
-            raise ValueError(f"{folder} is of another model: {name} is {tuple(weights[name].shape)}, here {tuple(tensor.shape)}")
+            raise ValueError(f"{folder} is of another model: {name} is {weights[name].shape}, here {tuple(tensor.shape)}")
     extra = sorted(set(weights) - set(wanted))
     if extra:
         raise ValueError(f"{folder} is of another model: it holds {extra[0]!r}, which this one has not")
+    plan = Plan.from_json(opened.document(PLAN), where=str(folder / PLAN))
+    document = opened.document(PROGRESS)
+    try:
+        progress = {key: _unplain(value) for key, value in document.items() if key != "random"}
+        randoms = [_Randoms.from_json(each) for each in document["random"]]
+        groups, scalars = progress["groups"], progress["optimizer_scalars"]
+        counts = [progress[key] for key in ("steps", "skipped", "loader_position")]
+        if not all(type(each) is int and each >= 0 for each in counts):
+            raise ValueError(f"steps and positions {counts}")
+        if not all(type(each) is dict and "params" not in each for each in groups):
+            raise ValueError("groups of parameters")
+        names = {name.rpartition("/")[0] for name in opened.optimizer} | {*scalars}
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise ValueError(f"{folder / PROGRESS} is not a checkpoint's ({error!r}); take another checkpoint") from None
     optimizer = placed.updates.optimizer
-    if progress["optimizer"] != type(optimizer).__name__ or len(progress["groups"]) != len(optimizer.param_groups):
+    if progress["optimizer"] != type(optimizer).__name__ or len(groups) != len(optimizer.param_groups):
         raise ValueError(
-            f"{folder} was trained with {progress['optimizer']} in {len(progress['groups'])} groups; "
+            f"{folder} was trained with {progress['optimizer']} in {len(groups)} groups; "
             f"Job(optimizer=) makes {type(optimizer).__name__} in {len(optimizer.param_groups)}"
         )
-
-
-def _gather(
-    folder: Path, placed: Placed, tensors: Mapping[str, Tensor], scalars: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    state: dict[str, dict[str, Any]] = {name: {k: _unplain(v) for k, v in entries.items()} for name, entries in scalars.items()}
-    for path, tensor in tensors.items():
-        name, _, key = path.rpartition("/")
-        state.setdefault(name, {})[key] = tensor
-    for name in state:
+    for name in sorted(names):
         if name not in placed.updates.names:
             raise ValueError(f"{folder} holds optimizer state of {name!r}, which is not trained here")
-    return state
+    if (scheduler is None) != (progress["scheduler"] is None):
+        raise ValueError(f"{folder}: saved {'without' if scheduler else 'with'} a scheduler; Job(scheduler=) differs")
+    known = {} if scheduler is None else scheduler.state_dict()
+    odd = next((key for key in progress["scheduler"] or () if key not in known and hasattr(scheduler, str(key))), None)
+    if odd is not None:  # it would take the place of a method
+        raise ValueError(f"{folder / PROGRESS}: {odd!r} is not of a scheduler's state; take another checkpoint")
+    return progress, plan, randoms
 
 
 # ---------------------------------------------------------------------- what is not a tensor, as JSON and back
@@ -420,8 +388,10 @@ def _plain(value: Any, where: str) -> Any:
     """JSON that remembers tuples, counters and keys that are not strings; an error names what cannot be kept."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor) and value.numel() == 1 and value.dim():
         return _plain(value.item(), where)
+    if isinstance(value, Tensor) and not value.dim():
+        return {"!number": [str(value.dtype).removeprefix("torch."), value.item()]}
     if isinstance(value, list):
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, tuple):
@@ -440,6 +410,8 @@ def _unplain(value: Any) -> Any:
     if isinstance(value, dict):
         if len(value) == 1:
             (tag, items), *_ = value.items()
+            if tag == "!number":
+                return torch.tensor(items[1], dtype=_dtype(items[0]))
             if tag == "!tuple":
                 return tuple(_unplain(item) for item in items)
             if tag in ("!dict", "!counter"):
@@ -447,3 +419,10 @@ def _unplain(value: Any) -> Any:
                 return Counter(pairs) if tag == "!counter" else pairs
         return {key: _unplain(item) for key, item in value.items()}
     return value
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found

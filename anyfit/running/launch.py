@@ -26,14 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 from anyfit.values.machine import Machine
 from anyfit.values.plan import Plan
+from anyfit.values.units import show_bytes, show_seconds
 
-from . import checkpoint
 from .alarms import Alarms
 
 if TYPE_CHECKING:
     import torch
 
     from .run import Run
+    from .saving import Saving
     from .team import Team
 
 SLURM_PORTS = range(20_000, 30_000)  # of which the job's and step's numbers choose one
@@ -97,6 +98,7 @@ class Launch:
     resume: bool = False
     save_every: int = 0  # steps; 0 saves at the end only
     keep: int = 2  # checkpoints
+    keep_every: int = 0  # and those of every so many steps
     limits: Mapping[str, str | None] = field(default_factory=dict)
     plan: Path | None = None
     deterministic: bool = False
@@ -109,6 +111,7 @@ class Launch:
     asked: int = 0  # the signal that came, if any
     runs: list[Run] = field(default_factory=list)  # that have made a step
     _is_alone: bool = True
+    _told: Saving | None = None  # that was spoken of last
     _alarms: Alarms = field(default_factory=Alarms)
     _before: dict[int, Any] = field(default_factory=dict)
 
@@ -154,18 +157,29 @@ class Launch:
             with (self.folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(metrics.to_json() | {"time": time.time(), "alarms": alarms}) + "\n")
             self.on_step(run, alarms)
+            self._tell_of(run.saving)
         asked = self.asked if self._is_alone else run.signal  # one that all ranks know of
         if asked:
             self._end(run, asked)
         if self.save_every and run.steps % self.save_every == 0:
-            self.save(run)
+            self.save(run, wait=False)
 
-    def save(self, run: Run) -> Path:
+    def save(self, run: Run, *, wait: bool = True) -> Path:
+        from .checkpoint import remove_older
+
         path = self.checkpoints / f"{run.steps:08d}"
-        run.save(path)
-        if self.is_first:
-            checkpoint.remove_older(self.checkpoints, self.keep)
+        run._save(path, wait=wait, then=lambda: remove_older(self.checkpoints, self.keep, self.keep_every))
         return path
+
+    def _tell_of(self, saving: Saving | None) -> None:
+        """Of a regular save, once it is whole."""
+        if saving is None or saving is self._told or not saving.is_done or saving.has_failed:
+            return
+        before, self._told = self._told, saving
+        how = "beside the steps" if saving.is_beside else "while training waited"
+        if not saving.is_beside and before is None:
+            how += ": host memory that the plan may use has no room for a copy of the state (--host-memory)"
+        self.say(f"saved {saving.folder}: {show_bytes(saving.bytes)} in {show_seconds(saving.seconds)}, {how}")
 
     def _end(self, run: Run, number: int) -> None:
         path = self.save(run)
@@ -185,6 +199,8 @@ class Launch:
 
     def newest_checkpoint(self) -> Path | None:
         """Where `--resume` goes on; None is the beginning."""
+        from . import checkpoint
+
         found, passed_over = checkpoint.newest(self.checkpoints)
         for reason in passed_over:
             self.say(f"passed over a checkpoint: {reason}")
@@ -202,7 +218,8 @@ class Launch:
         if plan.ranks != ranks:
             self.say(f"the run was planned for {plan.ranks} rank{'s' * (plan.ranks > 1)}, and {ranks} go on: planning anew")
             return None
-        if made_for == machine.fingerprint and plan.limit_bytes["device"] == machine.device_limit_bytes:
+        fits = plan.limit_bytes["device"] == machine.device_limit_bytes and plan.limit_bytes["host"] <= machine.host_limit_bytes
+        if made_for == machine.fingerprint and fits:
             return plan
         self.say("the run was planned for another machine or limit: planning anew")
         return None

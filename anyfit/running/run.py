@@ -35,15 +35,18 @@ from anyfit.values.plan import NoPlan, Plan
 from anyfit.values.units import show_bytes
 
 from . import checkpoint
+from .export import facts_of
 from .launch import Launch, seed_of
 from .loader import Loader, Sized
 from .metrics import Metrics
 from .rescue import MOST_RESCUES, Before, Rescue, let_go, said_of_device, said_of_host
+from .saving import Copies, Saving
 from .shortage import OverLimitError, Shortfall, is_about_memory, module_at, shortage, shortfall_of
 from .team import Position, Team
 from .watch import HostWatch
 
 NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
+BEGIN_TO_SAVE = "begin to save"
 WATCHED_STEPS = 2  # on the CPU device the storages of the first steps are counted: one makes the optimizer's state, one uses it
 
 
@@ -91,6 +94,9 @@ class Run:
         self._watched: dict[Any, int] = {}  # steps counted, by the shapes of the batch
         self._is_updating = False  # what is changed in place is not to be broken off
         self._over: OverLimitError | None = None  # met meanwhile
+        self.saving: Saving | None = None  # the checkpoint that is being written, or the last one
+        self._copies: Copies | None = None  # of the state, that it is written from
+        self._save_failed = False  # on some rank, as all know after the step
         self._lacking: list[float] = []  # by rank, host bytes that are left, where they are too few
         self._clock = time.perf_counter()
         self._closed = False
@@ -126,6 +132,7 @@ class Run:
         if self._rows:
             raise RuntimeError(f"{self._rows} samples wait for run.update(); call it before run.step")
         self._act(f"make step {self.steps + 1}")
+        self._heed_saving()
         self._heed_host_memory()
         loss = self._attempt(batch) if self._rescue is None else self._attempt_until_it_fits(batch, self._rescue)
         self._last["loss"] = loss
@@ -262,10 +269,11 @@ class Run:
             loss, weight = torch.zeros(()), torch.zeros(())
         missing = gradients.missing()
         known = [float(ranks.asked()), len(missing), 0 if self._is_mute else self._rows, self._asked(), self._lacks_host_bytes()]
+        known.append(self.saving is not None and self.saving.has_failed)
         figures = [each.detach().to(device, torch.float64).reshape(1) for each in (gradients.finish(), weight, loss)]
         rows = ranks.of_all(torch.cat([*figures, torch.tensor(known, dtype=torch.float64, device=device)])).cpu()
-        squares, weights, losses, asked, missed, samples, signals, lacks = rows.unbind(1)
-        self.signal, self._lacking = int(signals.max()), lacks.tolist()
+        squares, weights, losses, asked, missed, samples, signals, lacks, unsaved = rows.unbind(1)
+        self.signal, self._lacking, self._save_failed = int(signals.max()), lacks.tolist(), bool(unsaved.any())
         if len(asked.unique()) > 1:
             different = [index for index, number in enumerate(asked.tolist()) if number != asked[0]]
             raise RuntimeError(
@@ -425,6 +433,9 @@ class Run:
 
     def _move(self, plan: Plan) -> None:
         """Places the model anew, as this plan says; as it was, where that cannot be done."""
+        if self._copies is not None:
+            self._copies.wait_for_all()
+            self._copies = None
         carried, device, delay = self._placed.lift(), self._placed.device, self._placed.delay
         on_gpu = device.type == "cuda"
         if on_gpu:
@@ -490,25 +501,67 @@ class Run:
         """The model whole and readable; edits of its parameters become part of the run. All ranks do the same with it."""
         self._check_open()
         self._act("open the weights")
+        self.finish_saving()
         with self._placed.residency.editing():
             before = self._placed.state.snapshot()
             yield self.model
             self._placed.state.adopt_edits(before)
 
-    def save(self, folder: str | Path) -> None:
-        """Writes a checkpoint: all of it or nothing; one that stood there is replaced only once the new one is whole."""
+    def save(self, folder: str | Path, *, wait: bool = True) -> None:
+        """Writes a checkpoint: all of it or nothing; one that stood there is replaced only once the new one is whole.
+
+        With wait=False it is written beside the steps that follow, where the plan's host memory has room for a copy of what they
+        change, else at once as well. `run.saving` tells how far it is; an error is raised by the next step, save or close.
+        """
+        self._save(folder, wait=wait)
+
+    def _save(self, folder: str | Path, *, wait: bool, then: Callable[[], None] = lambda: None) -> None:
+        """`then` is called where rank 0 has put the checkpoint in its place."""
         self._check_open()
         if self._rows:
             raise RuntimeError("a checkpoint holds whole steps: call run.update() before run.save")
         folder = Path(folder).absolute()
-        self._act(f"save {folder}")
+        self._act(f"{'save' if wait else BEGIN_TO_SAVE} {folder}")
+        try:
+            self.finish_saving()
+        except OSError as error:
+            self._say(str(error))  # and here comes another
         before, self._doing = self._doing, f"saving step {self.steps}"
-        checkpoint.save(folder, self._placed, self._progress(), self.plan, self.team)
+        prepared = checkpoint.prepared(folder, self._placed, self._progress(), self.plan, self.team)
+        self.saving, changing = prepared
+        self.saving.then = then
+        if self._copies is None:
+            self._copies = Copies(self._placed.slabs, self._placed.device)
+        has_room = not wait and self._copies.has_room(changing)
+        if not wait and self.ranks.are_several:
+            has_room = all(self.ranks.objects(has_room))
+        if has_room:
+            self._copies.begin(changing, self._placed.updates.turn_of)
+            self._placed.updates.before_change = self._copies.wait_for
+            self.saving.begin(self._copies)
+        else:
+            try:
+                self.saving.finish()
+            finally:
+                self.saving = None if wait or self.saving.has_failed else self.saving
         self._doing = before
+
+    def finish_saving(self) -> None:
+        """Waits for a checkpoint that is being written beside the steps, and raises what went wrong with it."""
+        if self.saving is not None:
+            saving, self.saving = self.saving, None
+            saving.result()
+
+    def _heed_saving(self) -> None:
+        """An error of a save beside the steps is raised, on all ranks by the same one."""
+        if self.saving is not None and (self._save_failed if self.ranks.are_several else self.saving.has_failed):
+            self._save_failed = False
+            self.finish_saving()
 
     def resume(self, folder: str | Path) -> None:
         """Takes up weights, optimizer, scheduler, data position and random state from a checkpoint."""
-        progress = checkpoint.load(Path(folder), self._placed, self.team)
+        self.finish_saving()
+        progress = checkpoint.load(Path(folder), self._placed, scheduler=self.scheduler, team=self.team)
         if progress["ranks"] != self.ranks.count:
             torch.manual_seed(seed_of(self.job.seed, self.ranks.index, progress["steps"]))
             saved_by = "one rank" if progress["ranks"] == 1 else f"{progress['ranks']} ranks"
@@ -519,8 +572,6 @@ class Run:
         self._loader_position = progress["loader_position"]
         if self._loader is not None:
             self._loader.position = self._loader_position
-        if (self.scheduler is None) != (progress["scheduler"] is None):
-            raise ValueError(f"{folder}: saved {'without' if self.scheduler else 'with'} a scheduler; Job(scheduler=) differs")
         if self.scheduler is not None:
             self.scheduler.load_state_dict(progress["scheduler"])
         for group, saved in zip(self.optimizer.param_groups, progress["groups"], strict=True):
@@ -533,6 +584,7 @@ class Run:
             "loader_position": self._loader.position if self._loader is not None else self._loader_position,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups],
+            "model": facts_of(self.model, self.job),
         }
 
     # ------------------------------------------------------------------ looking
@@ -626,6 +678,8 @@ class Run:
                 self.state_dict()
             elif act.startswith("save "):
                 self.save(act.removeprefix("save "))
+            elif act.startswith(BEGIN_TO_SAVE):
+                self.save(act.removeprefix(f"{BEGIN_TO_SAVE} "), wait=False)
             else:
                 raise RuntimeError(f"another rank is about to {act}, and this one has left: all ranks do that together")
         finally:
@@ -668,10 +722,13 @@ class Run:
             self._part_from_others(error)
             raise
         self._closed = True
-        if self._placed.device.type == "cuda":
-            gc.unfreeze()
-        self._placed.close()
-        self._unfollow()
+        try:
+            self.finish_saving()
+        finally:
+            if self._placed.device.type == "cuda":
+                gc.unfreeze()
+            self._placed.close()
+            self._unfollow()
 
     def _unfollow(self) -> None:
         if self.team is not None:

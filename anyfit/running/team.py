@@ -4,6 +4,7 @@ All of it goes through torch's key-value store, a few bytes at a time, so that i
 
     first/<n>            what rank 0 found out for all: a plan, or the error that it met
     facts/<n>/<rank>     what every rank must have alike
+    post/<n>/<rank>      what a thread of a rank has to tell those of the others, and post/<n> what comes of it all
     act/<n>              the n-th thing that the ranks do together: a step, a save, …
     left/<n>/<rank>      a rank has no more to do of its own; how many acts it has taken part in. left/<n>: so it is with all
     at/<rank>            where a rank is, from a thread that beats: its act, and what it waits for
@@ -34,7 +35,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -129,6 +130,15 @@ class Team:
                         "same script, with the same arguments and the same versions of everything"
                     )
 
+    def hear_of(self, error: Exception | None) -> None:
+        """Raises where another rank has met an error and this one has not."""
+        everybody = self._all("word", "" if error is None else f"{type(error).__name__}: {error}")
+        failed = next((index for index, each in enumerate(everybody) if each), None)
+        if error is None and failed is not None:
+            raised = ValueError(f"rank {failed}: {everybody[failed]}")
+            raised.anyfit_rank = failed  # type: ignore[attr-defined]  # who shows it
+            raise raised
+
     def _all(self, what: str, mine: str) -> list[str]:
         """Of every rank, its own."""
         number = next(self._asked)
@@ -147,6 +157,19 @@ class Team:
                 if self._store.check(["failed"]):
                     raise LostRankError(f"another rank failed while this one waited for {what}")
                 time.sleep(POLL_SECONDS)
+        finally:
+            self._waits = ""
+
+    def post(self) -> Post:
+        """All ranks ask for the same ones, in the same order."""
+        return Post(self._store.clone(), f"post/{next(self._asked)}", self.index, self.count)
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """For other ranks, outside of collectives: says so to whoever asks."""
+        self._waits = what
+        try:
+            yield
         finally:
             self._waits = ""
 
@@ -370,6 +393,38 @@ class Team:
         store.set("shown", str(self.index))
         print(f"anyfit: {message}", file=sys.stderr, flush=True)
         self.end(1)
+
+
+@dataclass(frozen=True)
+class Post:
+    """What ranks tell each other once, from any thread: each a word, and rank 0 what came of them."""
+
+    store: Any  # a connection of its own: others wait on theirs
+    key: str
+    index: int
+    count: int
+
+    def tell(self, word: str) -> None:
+        self.store.set(f"{self.key}/{self.index}", word)
+
+    def all_told(self) -> list[str]:
+        keys = [f"{self.key}/{index}" for index in range(self.count)]
+        self._wait_for(keys)
+        return [self.store.get(key).decode() for key in keys]
+
+    def conclude(self, word: str) -> None:
+        self.store.set(self.key, word)
+
+    def conclusion(self) -> str:
+        self._wait_for([self.key])
+        found: str = self.store.get(self.key).decode()
+        return found
+
+    def _wait_for(self, keys: list[str]) -> None:
+        while not self.store.check(keys):
+            if self.store.check(["failed"]):
+                raise LostRankError("another rank failed while this one waited for it to save")
+            time.sleep(POLL_SECONDS)
 
 
 class Watch:

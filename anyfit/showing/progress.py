@@ -24,15 +24,17 @@ class Beat:
     tokens_per_second: float
     compute_share: float
     peak_bytes: int
+    saved: float | None = None  # share of the checkpoint that is being written
 
     def text(self, plan: Plan) -> str:
         drift = self.seconds / plan.forecast.step_seconds - 1
         to_go = 0 if self.steps is None else self.steps - self.step
         left = f", {show_seconds(to_go * self.seconds)} left" if to_go else ""
         limit = show_bytes(plan.limit_bytes["device"])
+        saving = "" if self.saved is None else f", checkpoint {self.saved:.0%} written"
         return (
             f"loss {self.loss:.3f}, {show_count(self.tokens_per_second)} tokens/s, {self.compute_share:.0%} of peak compute, "
-            f"memory {show_bytes(self.peak_bytes)} of {limit}{left}, {drift:+.0%} against the forecast"
+            f"memory {show_bytes(self.peak_bytes)} of {limit}{left}, {drift:+.0%} against the forecast{saving}"
         )
 
 

@@ -19,6 +19,7 @@ from anyfit.values.machine import Machine
 from anyfit.values.plan import TIERS, Forecast, Plan
 from anyfit.values.profile import BlockCost, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
+from anyfit.values.weights import Match
 
 BAR_CELLS = 40
 # One colour a meaning, told apart by lightness as well: readable without colour vision.
@@ -314,6 +315,16 @@ def _found(check: Check) -> Iterator[tuple[str, str]]:
     yield "pace", f"not corrected: {check.no_pace}" if check.pace is None else f"from now on {check.pace.choice}"
     if check.correction is not None:
         yield "margin", f"from now on {check.correction.error:.0%} of the memory"
+
+
+def show_match(match: Match, console: Console) -> None:
+    """What of a model comes from a folder of weights, what does not, and what the folder has besides."""
+    table = Table.grid(padding=(0, 2))
+    for kind, name, count in match.rows:
+        colour = {"missing": "red", "unexpected": "yellow", "matched": "green"}.get(kind, "")
+        table.add_row(Text(kind, style=colour), Text(str(count), justify="right"), Text(name))
+    console.print(Text(f"weights from {match.folder}: " + match.counted))
+    console.print(table)
 
 
 @contextmanager

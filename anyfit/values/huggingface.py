@@ -8,20 +8,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import json
 import os
+import re
 import socket
+import sys
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 IMAGE_SIDE = 224  # where a configuration does not say
 PATIENCE_SECONDS = 3.0  # with a hub that may not be there
+NOTHING = r"(?!)"  # a pattern
 
 
 def config_of(source: Any) -> Any:
@@ -41,7 +46,7 @@ def config_of(source: Any) -> Any:
     elif isinstance(source, str) and source in transformers.CONFIG_MAPPING and not Path(source).exists():
         config = transformers.AutoConfig.for_model(source)  # a kind of model: its default configuration
     elif isinstance(source, str | Path) and (Path(source).exists() or _hub_answers()):
-        config = transformers.AutoConfig.from_pretrained(source)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     elif isinstance(source, str | Path):
         config = _kept_config(str(source))
     else:
@@ -91,9 +96,14 @@ def factory(config: Any) -> Callable[[], nn.Module]:
     import transformers
 
     config.dtype = None  # of weights on a hub; here the run's precision decides
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"the weights of this {type(config).__name__} are quantised, and cannot be trained as they are; take the folder that "
+            "they were made from, or set config.quantization_config to None to train from nothing"
+        )
     named = (getattr(config, "architectures", None) or [None])[0]
-    if named is not None and hasattr(transformers, named):
-        made_by = getattr(transformers, named)
+    made_by: Any = getattr(transformers, str(named), None)
+    if isinstance(made_by, type) and issubclass(made_by, transformers.PreTrainedModel):
         return lambda: _training(made_by(config))
     heads: tuple[str, ...] = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification")
     if getattr(config, "is_encoder_decoder", False):
@@ -159,6 +169,108 @@ def _main_input(config: Any) -> str:
 
     made = transformers.AutoModel._model_mapping[type(config)]
     return str((made[0] if isinstance(made, tuple) else made).main_input_name)
+
+
+# ---------------------------------------------------------------------- names in a folder, and in a model
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How tensors of one side become those of the other: one under another name, or several put together or taken apart."""
+
+    parts: tuple[str, ...]  # that it takes
+    name: str  # of what it makes; of the first, where `make` makes several
+    make: Callable[[Callable[[str], Tensor]], dict[str, Tensor]] | None = None  # given how to read; None: the one part as it is
+
+
+def recipes_from_folder(model: nn.Module, names: Iterable[str]) -> list[Recipe]:
+    """For the tensors of a folder, as transformers loads them into this model: it fuses experts, and renames what is older."""
+    if not _is_pretrained(model):
+        return [Recipe((name,), name) for name in names]
+    from transformers import conversion_mapping, core_model_loading
+
+    known: Any = model.state_dict()
+    prefix: Any = getattr(model, "base_model_prefix", None)
+    changes = conversion_mapping.get_model_conversion_mapping(model)
+    rename: Any = core_model_loading.rename_source_key
+
+    def renamed(name: str, renamings: list[Any], converters: list[Any]) -> tuple[str, str | None]:
+        target, pattern = rename(name, renamings, converters, prefix, known)
+        if target not in known and name in known:  # it is the model's own already
+            target, pattern = rename(name, [], [], prefix, known)
+        return target, pattern
+
+    return _recipes(model, names, changes, renamed)
+
+
+def recipes_to_folder(model: nn.Module, names: Iterable[str]) -> list[Recipe]:
+    """The other way, as `save_pretrained` writes them."""
+    from transformers import conversion_mapping, core_model_loading
+
+    changes = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+    changes = [each.reverse_transform() for each in changes[::-1] if not isinstance(each, core_model_loading.PrefixChange)]
+    rename: Any = core_model_loading.rename_source_key
+    options = {"reverse": True} if "reverse" in inspect.signature(rename).parameters else {}
+    return _recipes(model, names, changes, lambda name, renamings, converters: rename(name, renamings, converters, **options))
+
+
+def _recipes(
+    model: Any,
+    names: Iterable[str],
+    changes: list[Any],
+    renamed: Callable[[str, list[Any], list[Any]], tuple[str, str | None]],
+) -> list[Recipe]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
+
+    renamings = [each for each in changes if isinstance(each, WeightRenaming)]
+    converters = [each for each in changes if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    found: list[Recipe] = []
+    groups: dict[str, list[tuple[str, str]]] = {}  # by what is made of them: pattern and name of each
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = renamed(name, renamings, converters)
+        if pattern is None:
+            found.append(Recipe((name,), target))
+        else:
+            groups.setdefault(target, []).append((pattern, name))
+    for target, parts in groups.items():
+
+        def make(read: Callable[[str], Tensor], target: str = target, parts: list[tuple[str, str]] = parts) -> dict[str, Tensor]:
+            converter: Any = copy.deepcopy(by_pattern[parts[0][0]])
+            for pattern, name in parts:
+                converter.add_tensor(target, name, pattern, lambda name=name: read(name))
+            made = converter.convert(target, model=model, config=model.config)
+            return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+        found.append(Recipe(tuple(name for _, name in parts), target, make))
+    return found
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")  # which whoever made such a model has imported
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def ignored_names(model: Any, kind: Literal["missing", "unexpected"]) -> re.Pattern[str]:
+    """Names that transformers does not speak of when they are missing in a folder, or in the model."""
+    if not _is_pretrained(model):
+        return re.compile(NOTHING)
+    patterns = set(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())
+    if kind == "unexpected":  # buffers that older folders have, and that are now made by the model
+        buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+        patterns |= {rf"(^|\.){name}$" for name in ("inv_freq", "position_ids") if name in buffers}
+    return re.compile("|".join(f"({pattern})" for pattern in patterns) or NOTHING)
+
+
+def description(model: nn.Module) -> dict[str, Any] | None:
+    """The configuration of a transformers model as JSON, as `save_pretrained` writes it; None for any other model."""
+    if not _is_pretrained(model):
+        return None
+    config: Any = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    document: dict[str, Any] = json.loads(config.to_json_string())
+    document.pop("use_cache", None)  # turned off for training
+    return document
 
 
 # ---------------------------------------------------------------------- the loss

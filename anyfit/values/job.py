@@ -7,11 +7,14 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from .batches import cut, map_tensors, rows_of
 from .layout import Placeable
 from .record import nearest
+from .tensor_files import holds_weights
+from .weights import Weights
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +47,8 @@ class Job:
     micro_batch   samples a forward pass; None lets the plan choose
     max_sample    the largest batch to expect, when sizes vary; memory is planned for it
     split         (batch, sizes) -> batches, for layouts where samples do not lie along dim 0 of every tensor
+    weights       a folder of safetensors to start from, as `save_pretrained` writes it, or a `Weights` that takes a part of one;
+                  the model is then built without them, and never whole in memory
     real_run      the model may be run for real to plan it, on the CPU: for a forward that needs the values of tensors
     """
 
@@ -60,6 +65,7 @@ class Job:
     micro_batch: int | None = None
     max_sample: Batch | None = None
     split: Callable[[Batch, Sequence[int]], Sequence[Batch]] | None = None
+    weights: Weights | str | Path | None = None
     real_run: bool = False
 
     def __post_init__(self) -> None:
@@ -97,6 +103,8 @@ class Job:
             raise ValueError(f"Job(precision={self.precision!r}) is not known" + nearest(str(self.precision), PRECISIONS))
         if not isinstance(self.real_run, bool):
             raise TypeError(f"Job(real_run=) must be True or False, got {_describe(self.real_run)}")
+        if self.weights is not None and not isinstance(self.weights, Weights | str | Path):
+            raise TypeError(f"Job(weights=) must be a folder or a Weights, got {_describe(self.weights)}")
         if self.sample is None:
             raise TypeError("Job(sample=) is None; give a batch like those to come, for example next(iter(loader))")
 
@@ -258,7 +266,8 @@ class Job:
     ) -> Self:
         """A Job for a Hugging Face model.
 
-        source       a configuration, a folder or name `AutoConfig` knows, or a model
+        source       a configuration, a folder or name `AutoConfig` knows, or a model. Weights in a folder are what a run starts
+                     from, unless `weights=None` says otherwise; a name or config.json gives the configuration alone
         length       tokens a sample, for models that read or write text
         optimizer    AdamW at 3e-4 when not given
         options      any other argument of Job; `sample` only where the model reads neither text, images nor speech features;
@@ -270,6 +279,8 @@ class Job:
 
         config = config_of(source)
         model = source if isinstance(source, torch.nn.Module) else factory(config)
+        if isinstance(source, str | Path) and holds_weights(Path(source)):
+            options.setdefault("weights", source)
         if options.get("sample") is None:
             options["sample"] = imagined_sample(config, batch_size, length)
         return cls(

@@ -64,7 +64,7 @@ class Record:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         file = Path(path)
         try:
-            document = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_each_key_once)
+            document = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=each_key_once)
         except FileNotFoundError:
             raise FileNotFoundError(f"no {cls.kind} file at {file}") from None
         except OSError as error:
@@ -74,7 +74,7 @@ class Record:
         return cls.from_json(document, where=str(file))
 
 
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON; of a key written twice, the parser would silently drop the first."""
     document = dict(pairs)
     if len(document) < len(pairs):

@@ -159,7 +159,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same_run(folder: Path, other: Path) -> None:
-    mine, theirs = load_file(folder / "weights.safetensors"), load_file(other / "weights.safetensors")
+    mine, theirs = load_file(folder / "weights" / "model.safetensors"), load_file(other / "weights" / "model.safetensors")
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     lines = [(each / "metrics.jsonl").read_text().splitlines() for each in (folder, other)]

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import anyfit
+from anyfit.running import checkpoint
 from anyfit.running.launch import Rank, meeting_place
 from anyfit.values.plan import Placement, Plan
 from tests.machines import small_machine
@@ -150,7 +150,8 @@ def test_a_checkpoint_of_two_ranks_goes_on_exactly_on_two(placement: Placement, 
 
 def test_a_checkpoint_goes_on_on_any_number_of_ranks_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pool_of(2).run(launched.saved, DIVIDED["all divided"], 2, tmp_path / "2", 0, 2, None)
-    weights = load_file(tmp_path / "2" / "weights.safetensors")
+    opened = checkpoint.open(tmp_path / "2")
+    weights = {name: opened.read(name) for name in opened.weights}
     with launched.start(Placement(), 1, tmp_path / "2") as run:
         assert run.steps == 2
         assert_bit_equal(run.state_dict(), weights)
@@ -222,11 +223,11 @@ def test_fit_starts_ranks_that_write_one_folder_and_talk_with_one_voice(tmp_path
     assert "2, each with 2 samples of a step" in " ".join(said.split())
     folder = tmp_path / "two"
     assert {path.name for path in folder.iterdir()} == {
-        "run.json", "plan.json", "machine.json", "metrics.jsonl", "checkpoints", "weights.safetensors",
+        "run.json", "plan.json", "machine.json", "metrics.jsonl", "checkpoints", "weights",
     }  # fmt: skip
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["00000010", "00000012"]
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == list(range(1, 13))
-    two, one = (load_file(tmp_path / name / "weights.safetensors") for name in ("two", "one"))
+    two, one = (load_file(tmp_path / name / "weights" / "model.safetensors") for name in ("two", "one"))
     for name in [name for name in one if "queries_keys_values.bias" in name]:  # the keys' has no gradient but its rounding
         del one[name], two[name]
     assert_close(two, one, 1e-4)  # biases begin at 0, and Adam's first steps are all but signs; test_engine.py is exact

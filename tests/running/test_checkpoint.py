@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
 
 import anyfit
 from anyfit.demo import GPT
 from anyfit.placing.tiers import LiveBytes
-from anyfit.running import checkpoint
+from anyfit.running import checkpoint, files
+from anyfit.running.storage import Writer
 from tests.machines import small_machine
 from tests.models import Convolutional, Tangled, byte_batches, image_batches, image_loss, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal
@@ -160,7 +162,59 @@ def test_a_write_that_fails_half_way_leaves_the_previous_checkpoint_whole(saved:
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
 
 
-@pytest.mark.parametrize("name", checkpoint.FILES)
+SMALL_DISK = """
+import subprocess, sys
+from pathlib import Path
+from tests.running.test_checkpoint import job_for, start
+from tests.models import byte_batches
+disk = Path(sys.argv[1])
+with start(job_for()) as run:
+    run.step(byte_batches(1, 4)[0])
+    run.save(disk / "1")
+    (disk / "other").write_bytes(bytes(4 * 2**20 - 2 * sum(file.stat().st_size for file in (disk / "1").iterdir()) + 100_000))
+    for name in ("2", "1"):
+        try:
+            run.save(disk / name)
+        except OSError as error:
+            print(error)
+    run.step(byte_batches(1, 4)[0])
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    try:
+        run.save(disk / "3")
+    except OSError as error:
+        print(error)
+    run.resume(disk / "1")
+    print(run.steps, sorted(path.name for path in disk.iterdir()))
+"""
+# Mounts in a namespace of its own, which needs no rights where the system lets users have one.
+IN_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+
+
+def can_mount(folder: Path) -> bool:
+    try:
+        done = subprocess.run([*IN_NAMESPACE, f"mount -t tmpfs tmpfs {folder}"], capture_output=True, check=False)
+    except FileNotFoundError:
+        return False
+    return done.returncode == 0
+
+
+def test_a_full_disk_and_a_read_only_one_are_said_and_what_was_there_stays_whole(tmp_path: Path, root: Path) -> None:
+    if not can_mount(tmp_path):
+        pytest.skip("this system lets nobody mount a small disk")
+    mount = f'mount -t tmpfs -o size=4m tmpfs {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
+    done = subprocess.run([*IN_NAMESPACE, mount, SMALL_DISK], cwd=root, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    full, over_another, read_only, end = done.stdout.splitlines()
+    assert full.startswith(f"could not write a checkpoint to {tmp_path / '2'}: [Errno 28] No space left on device")
+    assert over_another.endswith(f"No space left on device; the checkpoint that was there is untouched in {tmp_path / '1'}")
+    assert f"could not write a checkpoint to {tmp_path / '3'}: [Errno 30] Read-only file system" in read_only
+    assert end == "1 ['1', 'other']"
+
+
+FILES = ("metadata.json", "progress.json", "plan.json", "data-00000.safetensors")
+
+
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
 def test_damage_is_found_before_anything_changes(saved: Path, name: str, damage: str) -> None:
     path = saved / name
@@ -184,9 +238,10 @@ def test_damage_is_found_before_anything_changes(saved: Path, name: str, damage:
     ("content", "said"),
     [
         ("{", "damaged"),
-        ('{"anyfit": "plan", "version": 1, "files": {}}', "plan version 1"),
-        ('{"anyfit": "checkpoint", "version": 2, "files": {}}', "version 2"),
-        ('{"anyfit": "checkpoint", "version": 1, "files": {"../evil": {}}}', "list of files"),
+        ('{"anyfit": "plan", "version": 2, "files": {}}', "plan version 2"),
+        ('{"anyfit": "checkpoint", "version": 3, "files": {}}', "version 3.*a newer anyfit wrote it: upgrade"),
+        ('{"anyfit": "checkpoint", "version": 1, "files": {}}', "version 1.*cannot be read any more"),
+        ('{"anyfit": "checkpoint", "version": 2, "block_bytes": 8, "files": {}}', "list of files"),
     ],
 )
 def test_a_manifest_that_is_not_ours_is_refused(saved: Path, content: str, said: str) -> None:
@@ -223,7 +278,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_rest_explained(saved: Path
     parent = saved.parent / "checkpoints"
     for step in (10, 9, 100):
         shutil.copytree(saved, parent / f"{step:08d}")
-    (parent / "00000100" / "weights.safetensors").write_bytes(b"")
+    (parent / "00000100" / "data-00000.safetensors").write_bytes(b"")
     (parent / ".00000101.writing").mkdir()
     found, passed_over = checkpoint.newest(parent)
     assert found == parent / "00000010"
@@ -233,16 +288,62 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_rest_explained(saved: Path
     assert sorted(path.name for path in parent.iterdir()) == ["00000010", "00000100"]
 
 
-def test_export_writes_the_masters_as_safetensors(tmp_path: Path) -> None:
-    with start(job_for(precision="bf16")) as run:
-        run.step(byte_batches(1, ROWS)[0])
-        run.save(tmp_path / "1")
-        weights = run.state_dict()
-    count = checkpoint.export(tmp_path / "1", tmp_path / "out" / "weights.safetensors")
-    exported = load_file(tmp_path / "out" / "weights.safetensors")
-    assert count == len(exported)
-    assert_bit_equal(exported, {name: weights[name] for name in exported})
-    assert set(weights) - set(exported) == {"head.weight"}  # tied: stored once
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_is_planned_for_the_memory_that_there_is_and_its_curve_goes_on(tmp_path: Path, precision: Any) -> None:
+    job = job_for(precision=precision, micro_batch=ROWS, optimizer=lambda model: torch.optim.AdamW(model.parameters()))
+    batches = byte_batches(8, ROWS)
+    with start(job) as run:
+        for batch in batches[:4]:
+            run.step(batch)
+        run.save(tmp_path / "4")
+        expected = [float(run.step(batch)) for batch in batches[4:]]
+        weights, resident = run.state_dict(), run.plan
+    limit = int(0.6 * resident.forecast.peak_bytes["device"])
+    with anyfit.start(job, machine=small_machine().with_limits(device_memory=limit), resume=tmp_path / "4") as run:
+        assert any(each.optimizer == "host" for each in run.plan.chunks)
+        assert not any(each.optimizer == "host" for each in resident.chunks)
+        assert [float(run.step(batch)) for batch in batches[4:]] == expected
+        assert_bit_equal(run.state_dict(), weights)
+
+
+def test_latest_stands_for_the_newest_whole_one_and_says_what_was_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start(job_for()) as run:
+        for step in (1, 2, 3):
+            run.step(byte_batches(1, ROWS)[0])
+            run.save(tmp_path / str(step))
+    (tmp_path / "3" / "progress.json").unlink()
+    (tmp_path / ".4.writing").mkdir()
+    with start(job_for(), resume=tmp_path / "latest") as run:
+        assert run.steps == 2
+    said = capsys.readouterr().err
+    assert f"passed over a checkpoint: {tmp_path / '3' / 'progress.json'} is missing" in said
+    assert f"going on from {tmp_path / '2'}" in said
+    shutil.rmtree(tmp_path / "1")
+    (tmp_path / "2" / "manifest.json").write_text("{")
+    with pytest.raises(FileNotFoundError, match=r"no whole checkpoint in .*progress\.json is missing.*manifest\.json is damaged"):
+        start(job_for(), resume=tmp_path / "latest")
+
+
+def test_the_newest_are_kept_and_those_of_every_so_many_steps(saved: Path) -> None:
+    parent = saved.parent / "checkpoints"
+    for step in (5, 10, 15, 20, 25):
+        shutil.copytree(saved, parent / f"{step:08d}")
+    shutil.copytree(saved, parent / ".00000030.old")  # of a process that died between the two renames
+    checkpoint.remove_older(parent, keep=2, keep_every=10)
+    assert sorted(int(path.name) for path in parent.iterdir()) == [10, 20, 25, 30]
+
+
+def test_what_another_process_is_writing_is_not_taken_for_left_behind(tmp_path: Path) -> None:
+    writing, left = files.Aside(tmp_path / "1"), tmp_path / ".2.writing"
+    writing.make()
+    left.mkdir()
+    with start(job_for()) as run:
+        run.save(tmp_path / "3")
+    assert writing.path.exists()
+    assert not left.exists()
+    writing.remove()
 
 
 def test_scheduler_state_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
@@ -262,18 +363,25 @@ def test_nothing_in_a_checkpoint_is_a_pickle(saved: Path) -> None:
         json.loads(path.read_text())
 
 
-def test_saving_takes_the_memory_of_one_parameter_and_not_of_all(tmp_path: Path) -> None:
+def test_saving_and_loading_take_the_memory_of_a_few_blocks_and_not_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "BLOCK_BYTES", 2**12)
+    monkeypatch.setattr(checkpoint, "READ_AT_ONCE", 2**10)
     job = job_for(lambda: GPT(width=64, layers=12, heads=2, length=16), precision="bf16")
     with start(job) as run:
         run.step(byte_batches(1, ROWS)[0])
-        largest = max(4 * parameter.numel() for parameter in run.model.parameters())
         with LiveBytes() as live:
             run.save(tmp_path / "saved")
         whole = sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
-    assert live.peak_bytes < 4 * largest < whole / 10
+        assert live.peak_bytes <= 4 * files.THREADS * files.BLOCK_BYTES < whole / 40
+        with LiveBytes() as live:
+            run.resume(tmp_path / "saved")
+        assert live.peak_bytes <= 64 * checkpoint.READ_AT_ONCE < whole / 40
 
 
-@pytest.mark.parametrize("dtype", sorted(checkpoint.DTYPES, key=str), ids=str)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("dtype", sorted(files.DTYPES, key=str), ids=str)
 def test_every_dtype_is_written_as_the_library_reads_it(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {
         "a": torch.arange(6).view(2, 3).to(dtype).T,
@@ -281,6 +389,8 @@ def test_every_dtype_is_written_as_the_library_reads_it(tmp_path: Path, dtype: t
         "one": torch.ones((), dtype=dtype),
     }
     tensors["byte"] = torch.ones(3, dtype=torch.uint8)
-    stored = {name: checkpoint._as_it_is(each) for name, each in tensors.items()}
-    checkpoint._write_tensors(tmp_path / "file", checkpoint._Reading(stored))
-    assert_bit_equal(load_file(tmp_path / "file"), tensors)
+    dcp.save(tensors, storage_writer=Writer(tmp_path / "saved"), no_dist=True)
+    assert_bit_equal(load_file(tmp_path / "saved" / "data-00000.safetensors"), tensors)
+    opened = checkpoint.open(tmp_path / "saved")
+    opened.verify()
+    assert_bit_equal({name: opened.read(name) for name in opened.weights}, tensors)

@@ -53,7 +53,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same_run(folder: Path, other: Path) -> None:
-    mine, theirs = load_file(folder / "weights.safetensors"), load_file(other / "weights.safetensors")
+    mine, theirs = load_file(folder / "weights" / "model.safetensors"), load_file(other / "weights" / "model.safetensors")
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     lines = [(each / "metrics.jsonl").read_text().splitlines() for each in (folder, other)]
@@ -64,7 +64,7 @@ def assert_same_run(folder: Path, other: Path) -> None:
 
 def test_a_run_folder_holds_plan_machine_metrics_checkpoint_and_weights(uninterrupted: Path) -> None:
     names = {path.name for path in uninterrupted.iterdir()}
-    assert names == {"run.json", "plan.json", "machine.json", "metrics.jsonl", "checkpoints", "weights.safetensors"}
+    assert names == {"run.json", "plan.json", "machine.json", "metrics.jsonl", "checkpoints", "weights"}
     assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == ["00000030", "00000040"]
 
 
@@ -131,7 +131,7 @@ def test_a_script_gets_a_folder_checkpoints_and_exact_resume(tmp_path: Path) -> 
     assert process.returncode == 1
     assert "LookupError: my own mistake" in output
     finish(fit("--resume", broken, script))
-    mine, theirs = load_file(broken / "weights.safetensors"), load_file(whole / "weights.safetensors")
+    mine, theirs = load_file(broken / "weights" / "model.safetensors"), load_file(whole / "weights" / "model.safetensors")
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 

@@ -21,6 +21,7 @@ from anyfit.showing.terminal import (
     show_check,
     show_forecast_beside_measured,
     show_machine,
+    show_match,
     show_modules,
     show_plan,
     show_profile,
@@ -32,6 +33,7 @@ from anyfit.values.corrections import Correction, Pace
 from anyfit.values.machine import Copies, Disk
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
+from anyfit.values.weights import Match
 from tests.machines import GIB, constant, figure, small_machine
 from tests.planning.profiles import block, one_pass, small_profile
 
@@ -312,3 +314,20 @@ def test_progress_of_a_probe_is_a_bar_on_a_terminal() -> None:
     assert isinstance(console.file, StringIO)
     assert "probing" in console.file.getvalue()
     assert "products" in console.file.getvalue()
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def test_a_match_shows_each_kind_of_name_once_with_its_count(console: Console) -> None:
+    layers = tuple(f"model.layers.{index}.mlp.weight" for index in range(32))
+    show_match(
+        Match("some/folder", layers, ("score.weight",), ("embed.weight",), ("lm_head.weight", "[red]x"), "", True), console
+    )
+    text = shown(console)
+    assert "weights from some/folder: 32 matched, 1 missing, 2 unexpected, 1 left out" in text
+    rows = {tuple(line.split()) for line in text.splitlines()[1:]}
+    assert ("matched", "32", "model.layers.*.mlp.weight") in rows
+    assert ("missing", "1", "score.weight") in rows
+    assert ("left", "out", "1", "embed.weight") in rows
+    assert ("unexpected", "1", "[red]x") in rows

@@ -51,7 +51,7 @@ def test_a_hub_that_answers_is_asked(port: int, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}/")
     with pytest.raises(ValueError, match="nobody/nothing holds no configuration that transformers can read: not found"):
         targets.job_for(NAME)
-    assert asked == [{}]
+    assert asked == [{"trust_remote_code": False}]
 
 
 def test_a_proxy_that_answers_is_as_good(port: int, monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]]) -> None:
@@ -59,7 +59,7 @@ def test_a_proxy_that_answers_is_as_good(port: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{port}")
     with pytest.raises(OSError, match="not found"):
         config_of(NAME)
-    assert asked == [{}]
+    assert asked == [{"trust_remote_code": False}]
 
 
 def test_without_a_hub_what_is_kept_is_looked_at_and_the_error_says_what_to_type(

@@ -1,0 +1,314 @@
+"""Weights from a folder of safetensors straight into chunks: a model is never whole in memory, on any rank.
+
+The model is built with parameters that have shapes and no bytes, and with its buffers as ever: those that are in no file, such as
+rotary frequencies, are what its own code makes of them. Its names are compared with those in the folder before a value is read.
+Then each chunk reads the stretch of each parameter that this rank holds, piece by piece. A parameter that transformers fuses from
+several tensors is put together whole, one at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from anyfit.values.huggingface import ignored_names, recipes_from_folder
+from anyfit.values.job import Job
+from anyfit.values.tensor_files import ELEMENT_BYTES, Entry, TensorFolder
+from anyfit.values.weights import Match, Weights
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
+    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+HELD_EXACTLY = (torch.float32, torch.bfloat16, torch.float16)  # by an fp32 number
+SHOWN = 5  # of many errors of a kind
+
+Elements = Callable[[int, int], Tensor]  # of a parameter, laid flat: from one to another
+
+
+def of_tensor(tensor: Tensor) -> Elements:
+    flat = tensor.detach().reshape(-1)
+    return lambda start, end: flat[start:end]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model to be placed."""
+
+    model: nn.Module
+    elements: Mapping[str, Elements]  # by parameter, where it does not come from the model itself
+    match: Match | None = None  # with the folder, where there is one
+
+
+def opened(job: Job, *, resumes: bool = False) -> Opened:
+    """The job's model, and where its weights come from. One that `resumes` gets them all from a checkpoint, once it is placed."""
+    if job.weights is None:
+        return Opened(job.build(), {})
+    built = _built(job)
+    if resumes:
+        dtypes = {name: each.dtype for name, each in built.model.named_parameters()}
+        return Opened(built.model, {name: functools.partial(_zeros, dtypes[name]) for name in built.absent})
+    weights = Weights.of(job.weights)
+    folder = TensorFolder.open(weights.path)
+    match, sources = _matched(built.model, folder, weights)
+    if (match.missing or match.unexpected) and not weights.is_partial:
+        raise ValueError(
+            f"{match}\nWeights(folder, rename={{...}}) takes names over; with only= or ignore= what is missing is initialised"
+        )
+    if not match.matched:
+        raise ValueError(f"{match}\nnothing of the folder is taken")
+    initialised = built.absent - set(sources)
+    if initialised:
+        built = _initialised(job, built, initialised)
+        match, sources = _matched(built.model, folder, weights)
+    _fill_buffers(built.model, sources)
+    parameters = [name for name, _ in built.model.named_parameters() if name in sources]
+    return Opened(built.model, {name: sources[name].elements for name in parameters}, match)
+
+
+def _zeros(dtype: torch.dtype, start: int, end: int) -> Tensor:
+    return torch.zeros(end - start, dtype=dtype)
+
+
+# ---------------------------------------------------------------------- a model without bytes
+
+
+@dataclass(frozen=True)
+class _Built:
+    model: nn.Module
+    order: dict[int, int]  # by identity of a parameter, the how-manieth it was that a module took
+    absent: set[str]  # parameters without bytes
+
+
+def _built(job: Job, kept: Collection[int] = ()) -> _Built:
+    """The model, its parameters without bytes but for those `kept`. One that the user built is as it is."""
+    with _without_bytes(kept) as made:
+        model = job.build()
+    absent = set()
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            absent.add(name)
+            # On the CPU, where all that is done to parameters works; whoever reads one by mistake gets no number.
+            nothing = torch.full((1,), float("nan") if parameter.dtype.is_floating_point else 0, dtype=parameter.dtype)
+            _become(parameter, nothing.expand(parameter.shape))
+    return _Built(model, {id(parameter): index for index, parameter in enumerate(made)}, absent)
+
+
+def _initialised(job: Job, built: _Built, names: set[str]) -> _Built:
+    """The model anew, these parameters as it makes them, and no others."""
+    if isinstance(job.model, nn.Module):
+        raise ValueError(f"{min(names)} is on the meta device and not in the folder; give Job a function that makes the model")
+    kept = {built.order[id(each)] for name, each in built.model.named_parameters() if name in names}
+    torch.manual_seed(job.seed)
+    again = _built(job, kept)
+    if not again.absent & names:
+        return again
+    torch.manual_seed(job.seed)
+    return _Built(job.build(), {}, set())  # what is made of other parameters cannot be made without them
+
+
+@contextmanager
+def _without_bytes(kept: Collection[int]) -> Iterator[list[nn.Parameter]]:
+    """Inside, what modules take as parameters gives its memory up, but for the `kept`; in the order in which they came."""
+    module_class: Any = nn.Module
+    register = module_class.register_parameter
+    made: list[nn.Parameter] = []
+    known: set[int] = set()
+
+    def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and id(param) not in known and not isinstance(param, UninitializedParameter):
+            if len(made) not in kept and not param.is_meta:
+                _become(param, torch.empty_like(param, device="meta"))
+            known.add(id(param))
+            made.append(param)
+        register(module, name, param)
+
+    module_class.register_parameter = register_parameter
+    try:
+        yield made
+    finally:
+        module_class.register_parameter = register
+
+
+def _become(parameter: nn.Parameter, data: Tensor) -> None:
+    """Gives a parameter other data, on another device too: whoever holds it has it still."""
+    other = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
+    other.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, other)
+
+
+# ---------------------------------------------------------------------- names
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor of the model comes from."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    elements: Elements
+
+
+def _matched(model: nn.Module, folder: TensorFolder, weights: Weights) -> tuple[Match, dict[str, Source]]:
+    """The model's names beside the folder's; and by name of a parameter or buffer, its source."""
+    found, unexpected = _found(model, folder, weights)
+    own: dict[int, list[str]] = {}  # names of the same tensor, the one it goes by here first
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *model.state_dict(keep_vars=True).items()):
+        if isinstance(tensor, Tensor) and name not in own.setdefault(id(tensor), []):
+            own[id(tensor)].append(name)
+            tensors[id(tensor)] = tensor
+    saved = set(model.state_dict(keep_vars=True))
+    not_saved = {name for names in own.values() for name in names} - saved
+    may_miss = ignored_names(model, "missing")
+    sources: dict[str, Source] = {}
+    matched, missing, left_out, odd = [], [], [], []
+    for identity, names in own.items():
+        if not saved & set(names):
+            continue  # made by the model, and not saved by anyone
+        there = [name for name in names if name in found]
+        if not any(weights.takes(name) for name in names):
+            left_out.append(names[0])
+        elif not there:
+            if not may_miss.search(names[0]):
+                missing.append(names[0])
+        else:
+            matched.append(names[0])
+            sources[names[0]] = source = _tied([found[name] for name in there], there, folder)
+            if reason := _unfit(source, tensors[identity]):
+                odd.append(f"{names[0]} {reason}")
+    if odd:
+        more = f", and {len(odd) - SHOWN} others" if len(odd) > SHOWN else ""
+        raise ValueError(f"{folder.folder}: {'; '.join(odd[:SHOWN])}{more}")
+    left_over = ignored_names(model, "unexpected")
+    known = saved | not_saved
+    unexpected += [name for name in found if name not in known]
+    unexpected = [name for name in unexpected if not left_over.search(name) and not weights.ignores(name)]
+    weights.refuse_idle_patterns({*known, *found, *folder.entries})
+    match = Match(
+        folder=str(folder.folder),
+        matched=tuple(matched),
+        missing=tuple(missing),
+        left_out=tuple(left_out),
+        unexpected=tuple(sorted(unexpected)),
+        digest=folder.digest,
+        is_partial=weights.is_partial,
+    )
+    return match, sources
+
+
+def _found(model: nn.Module, folder: TensorFolder, weights: Weights) -> tuple[dict[str, Source], list[str]]:
+    """By the model's name, or what would be one, what the folder has; and names whose tensors make nothing together."""
+    entries: dict[str, Entry] = {}
+    for name, entry in folder.entries.items():
+        new = weights.renamed(name)
+        if new in entries:
+            raise ValueError(f"Weights(rename=) makes two of {folder.folder} one: {new!r}, from {name!r} and another")
+        entries[new] = entry
+    found: dict[str, Source] = {}
+    last = Last()
+    strange: list[str] = []
+    known = set(model.state_dict(keep_vars=True))
+    for recipe in recipes_from_folder(model, entries):
+        if recipe.make is None:
+            entry = entries[recipe.parts[0]]
+            found[recipe.name] = Source(entry.shape, DTYPES[entry.dtype], functools.partial(read, entry))
+            continue
+        if recipe.name not in known:
+            strange += recipe.parts
+            continue
+        try:
+            made = recipe.make(lambda name: _meta(entries[name]))
+        except Exception as error:
+            raise ValueError(f"{folder.folder}: {recipe.name} cannot be made of {recipe.parts[0]} and such: {error}") from error
+        make = functools.partial(recipe.make, lambda name: whole(entries[name]))
+        for name, tensor in made.items():
+            found[name] = Source(tuple(tensor.shape), tensor.dtype, functools.partial(last.elements, make, name))
+    return found, strange
+
+
+class Last:
+    """Holds what was last made of several tensors at once, as long as it is being read, and nothing that was made before."""
+
+    def __init__(self) -> None:
+        self._made_by: Callable[[], dict[str, Tensor]] | None = None
+        self._made: dict[str, Tensor] = {}
+
+    def one_of(self, make: Callable[[], dict[str, Tensor]], name: str) -> Tensor:
+        if make is not self._made_by:
+            self._made = {}
+            self._made, self._made_by = make(), make
+        return self._made[name]
+
+    def elements(self, make: Callable[[], dict[str, Tensor]], name: str, start: int, end: int) -> Tensor:
+        return self.one_of(make, name).reshape(-1)[start:end]
+
+
+def _tied(sources: list[Source], names: list[str], folder: TensorFolder) -> Source:
+    """One source for a tensor that the folder has under several names: they must be the same."""
+    first, *others = sources
+    if not others:
+        return first
+
+    def elements(start: int, end: int) -> Tensor:
+        values = first.elements(start, end)
+        for name, other in zip(names[1:], others, strict=True):
+            if other.shape != first.shape or not torch.equal(values, other.elements(start, end).to(values.dtype)):
+                raise ValueError(
+                    f"{folder.folder}: {names[0]} and {name} are one in this model, and differ in the folder; build the model "
+                    "without tying them (tie_word_embeddings=False), or leave one out: Weights(folder, ignore=...)"
+                )
+        return values
+
+    return Source(first.shape, first.dtype, elements)
+
+
+def _unfit(source: Source, tensor: Tensor) -> str | None:
+    """Why it cannot be the tensor's."""
+    if source.shape != tuple(tensor.shape):
+        return f"is {list(source.shape)} in the folder and {list(tensor.shape)} in the model"
+    if source.dtype != tensor.dtype and not (tensor.dtype.is_floating_point and source.dtype in HELD_EXACTLY):
+        return f"is {source.dtype} in the folder, which {tensor.dtype} does not hold exactly"
+    return None
+
+
+def _fill_buffers(model: nn.Module, sources: Mapping[str, Source]) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in sources:
+                buffer.copy_(sources[name].elements(0, buffer.numel()).view(buffer.shape))
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+def read(entry: Entry, start: int, end: int) -> Tensor:
+    """Elements of a tensor in a file, laid flat. Only they are read."""
+    size = ELEMENT_BYTES[entry.dtype]
+    data = torch.empty((end - start) * size, dtype=torch.uint8)
+    numbers: Any = data.numpy()
+    left = memoryview(numbers)
+    with entry.file.open("rb", buffering=0) as file:
+        file.seek(entry.start + start * size)
+        while left:
+            count = file.readinto(left)
+            if not count:
+                raise OSError(f"{entry.file} has become shorter while it was read")
+            left = left[count:]
+    return data.view(DTYPES[entry.dtype])
+
+
+def whole(entry: Entry) -> Tensor:
+    return read(entry, 0, entry.elements).view(entry.shape)
+
+
+def _meta(entry: Entry) -> Tensor:
+    return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")

@@ -1,0 +1,229 @@
+"""What does saving cost a run whose optimizer is on the host?
+
+    python -m benchmarks.checkpoint [--model 1b] [--cap-gib 12] [--repeats 3] [--folder FOLDER] [--record NAME]
+
+A GPT-2 of about a billion parameters, bf16 with exact masters and AdamW, its weights on the device and the rest on the host,
+under a hard cap on the GPU's memory. Two questions, each asked `--repeats` times:
+
+beside    The plan has host memory for one more copy of the state. A save is begun, and steps go on until it is whole and a few
+          longer. What that took more than as many steps take is the delay, in steps. The first time the copy's memory is taken.
+waiting   It has not, and training waits. Bytes a second of the save, next to what the disk does: as many bytes written to one
+          file in blocks of 16 MiB and synced, by one thread and by as many as a save has, of which the faster counts; in turn
+          with the saves, on the same disk.
+
+    --model tiny --steps 3    on a CPU, to see it run
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import anyfit
+from anyfit.placing import place
+from anyfit.running.files import BLOCK_BYTES, THREADS
+from anyfit.running.run import Run
+from anyfit.values.plan import Placement
+
+from . import record
+from .by_hand import hand_written
+from .cases import gpt2
+from .mixed import _quickly_built
+from .peers import CONTEXT_BYTES, GIB, LR, MODELS, NO_DROPOUT, VOCABULARY, WEIGHT_DECAY
+
+CONFIGURATIONS = {
+    "1b": gpt2(36, 1536, 24, vocab_size=VOCABULARY, n_positions=1024, **NO_DROPOUT),
+    "tiny": MODELS["tiny"],
+}
+LENGTHS = {"1b": 1024, "tiny": 32}
+CHUNK_BYTES = {"1b": 64 * 2**20, "tiny": 2**14}
+ON_HOST = Placement(gradients="host", optimizer="host", update="host")
+WARMUP = 3
+STEPS_AFTER = 4  # that a save is watched for once it is whole
+
+
+def start(model: str, batch: int, host_bytes: int) -> Run:
+    """The run, whose plan may use so much of the host's memory."""
+    from transformers import AutoConfig
+
+    configuration = CONFIGURATIONS[model]
+    job = anyfit.Job.from_huggingface(
+        AutoConfig.for_model("gpt2", **configuration),
+        batch_size=batch,
+        length=LENGTHS[model],
+        precision="bf16",
+        clip_norm=1.0,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY),
+    )
+    job = _quickly_built(job)
+    blocks = {f"transformer.h.{index}": "recompute" for index in range(configuration["n_layer"])}
+    plan = hand_written(job, ON_HOST, chunk_bytes=CHUNK_BYTES[model], activations=blocks, host_bytes=host_bytes)  # type: ignore[arg-type]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Run(job, plan, place(job, plan, job.build(), device))
+
+
+class Trained:
+    """A run at work on one batch."""
+
+    def __init__(self, run: Run, model: str) -> None:
+        self.run = run
+        ids = torch.randint(0, CONFIGURATIONS[model]["vocab_size"], (run.plan.batch_size, LENGTHS[model]))
+        self.batch = {"input_ids": ids, "labels": ids}
+
+    def step(self) -> None:
+        float(self.run.step(self.batch))
+
+    def seconds_a_step(self, steps: int) -> float:
+        found = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            self.step()
+            found.append(time.perf_counter() - began)
+        return statistics.median(found)
+
+
+def beside(trained: Trained, folder: Path, steps: int) -> dict[str, Any]:
+    """One save while training goes on: by how much it delays that, and how."""
+    run, usual = trained.run, trained.seconds_a_step(steps)
+    seconds, after = [], 0
+    began = time.perf_counter()
+    run.save(folder, wait=False)
+    called = time.perf_counter() - began
+    saving = run.saving
+    assert saving is not None
+    while after < STEPS_AFTER:
+        at = time.perf_counter()
+        trained.step()
+        seconds.append(time.perf_counter() - at)
+        after += saving.is_done
+    whole = time.perf_counter() - began
+    run.finish_saving()
+    shutil.rmtree(folder)
+    return {
+        "is_beside": saving.is_beside,
+        "step_seconds": usual,
+        "call_seconds": called,
+        "steps_meanwhile": len(seconds),
+        "step_seconds_meanwhile": seconds,
+        "saving_seconds": saving.seconds,
+        "delay_seconds": whole - len(seconds) * usual,
+        "delay_steps": whole / usual - len(seconds),
+    }
+
+
+def waiting(trained: Trained, folder: Path) -> dict[str, Any]:
+    """One save while training waits, between two looks at the disk."""
+    run = trained.run
+    trained.step()
+    began = time.perf_counter()
+    run.save(folder, wait=False)
+    seconds = time.perf_counter() - began
+    assert run.saving is not None
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    is_beside = run.saving.is_beside
+    shutil.rmtree(folder)
+    disk = {f"disk_bytes_per_second_{threads}": disk_rate(folder.with_name("plain"), size, threads) for threads in (1, THREADS)}
+    return {"is_beside": is_beside, "bytes": size, "bytes_per_second": size / seconds, "seconds": seconds, **disk}
+
+
+def disk_rate(file: Path, size: int, threads: int) -> float:
+    """Bytes a second of one file written in blocks, and synced."""
+    block = memoryview(torch.randint(0, 256, (BLOCK_BYTES,), dtype=torch.uint8).numpy().data)
+    began = time.perf_counter()
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda at: os.pwrite(handle, block[: min(BLOCK_BYTES, size - at)], at), range(0, size, BLOCK_BYTES)))
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    seconds = time.perf_counter() - began
+    file.unlink()
+    return size / seconds
+
+
+def measure(model: str, batch: int, steps: int, repeats: int, folder: Path) -> dict[str, Any]:
+    with start(model, batch, 2**44) as run:
+        trained = Trained(run, model)
+        placed: Any = run._placed
+        parameters, held = sum(each.numel() for each in run.model.parameters()), placed.host_bytes
+        trained.seconds_a_step(WARMUP)
+        delayed = [beside(trained, folder / "beside", steps) for _ in range(repeats)]
+        copy = placed.host_bytes - held
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    with start(model, batch, held + copy // 2) as run:
+        trained = Trained(run, model)
+        trained.seconds_a_step(WARMUP)
+        waited = [waiting(trained, folder / "waiting") for _ in range(repeats)]
+    keys = [key for key in waited[0] if key.startswith("disk")]
+    rate = statistics.median(each["bytes_per_second"] for each in waited)
+    disk = max(statistics.median(each[key] for each in waited) for key in keys)
+    return {
+        "model": model,
+        "parameters": parameters,
+        "batch": batch,
+        "host_bytes": held,
+        "copy_bytes": copy,
+        "beside": delayed,
+        "waiting": waited,
+        "most_delay_steps": max(each["delay_steps"] for each in delayed),
+        "bytes_per_second": rate,
+        "disk_bytes_per_second": disk,
+        "share_of_disk": rate / disk,
+        "holds": {
+            "beside": all(each["is_beside"] and each["delay_steps"] <= 2 for each in delayed),
+            "waiting": not any(each["is_beside"] for each in waited) and rate >= 0.8 * disk,
+        },
+    }
+
+
+def show(figures: dict[str, Any]) -> None:
+    print(
+        f"{figures['model']}: {figures['parameters'] / 1e9:.2f} B parameters, {figures['host_bytes'] / GIB:.1f} GiB on the host"
+    )
+    for each in figures["beside"]:
+        print(
+            f"  beside: delayed by {each['delay_steps']:.2f} of {each['steps_meanwhile']} steps of {each['step_seconds']:.3f} s; "
+            f"the call took {each['call_seconds']:.3f} s, the save {each['saving_seconds']:.2f} s"
+        )
+    for each in figures["waiting"]:
+        disks = [value / 1e9 for key, value in each.items() if key.startswith("disk")]
+        print(
+            f"  waiting: {each['bytes'] / GIB:.2f} GiB in {each['seconds']:.2f} s, {each['bytes_per_second'] / 1e9:.2f} GB/s; "
+            f"the disk {disks[0]:.2f} by one thread, {disks[1]:.2f} by {THREADS}"
+        )
+    print(f"  {figures['share_of_disk']:.0%} of the disk's rate; delayed by {figures['most_delay_steps']:.2f} steps at most")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(CONFIGURATIONS), default="1b")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help="that make up the usual time of one")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cap-gib", type=float, default=12)
+    parser.add_argument("--folder", type=Path, help="on the disk that is meant; the current one")
+    parser.add_argument("--record", metavar="NAME")
+    options = parser.parse_args()
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((options.cap_gib * GIB - CONTEXT_BYTES) / total)
+    with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd(), prefix=".checkpoint-") as folder:
+        figures = measure(options.model, options.batch, options.steps, options.repeats, Path(folder))
+    show(figures)
+    if options.record:
+        record.write(options.record, figures)
+
+
+if __name__ == "__main__":
+    main()

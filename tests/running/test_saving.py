@@ -1,0 +1,230 @@
+"""Saving beside the steps: what was there when it began is what is saved, and what goes wrong is heard of."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anyfit.placing.tiers import HostSlabs
+from anyfit.running import checkpoint, files, saving
+from anyfit.running.run import Run
+from anyfit.values.plan import Placement
+from tests.conftest import FULL
+from tests.models import Convolutional, Tangled, byte_batches, image_batches, tiny_gpt
+from tests.oracle import assert_bit_equal, train_plainly
+from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, random_delays, started
+
+from .test_checkpoint import ROWS, job_for
+
+PLACEMENTS = {
+    "resident": Placement(),
+    "streamed": STREAMED,
+    "on host": ON_HOST,
+    "away": AWAY,
+    "away, speculates": Placement(weights="host", gradients="host", optimizer="host", update="host", speculates=True),
+    "away, streamed": AWAY_STREAMED,
+}
+
+
+MODELS: dict[str, Any] = {"gpt": tiny_gpt, "tangled": Tangled, "convolutional": Convolutional}
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+class Gate:
+    """Lets blocks be written when it is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = threading.Event()
+        write = files.BlockFile._add_up_and_write
+
+        def wait_and_write(file: files.BlockFile, data: memoryview, at: int) -> None:
+            assert self.is_open.wait(60)
+            write(file, data, at)
+
+        monkeypatch.setattr(files.BlockFile, "_add_up_and_write", wait_and_write)
+        copy = saving.Copies._copy
+
+        def copy_late(*arguments: Any) -> None:  # when the next update would like to begin
+            time.sleep(0.02)
+            copy(*arguments)
+
+        monkeypatch.setattr(saving.Copies, "_copy", copy_late)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    found = Gate(monkeypatch)
+    yield found
+    found.is_open.set()
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    opened = checkpoint.open(folder)
+    opened.verify()
+    return {name: opened.read(name) for name in opened.tensors}
+
+
+def begun(run: Run, folder: Path) -> Any:
+    run.save(folder, wait=False)
+    assert run.saving is not None
+    return run.saving
+
+
+CASES = list(itertools.product(MODELS, PLACEMENTS, ["fp32", "bf16"]))
+
+
+@pytest.mark.parametrize(("model", "placing", "precision"), CASES if FULL else CASES[::5])
+def test_what_is_saved_is_the_state_when_it_began_and_the_steps_are_the_same(
+    model: str, placing: str, precision: Any, tmp_path: Path, gate: Gate
+) -> None:
+    job = job_for(MODELS[model], precision=precision, clip_norm=1.0, optimizer=adamw)
+    batches = image_batches(6, ROWS) if model == "convolutional" else byte_batches(6, ROWS)
+    with started(job, hand_written(job, PLACEMENTS[placing], slots=16), random_delays(3)) as run:
+        for batch in batches[:2]:
+            run.step(batch)
+        gate.is_open.set()
+        run.save(tmp_path / "waited for")
+        gate.is_open.clear()
+        under_way = begun(run, tmp_path / "beside")
+        for batch in batches[2:]:
+            run.step(batch)
+        assert under_way.is_beside
+        assert not under_way.is_done
+        assert under_way.share == 0
+        assert not (tmp_path / "beside").exists()
+        gate.is_open.set()
+        run.finish_saving()
+        assert under_way.share == 1
+        assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
+    assert_bit_equal(tensors_in(tmp_path / "beside"), tensors_in(tmp_path / "waited for"))
+    documents = [checkpoint.open(tmp_path / name).document("progress.json") for name in ("beside", "waited for")]
+    assert documents[0] == documents[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["beside", "waited for"]
+
+
+def test_the_copy_is_of_what_updates_change_and_its_memory_is_taken_once(tmp_path: Path) -> None:
+    job = job_for(Tangled, precision="bf16", optimizer=adamw)
+    with started(job, hand_written(job, AWAY, slots=16)) as run:
+        run.step(byte_batches(1, ROWS)[0])
+        before = run._placed.host_bytes
+        begun(run, tmp_path / "1")
+        run.finish_saving()
+        taken = run._placed.host_bytes - before
+        trained = sum(each.numel() for each in run.model.parameters() if each.requires_grad)
+        assert 12 * trained <= taken <= 12.5 * trained
+        begun(run, tmp_path / "2")
+        run.finish_saving()
+        assert run._placed.host_bytes == before + taken
+
+
+def test_without_room_for_a_copy_it_is_written_at_once(tmp_path: Path) -> None:
+    job = job_for(precision="bf16", optimizer=adamw)
+    with started(job, hand_written(job, AWAY, slots=16)) as run:
+        needed = run._placed.host_bytes
+    with started(job, hand_written(job, AWAY, slots=16, host_bytes=needed + 2**16)) as run:
+        run.step(byte_batches(1, ROWS)[0])
+        under_way = begun(run, tmp_path / "1")
+        assert under_way.is_done
+        assert not under_way.is_beside
+        assert run._placed.host_bytes == needed
+        checkpoint.check(tmp_path / "1")
+
+
+def test_one_is_in_flight_at_most_and_closing_waits_for_it(tmp_path: Path, gate: Gate) -> None:
+    job = job_for()
+    with started(job, hand_written(job)) as run:
+        run.step(byte_batches(1, ROWS)[0])
+        first = begun(run, tmp_path / "1")
+        threading.Timer(0.2, gate.is_open.set).start()
+        second = begun(run, tmp_path / "2")
+        assert first.is_done
+    assert second.is_done
+    for name in ("1", "2"):
+        checkpoint.check(tmp_path / name)
+
+
+@pytest.mark.parametrize("how", ["step", "close", "save"])
+def test_what_went_wrong_beside_the_steps_is_heard_of(
+    how: str, tmp_path: Path, gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, (batch, *_) = job_for(), byte_batches(1, ROWS)
+    run = started(job, hand_written(job))
+    run.step(batch)
+    under_way = begun(run, tmp_path / "1")
+    run.step(batch)
+    while not (tmp_path / ".1.writing" / "data-00000.safetensors").exists():
+        pass
+    shutil.rmtree(tmp_path / ".1.writing")  # as somebody might who cleans up
+    gate.is_open.set()
+    while not under_way.is_done:
+        pass
+    if how == "save":
+        run.save(tmp_path / "2")
+        assert "could not write a checkpoint to" in capsys.readouterr().err
+        checkpoint.check(tmp_path / "2")
+        run.close()
+        return
+    with pytest.raises(OSError, match=r"could not write a checkpoint to .*1: .*No such file"):
+        run.step(batch) if how == "step" else run.close()
+    if how == "step":
+        assert run.steps == 2
+        run.step(batch)  # the run goes on
+        run.save(tmp_path / "2")
+        run.close()
+    assert run.is_closed
+
+
+def test_a_copy_that_fails_is_the_saves_concern_and_not_the_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, batches = job_for(optimizer=adamw), byte_batches(3, ROWS)
+    monkeypatch.setattr(HostSlabs, "has_room", lambda slabs, size: slabs.bytes + size <= 2**18)  # told so, and then there is not
+    with started(job, hand_written(job)) as run:
+        run.step(batches[0])
+        assert run._placed.slabs.has_room(2**17)
+        monkeypatch.setattr(saving.Copies, "has_room", lambda _copies, _saved: True)
+        run.save(tmp_path / "1", wait=False)
+        with pytest.raises(OSError, match=r"could not write .*MemoryError: the plan's host memory"):
+            run.finish_saving()
+        for batch in batches[1:]:
+            run.step(batch)
+        assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
+    assert list(tmp_path.iterdir()) == []
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.running.test_checkpoint import job_for
+from tests.plans import hand_written, started
+from tests.models import byte_batches
+job = job_for()
+run = started(job, hand_written(job))
+run.step(byte_batches(1, 4)[0])
+run.save(Path(sys.argv[1]), wait=False)
+if len(sys.argv) > 2:
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    run.save(Path(sys.argv[2]), wait=False)
+"""
+
+
+def test_a_script_that_ends_meanwhile_ends_when_it_is_written(tmp_path: Path, root: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "1")]
+    subprocess.run(command, cwd=root, check=True, timeout=120)
+    checkpoint.check(tmp_path / "1")
+    done = subprocess.run([*command, str(tmp_path / "2")], cwd=root, check=True, timeout=120, capture_output=True, text=True)
+    assert "anyfit: could not write a checkpoint" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
