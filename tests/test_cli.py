@@ -335,6 +335,20 @@ def test_without_json_a_person_can_read_it(anyfit: Command, verb: str, word: str
     assert "\x1b" not in done.out
 
 
+def test_fit_saves_beside_the_steps_and_keeps_what_it_was_told_to(anyfit: Command, tmp_path: Path) -> None:
+    small = ("--batch", "2", "--seq", "16", "--dtype", "bf16", "--log-every", "1")
+    done = anyfit("fit", *small, "--steps", "7", "--save-every", "1", "--keep", "2", "--keep-every", "3", "--folder", "run")
+    assert done.status == 0, done.err
+    assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) == [3, 6, 7]
+    assert "00000001: " in done.out
+    assert "beside the steps" in done.out
+    done = anyfit("fit", *small, "--steps", "4", "--save-every", "1", "--host-memory", "1MiB", "--folder", "little")
+    assert done.status == 0, done.err
+    assert sorted(int(path.name) for path in (tmp_path / "little" / "checkpoints").iterdir()) == [3, 4]
+    assert done.out.count("while training waited") == 4
+    assert done.out.count("has no room for a copy of the state (--host-memory)") == 1
+
+
 def test_a_timeline_is_written_drawn_and_summed_up(anyfit: Command, tmp_path: Path) -> None:
     small = ("--batch", "1", "--seq", "32", "--dtype", "fp32")
     done = anyfit("fit", *small, "--steps", "7", "--device-memory", "6MiB", "--folder", "run", "--timeline", "run.json")

@@ -107,11 +107,7 @@ class OptimizerState:
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """The rest: step counts, and what is not a tensor."""
-        found: dict[str, dict[str, Any]] = {}
-        for name, entry in self.rest.items():
-            now = entry | self.live.get(name, {})  # numbers of a resident chunk that are no tensors are there alone
-            found[name] = {key: now[key] for key in entry if not _is_array(entry[key])}
-        return found
+        return {name: {key: each for key, each in entry.items() if not _is_array(each)} for name, entry in self.rest.items()}
 
     @property
     def own_slots(self) -> tuple[Slot, ...]:
@@ -755,11 +751,19 @@ class Updates:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state of every parameter that has any, as far as it is this rank's."""
-        self.check()
+        self.settle()
         found: dict[str, dict[str, Any]] = {}
         for each in self.chunks:
             found |= each.entries(each.moments, [slot.name for slot in each.own_slots if slot.name in each.rest])
         return found
+
+    def settle(self) -> None:
+        """All that is known of parameters is in flat buffers, and beside them. An optimizer may have put other tensors, or
+        numbers, in the place of those that a resident chunk gave it."""
+        self.check()
+        for each in self.chunks:
+            each.keep(each.moments, each.live, lambda key, each=each: self._zeros(each, key))
+            each.live.clear()
 
     def forget_all(self) -> None:
         """Nothing is known of any parameter, as before the first step: to be set anew, by `home` and `load_scalars`."""

@@ -58,7 +58,7 @@ def prepared(
     """Everything but the writing, planned by all ranks together; and of what this one writes, what the next step changes."""
     folder, ranks = folder.absolute(), placed.ranks
     placed.residency.settle_all()
-    placed.updates.check()
+    placed.updates.settle()
     tensors, moments = _state(placed)
     planner = Planner()
     planner.set_up_planner(tensors, is_coordinator=ranks.index == 0)

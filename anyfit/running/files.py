@@ -117,13 +117,14 @@ class BlockFile:
         self._full: queue.SimpleQueue[tuple[Tensor, int, int] | None] = queue.SimpleQueue()
         # Not a pool of concurrent.futures: those take no work any more while Python waits, at its end, for a save under way.
         self._threads = [threading.Thread(target=self._work, name="anyfit saving", daemon=True) for _ in range(THREADS)]
-        for thread in self._threads:
-            thread.start()
         self._made = 0
         self._block: Tensor | None = None
         self._filled = self._bytes = 0
         self._sums: dict[int, int] = {}  # by where a block begins
+        self._turn = threading.Lock()  # the kernel takes one at a time as well, and has the others burn their cores meanwhile
         self._failed: BaseException | None = None
+        for thread in self._threads:
+            thread.start()
 
     def room(self) -> Tensor:
         """What is left of the block at hand."""
@@ -169,8 +170,9 @@ class BlockFile:
     def _add_up_and_write(self, data: memoryview, at: int) -> None:
         self._sums[at] = zlib.crc32(data)
         done = 0
-        while done < len(data):
-            done += os.pwrite(self._file, data[done:], at + done)
+        with self._turn:
+            while done < len(data):
+                done += os.pwrite(self._file, data[done:], at + done)
         self._wrote(len(data))
 
     def finish(self) -> FileRecord:

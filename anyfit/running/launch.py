@@ -167,8 +167,10 @@ class Launch:
     def save(self, run: Run, *, wait: bool = True) -> Path:
         from .checkpoint import remove_older
 
-        path = self.checkpoints / f"{run.steps:08d}"
+        path, before = self.checkpoints / f"{run.steps:08d}", run.saving
         run._save(path, wait=wait, then=lambda: remove_older(self.checkpoints, self.keep, self.keep_every))
+        if self.is_first:
+            self._tell_of(before)
         return path
 
     def _tell_of(self, saving: Saving | None) -> None:

@@ -433,9 +433,9 @@ class Run:
 
     def _move(self, plan: Plan) -> None:
         """Places the model anew, as this plan says; as it was, where that cannot be done."""
-        if self._copies is not None:
-            self._copies.wait_for_all()
-            self._copies = None
+        if self.saving is not None:
+            self.saving.wait()
+        self._copies = None
         carried, device, delay = self._placed.lift(), self._placed.device, self._placed.delay
         on_gpu = device.type == "cuda"
         if on_gpu:

@@ -82,8 +82,13 @@ class Saving:
 
     def result(self) -> None:
         """Waits until it is in its place."""
+        self.wait()
+        self._done.result()
+
+    def wait(self) -> None:
+        """However it ends."""
         with self._waiting():
-            self._done.result()
+            wait([self._done])
 
     def _waiting(self) -> AbstractContextManager[None]:
         what = f"word that {self.folder.name} is written"
@@ -258,9 +263,6 @@ class Copies:
         """However it ends: a copy that fails is the save's concern, and not the update's."""
         if chunk in self._copying:
             wait([self._copying[chunk]])
-
-    def wait_for_all(self) -> None:
-        wait(list(self._copying.values()))
 
     def result(self) -> None:
         """Waits for all; raises what went wrong."""

@@ -32,7 +32,27 @@ SCHEDULERS: dict[str, Any] = {
     "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=1e-2, total_steps=20),
     "sequence": lambda optimizer: SequentialLR(optimizer, [LinearLR(optimizer), MultiStepLR(optimizer, [3])], milestones=[4]),
 }
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a number that is no tensor, and a mean that is a new tensor after every step."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    state["mean"] = parameter.grad / 2 + state.get("mean", torch.zeros_like(parameter)) / 2
+                    parameter -= group["lr"] / state["count"] * state["mean"]
+
+
 OPTIMIZERS: dict[str, Any] = {
+    "counting": lambda model: Counting(model.parameters()),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters()),
@@ -69,6 +89,7 @@ def saved(tmp_path: Path) -> Path:
         (tiny_gpt, "adamw", "lambda"),
         (Tangled, "adamw", "milestones"),
         (Tangled, "sgd", "sequence"),
+        (Tangled, "counting", "none"),
         (Convolutional, "adagrad", "none"),
         (Convolutional, "adamw", "one cycle"),
     ],
