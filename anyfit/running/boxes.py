@@ -79,13 +79,13 @@ def tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     """Whether the boxes lie in the shape, do not overlap, and leave nothing out."""
     if not all(box.is_within(shape) for box in boxes) or sum(box.elements for box in boxes) != math.prod(shape):
         return False
-    there = sorted((box for box in boxes if box.elements), key=lambda box: box.offsets)
     if not shape:
         return len(boxes) == 1
-    ends: list[Box] = []  # those that reach as far as the one at hand along the first dimension
-    for box in there:
-        ends = [other for other in ends if other.offsets[0] + other.sizes[0] > box.offsets[0]]
-        if any(box.overlaps(other) for other in ends):
+    along = max(range(len(shape)), key=lambda dim: shape[dim])
+    there: list[Box] = []  # those that reach as far as the one at hand along the longest dimension
+    for box in sorted((box for box in boxes if box.elements), key=lambda box: box.offsets[along]):
+        there = [other for other in there if other.offsets[along] + other.sizes[along] > box.offsets[along]]
+        if any(box.overlaps(other) for other in there):
             return False
-        ends.append(box)
+        there.append(box)
     return True

@@ -179,7 +179,7 @@ def load(folder: Path, placed: Placed, *, scheduler: LRScheduler | None, team: T
     """Puts a checkpoint's state into the placed model; returns its progress. Random numbers are those of before where as many
     ranks go on as had saved it."""
     ranks = placed.ranks
-    opened, progress, plan, randoms = _checked(folder, placed, scheduler, team)
+    opened, progress, randoms = _checked(folder, placed, scheduler, team)
     placed.residency.drop_all()
     # Nothing has changed up to here.
     targets = {each.name: _Target(each) for each in weights_of(placed)}
@@ -205,12 +205,12 @@ def load(folder: Path, placed: Placed, *, scheduler: LRScheduler | None, team: T
     if len(randoms) == ranks.count:
         randoms[ranks.index].restore()
     wanted = ("steps", "skipped", "loader_position", "scheduler", "groups")
-    return {key: progress[key] for key in wanted} | {"plan": plan, "ranks": len(randoms)}
+    return {key: progress[key] for key in wanted} | {"ranks": len(randoms)}
 
 
 def _checked(
     folder: Path, placed: Placed, scheduler: LRScheduler | None, team: Team | None
-) -> tuple[Opened, dict[str, Any], Plan, list[_Randoms]]:
+) -> tuple[Opened, dict[str, Any], list[_Randoms]]:
     """A checkpoint that is whole, and of this model. Of several ranks each reads its share of the checksums, and all hear of
     what one has found."""
     ranks = placed.ranks
@@ -337,7 +337,7 @@ def remove_older(parent: Path, keep: int, keep_every: int = 0) -> None:
             shutil.rmtree(gone, ignore_errors=True)
 
 
-def _compared(opened: Opened, placed: Placed, scheduler: LRScheduler | None) -> tuple[dict[str, Any], Plan, list[_Randoms]]:
+def _compared(opened: Opened, placed: Placed, scheduler: LRScheduler | None) -> tuple[dict[str, Any], list[_Randoms]]:
     """What it holds besides tensors, if it is of this model and this optimizer."""
     folder, weights = opened.folder, opened.weights
     wanted: dict[str, Tensor | nn.Parameter] = dict(placed.model.named_parameters()) | dict(placed.model.named_buffers())
@@ -349,7 +349,7 @@ def _compared(opened: Opened, placed: Placed, scheduler: LRScheduler | None) -> 
     extra = sorted(set(weights) - set(wanted))
     if extra:
         raise ValueError(f"{folder} is of another model: it holds {extra[0]!r}, which this one has not")
-    plan = Plan.from_json(opened.document(PLAN), where=str(folder / PLAN))
+    opened.document(PLAN)  # JSON as well; what it says is for people, and may be of another version
     document = opened.document(PROGRESS)
     try:
         progress = {key: _unplain(value) for key, value in document.items() if key != "random"}
@@ -378,7 +378,7 @@ def _compared(opened: Opened, placed: Placed, scheduler: LRScheduler | None) -> 
     odd = next((key for key in progress["scheduler"] or () if key not in known and hasattr(scheduler, str(key))), None)
     if odd is not None:  # it would take the place of a method
         raise ValueError(f"{folder / PROGRESS}: {odd!r} is not of a scheduler's state; take another checkpoint")
-    return progress, plan, randoms
+    return progress, randoms
 
 
 # ---------------------------------------------------------------------- what is not a tensor, as JSON and back

@@ -527,8 +527,7 @@ class Run:
         except OSError as error:
             self._say(str(error))  # and here comes another
         before, self._doing = self._doing, f"saving step {self.steps}"
-        prepared = checkpoint.prepared(folder, self._placed, self._progress(), self.plan, self.team)
-        self.saving, changing = prepared
+        self.saving, changing = checkpoint.prepared(folder, self._placed, self._progress(), self.plan, self.team)
         self.saving.then = then
         if self._copies is None:
             self._copies = Copies(self._placed.slabs, self._placed.device)
@@ -548,14 +547,13 @@ class Run:
 
     def finish_saving(self) -> None:
         """Waits for a checkpoint that is being written beside the steps, and raises what went wrong with it."""
-        if self.saving is not None:
-            saving, self.saving = self.saving, None
+        saving, self.saving, self._save_failed = self.saving, None, False
+        if saving is not None:
             saving.result()
 
     def _heed_saving(self) -> None:
         """An error of a save beside the steps is raised, on all ranks by the same one."""
         if self.saving is not None and (self._save_failed if self.ranks.are_several else self.saving.has_failed):
-            self._save_failed = False
             self.finish_saving()
 
     def resume(self, folder: str | Path) -> None:

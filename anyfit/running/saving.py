@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from anyfit.placing.stretches import Stretch
+from anyfit.placing.stretches import Stretch, copy_on_host
 from anyfit.placing.tiers import HostSlabs
 
 from .boxes import boxes_of, whole
@@ -35,7 +36,8 @@ from .files import MANIFEST, FileRecord
 from .storage import Writer, lie, results_of
 from .team import Post, Team
 
-COPIERS = 4  # threads: one does not keep up with the memory
+COPIERS = 8  # threads: one does not keep up with the memory
+NICE = 10  # of threads that write beside the steps: those that train come first
 ALIGN_BYTES = 64
 
 
@@ -96,6 +98,7 @@ class Saving:
 
     def finish(self) -> None:
         """Writes it here and now."""
+        self._writer.pinned = self._writer.device.type == "cuda"
         with self._waiting():
             self._run()
         self.result()
@@ -103,7 +106,13 @@ class Saving:
     def begin(self, copies: Copies) -> None:
         """Writes it beside what comes: once its copies are made, from them."""
         self.is_beside, self.copies = True, copies
-        threading.Thread(target=self._run, name="anyfit saving").start()
+        threading.Thread(target=self._run_beside, name="anyfit saving").start()
+
+    def _run_beside(self) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own, as have those it starts
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        self._run()
 
     def _run(self) -> None:
         try:
@@ -250,7 +259,10 @@ class Copies:
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                 for part in parts:
                     homes.append(memory[at : at + part.nbytes].view(part.dtype))
-                    homes[-1].copy_(part, non_blocking=True)
+                    if part.is_cuda:
+                        homes[-1].copy_(part, non_blocking=True)
+                    else:
+                        copy_on_host(part, homes[-1])
                     at += _aligned(part.nbytes)
             if stream is not None:
                 stream.synchronize()

@@ -73,7 +73,8 @@ class Writer(StorageWriter):
 
     documents    other files of it, JSON, by name
     moments      names of tensors that are an optimizer's
-    device       where most tensors are
+    device       where tensors are that are not on the host
+    pinned       the blocks that they are written through, so that a GPU's come quickly
     wrote        is told of bytes on their way to the disk, from any thread
     """
 
@@ -81,6 +82,7 @@ class Writer(StorageWriter):
     documents: Mapping[str, str] = field(default_factory=dict)
     moments: Container[str] = ()
     device: torch.device = CPU
+    pinned: bool = False
     wrote: Callable[[int], None] = lambda _count: None
 
     def __post_init__(self) -> None:
@@ -114,7 +116,7 @@ class Writer(StorageWriter):
         for item, entry in lie(plan.items):
             data: Any = planner.resolve_data(item)
             parts.append((entry, Whole(data) if isinstance(data, Tensor) else data))
-        return write_tensors(self.aside.path / data_file(plan.storage_data), parts, self.wrote, pinned=self.device.type == "cuda")
+        return write_tensors(self.aside.path / data_file(plan.storage_data), parts, self.wrote, pinned=self.pinned)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Of all ranks' files: writes the other ones, and puts the checkpoint in its place."""

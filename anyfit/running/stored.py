@@ -28,7 +28,7 @@ from .files import DATA, DTYPES, MANIFEST, METADATA, THREADS, VERSION, Entry, Fi
 WAY_OUT = "take another checkpoint"
 DOCUMENT = re.compile(r"[a-z]+\.json")
 MOST_JSON_BYTES = 2**30
-MOST_BOXES = 2**16  # of a tensor
+MOST_BOXES = 2**14  # of a tensor: as many as thousands of ranks make
 _VERIFIED: set[tuple[Any, ...]] = set()  # by this process
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 

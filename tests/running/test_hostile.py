@@ -237,6 +237,12 @@ def test_absurd_progress_is_refused(run: anyfit.Run, saved: Path, edit: Callable
     assert_refused(run, saved, "saved")
 
 
+def test_the_plan_is_for_reference_and_may_be_of_any_version(saved: Path) -> None:
+    change(saved, "plan.json", lambda plan: plan.update(version=77, chunks="other"))
+    with started(saved) as resumed:
+        assert resumed.steps == 1
+
+
 def test_a_checkpoint_that_was_left_alone_is_resumed(saved: Path) -> None:
     for name in ("metadata.json", "progress.json", "plan.json"):
         change(saved, name, lambda document: document)

@@ -144,6 +144,24 @@ def test_without_room_for_a_copy_it_is_written_at_once(tmp_path: Path) -> None:
         checkpoint.check(tmp_path / "1")
 
 
+def test_a_run_that_is_planned_anew_meanwhile_saves_what_was_there(tmp_path: Path, gate: Gate) -> None:
+    job, batches = job_for(precision="bf16", optimizer=adamw), byte_batches(4, ROWS)
+    with started(job, hand_written(job)) as run:
+        run.step(batches[0])
+        begun(run, tmp_path / "1")
+        run.step(batches[1])
+        threading.Timer(0.2, gate.is_open.set).start()
+        run._move(hand_written(job, AWAY, slots=16))
+        run.step(batches[2])
+        begun(run, tmp_path / "3")
+        run.step(batches[3])
+        assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
+    for steps in (1, 3):
+        weights = {name: each for name, each in tensors_in(tmp_path / str(steps)).items() if "/" not in name}
+        expected = train_plainly(job, batches[:steps])[1]
+        assert_bit_equal(weights, {name: expected[name] for name in weights})
+
+
 def test_one_is_in_flight_at_most_and_closing_waits_for_it(tmp_path: Path, gate: Gate) -> None:
     job = job_for()
     with started(job, hand_written(job)) as run:
