@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,27 +44,32 @@ def probe(effort: Literal["quick", "full"] = "quick") -> Machine:
     return cached(effort)
 
 
-def profile(job: Job, machine: Machine | None = None) -> Profile:
-    """Seconds and bytes of every block of the job on a machine, this one when none is given. The model is not run, but with
-    Job(real_run=True); on this machine's own GPU its ops are, one by one, the first time."""
+def profile(job: Job, machine: Machine | None = None, *, ranks: int | None = None) -> Profile:
+    """Seconds and bytes of every block of the job on a machine, this one when none is given, as trained by so many ranks, each on
+    a device of its own: by all it has, when no number is given. The model is not run, but with Job(real_run=True); on this
+    machine's own GPU its ops are, one by one, the first time."""
     machine = machine or probe()
-    return profiled(traced(job, machine.device.kind), machine, job.batch_size)
+    spread = machine.spread(ranks)
+    return profiled(traced(job, machine.device.kind, math.prod(spread)), machine, job.batch_size, spread)
 
 
-def traced(job: Job, kind: Literal["cpu", "cuda"]) -> list[Graph]:
-    """The job's passes on a device of this kind, one for every micro-batch worth considering."""
+def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph]:
+    """The job's passes on a device of this kind, one for every micro-batch worth considering on one of so many ranks."""
     from .probing.host import free_memory_bytes
     from .tracing import trace_all
 
-    return trace_all(job, _micro_batches(job), kind, free_memory_bytes())
+    if job.batch_size % ranks:
+        nearest = -(-job.batch_size // ranks) * ranks
+        raise ValueError(f"batch_size is {job.batch_size}; it must be a multiple of the {ranks} ranks, such as {nearest}")
+    return trace_all(job, _micro_batches(job, job.batch_size // ranks), kind, free_memory_bytes())
 
 
-def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile:
-    """What these passes cost on a machine, with what runs on it have shown."""
+def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int, spread: tuple[int, int] = (1, 1)) -> Profile:
+    """What these passes cost on a machine, with what runs on it have shown. `spread`: ranks of each node, and nodes."""
     from .costing import cost
     from .probing.cache import corrections_of
 
-    made = cost(graphs, with_calls(machine, graphs), batch_size)
+    made = cost(graphs, with_calls(machine, graphs), batch_size, spread)
     known = corrections_of(machine)
     return made.corrected(known.of(made.model)).paced(known.pace_of(made.model, made.parameters, made.precision))
 
@@ -84,11 +89,12 @@ def with_calls(machine: Machine, graphs: Sequence[Graph]) -> Machine:
     return cache.with_calls(machine, call_weights(graphs, machine.device), CALLS_SECONDS, say_once)
 
 
-def plan(job: Job, machine: Machine | None = None) -> Plan:
-    """The best way to train the job on a machine, with its forecast and reasons; NoPlan when nothing fits."""
+def plan(job: Job, machine: Machine | None = None, *, ranks: int | None = None) -> Plan:
+    """The best way to train the job on a machine, with its forecast and reasons; NoPlan when nothing fits. So many ranks train it
+    together, each on a device of its own: all the machine has, when no number is given."""
     from .planning import search
 
-    return search(profile(job, machine))
+    return search(profile(job, machine, ranks=ranks))
 
 
 def start(
@@ -182,7 +188,8 @@ def _prepared(
     """What rank 0 finds out for all: the machine, as far as a rank may use it, the plan, and where to go on from."""
     from torch import nn
 
-    from .running.several import machine_of_rank
+    from .planning import search
+    from .running.several import machine_of_rank, spread_of
 
     is_given = plan is not None or (launch is not None and launch.plan is not None)
     if machine is None:
@@ -193,12 +200,17 @@ def _prepared(
     if launch is not None:
         plan = plan or launch.plan_for(machine, count)
         resume = resume or (launch.newest_checkpoint() if launch.resume else None)
-    if profile is None and (plan is None or (not is_given and isinstance(job.model, nn.Module))):
-        profile = _profile(job, machine) if team is None else _profile_of_share(job, machine, count)  # of a user's own, unplaced
+    if profile is not None and profile.ranks != count:
+        raise ValueError(
+            f"the profile is for {profile.ranks} ranks, and {count} are there; make it so: profile(job, ranks={count})"
+        )
+    if profile is None and (plan is None or (not is_given and isinstance(job.model, nn.Module))):  # of a user's own, unplaced
+        spread, sharing = ((1, 1), 1) if team is None else spread_of(team.places)
+        profile = profiled(traced(job, machine.device.kind, count), machine, job.batch_size, spread).slowed(sharing)
     found = _loaded(plan)
     if found is None:
         assert profile is not None
-        found = _plan_for(profile, count)
+        found = search(profile)
     if found.batch_size != job.batch_size or found.precision != job.precision:
         raise ValueError(
             f"the plan is for batch_size {found.batch_size} in {found.precision}, the job is {job.batch_size} in {job.precision};"
@@ -209,29 +221,6 @@ def _prepared(
     if found.ranks != count:
         raise ValueError(f"the plan is for {found.ranks} ranks, and {count} are there; plan again, or start as many")
     return machine, found, resume, profile if team is None else None
-
-
-def _plan_for(profile: Profile, ranks: int) -> Plan:
-    """The best plan of so many ranks; of several, by a profile of one rank's share of the batch."""
-    from .planning import search
-    from .running.several import for_ranks
-
-    if ranks == 1:
-        return search(profile)
-    share = profile.batch_size // ranks
-    own = replace(profile, batch_size=share, passes=tuple(each for each in profile.passes if each.micro_batch <= share))
-    return for_ranks(search(own), ranks)
-
-
-def _profile_of_share(job: Job, machine: Machine, ranks: int) -> Profile:
-    """Of the whole batch, by passes that a rank could make."""
-    if job.batch_size % ranks:
-        raise ValueError(f"batch_size is {job.batch_size}; it must be a multiple of the {ranks} ranks")
-    from .probing.host import free_memory_bytes
-    from .tracing import trace_all
-
-    sizes = _micro_batches(job, job.batch_size // ranks)
-    return profiled(trace_all(job, sizes, machine.device.kind, free_memory_bytes()), machine, job.batch_size)
 
 
 def _loaded(plan: Plan | str | Path | None) -> Plan | None:
@@ -255,9 +244,6 @@ def _facts(job: Job, plan: Plan, resume: str | Path | None) -> dict[str, str]:
     }
 
 
-_profile = profile  # which `start` has an argument of the same name for
-
-
 def _rescue(job: Job, machine: Machine, known: Profile | None) -> Rescue:
     """What a run may do whose plan the planner made, when memory ends."""
     from .planning import search
@@ -266,7 +252,7 @@ def _rescue(job: Job, machine: Machine, known: Profile | None) -> Rescue:
     from .running.rescue import Rescue
 
     return Rescue(
-        profile=lambda: known or profile(job, machine),
+        profile=lambda: known or profile(job, machine, ranks=1),
         search=search,
         keep=lambda correction: keep_correction(machine, correction),
         context_bytes=int(machine.device.context_bytes.value),
@@ -274,11 +260,11 @@ def _rescue(job: Job, machine: Machine, known: Profile | None) -> Rescue:
     )
 
 
-def _micro_batches(job: Job, most: int | None = None) -> list[int]:
-    """The sizes worth a trace: the one asked for, or the whole batch (or the most there is) and its halves down to one sample."""
+def _micro_batches(job: Job, most: int) -> list[int]:
+    """The sizes worth a trace: the one asked for, or the most there is and its halves down to one sample."""
     if job.micro_batch is not None:
         return [job.micro_batch]
-    sizes = [most or job.batch_size]
+    sizes = [most]
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
     return sizes

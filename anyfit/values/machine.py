@@ -267,6 +267,17 @@ class Machine(Record):
             raise ValueError(f"--nodes {nodes}: no link between nodes is known of {self.name!r}; a preset has them: h100-node")
         return machine
 
+    def spread(self, ranks: int | None = None) -> tuple[int, int]:
+        """The ranks of each node, and the nodes, of so many that have a device each; None is all there are."""
+        there = self.device.count * self.nodes
+        ranks = there if ranks is None else ranks
+        if not 1 <= ranks <= there:
+            raise ValueError(f"{ranks} ranks on the {there} devices of {self.name!r}; each has one of its own")
+        node = min(ranks, self.device.count)
+        if ranks % node:
+            raise ValueError(f"{ranks} ranks do not fill nodes of {node}; try {ranks // node * node}")
+        return node, ranks // node
+
     @property
     def device_limit_bytes(self) -> int:
         return self._limit(self.limits.device_bytes, self.device.memory_bytes)
