@@ -397,13 +397,7 @@ def _of_all_ranks(found: Found, plan: Plan) -> Plan:
     whole, division, forecast = found.whole, found.profile.division, plan.forecast
     assert whole is not None
     assert division is not None
-    others = [
-        Alternative("ranks", described(other), each.chosen.step_seconds, each.chosen.needed_bytes, fits=True)
-        if isinstance(each, Found)
-        else Alternative("ranks", described(other), math.inf, each, fits=False)
-        for other, each in found.tried.items()
-        if other != division
-    ]
+    others = {other: _alternative(other, each) for other, each in found.tried.items() if other != division}
     ranks = Decision("ranks", f"{division.ranks}: {described(division)}", _why_divided(found, others, plan.forecast))
     notes = [Decision("links", "assumed", whole.link_note)] if whole.link_note else []
     return replace(
@@ -417,26 +411,29 @@ def _of_all_ranks(found: Found, plan: Plan) -> Plan:
             tokens_per_second=forecast.tokens_per_second * division.ranks,
         ),
         decisions=(ranks, *plan.decisions, *notes),
-        alternatives=(*(each for each in others if each.fits), *plan.alternatives),
+        alternatives=(*(each for each in others.values() if each.fits), *plan.alternatives),
     )
 
 
-def _why_divided(found: Found, others: list[Alternative], chosen: Forecast) -> str:
-    """The fastest other way that fits, and the one with fewer moving parts that needs least where it does not."""
-    said = []
-    if any(each.fits for each in others):
-        said.append(_why("ranks", chosen, tuple(each for each in others if each.fits), ""))
+def _alternative(division: Division, tried: Found | int) -> Alternative:
+    if isinstance(tried, int):
+        return Alternative("ranks", f"{described(division)}, nothing on the host,", math.inf, tried, fits=False)
+    host = "part of it" if tried.offer is not None and tried.offer.uses_host else "nothing"
+    choice = f"{described(division)}, {host} on the host,"
+    return Alternative("ranks", choice, tried.chosen.step_seconds, tried.chosen.needed_bytes, fits=True)
+
+
+def _why_divided(found: Found, others: Mapping[Division, Alternative], chosen: Forecast) -> str:
+    """The fastest other way that fits; and of those with fewer moving parts that do not, the one that lacks least."""
     mine = found.profile.division
     assert mine is not None
-    simpler = {
-        described(each)
-        for each in found.tried
-        if (each.weights, each.gradients, each.shards) < (mine.weights, mine.gradients, mine.shards)
-    }
-    lacking = [each for each in others if not each.fits and each.choice in simpler]
-    if lacking:
-        said.append(_why("ranks", chosen, tuple(lacking), ""))
-    return "; ".join(said) or "all others take longer by their least"
+    fitting = tuple(each for each in others.values() if each.fits)
+    simpler = (
+        each for each in others if (each.weights, each.gradients, each.shards) < (mine.weights, mine.gradients, mine.shards)
+    )
+    lacking = tuple(others[each] for each in simpler if not others[each].fits)
+    said = [_why("ranks", chosen, each, "") for each in (fitting, lacking) if each]
+    return "; ".join(said) or "no other could take less"
 
 
 def described(division: Division) -> str:

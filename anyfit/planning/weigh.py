@@ -244,17 +244,24 @@ def _waiting(candidate: Candidate) -> list[int]:
     for position, (segment, uses) in enumerate(zip(candidate.each.segments, candidate.uses, strict=True)):
         for index in uses if segment.phase == "backward" else ():
             used.setdefault(index, []).append(position)
-    changes = [0] * (len(candidate.each.segments) + 1)
+    count = len(candidate.each.segments)
+    changes, inside = [0] * (count + 1), [0] * count
     for index, positions in used.items():
         chunk, placement = candidate.chunks[index], candidate.placements[index]
         first, last = positions[0], positions[-1] + 1
         if adds_up and placement.gradients == "device" and not division.gradients:
             if chunk.weights_bytes == 2 * chunk.elements:  # each goes to a sum as it comes
                 continue
-            first, last = 0, len(candidate.each.segments)  # they add up where autograd put them
+            first, last = 0, count  # they add up where autograd put them
+        elif (
+            last - first == 1
+        ):  # one chunk after another, while the segment's work becomes less; one gradient alone is part of it
+            is_single = len(chunk.blocks) == len(chunk.parameters) == 1
+            inside[first] = max(inside[first], 0 if is_single else chunk.gradient_bytes // 2)
+            continue
         changes[first] += chunk.gradient_bytes
         changes[last] -= chunk.gradient_bytes
-    return list(itertools.accumulate(changes))[:-1]
+    return [before + own for before, own in zip(itertools.accumulate(changes[:-1]), inside, strict=True)]
 
 
 def _host(pairs: list[Pair], *, adds_up: bool) -> int:
