@@ -417,9 +417,9 @@ def _of_all_ranks(found: Found, plan: Plan) -> Plan:
 
 def _alternative(division: Division, tried: Found | int) -> Alternative:
     if isinstance(tried, int):
-        return Alternative("ranks", f"{described(division)}, nothing on the host,", math.inf, tried, fits=False)
+        return Alternative("ranks", f"{described(division)} (nothing on the host)", math.inf, tried, fits=False)
     host = "part of it" if tried.offer is not None and tried.offer.uses_host else "nothing"
-    choice = f"{described(division)}, {host} on the host,"
+    choice = f"{described(division)} ({host} on the host)"
     return Alternative("ranks", choice, tried.chosen.step_seconds, tried.chosen.needed_bytes, fits=True)
 
 

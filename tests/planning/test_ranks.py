@@ -91,7 +91,7 @@ def test_every_sentence_of_a_why_is_true_in_the_simulator(case: tuple[Profile, F
     seconds, needed = plan.forecast.step_seconds, plan.forecast.needed_bytes
     for why in plan.decision("ranks").why.removeprefix("fewer moving parts; ").split("; "):
         if said := re.fullmatch(
-            r"(.+), (nothing|part of it) on the host, would take (.+) "
+            r"(.+) \((nothing|part of it) on the host\) would take (.+) "
             r"(more a step|less, too close to tell apart,) and (.+) (less|more) memory",
             why,
         ):
@@ -100,7 +100,7 @@ def test_every_sentence_of_a_why_is_true_in_the_simulator(case: tuple[Profile, F
             assert (said[4] == "more a step") == (other.chosen.step_seconds >= seconds)
             assert said[5] == show_bytes(abs(needed - other.chosen.needed_bytes))
             assert said[6] == ("less" if needed >= other.chosen.needed_bytes else "more")
-        elif said := re.fullmatch(r"(.+), nothing on the host, would need (.+) and does not fit", why):
+        elif said := re.fullmatch(r"(.+) \(nothing on the host\) would need (.+) and does not fit", why):
             space = Space(profile.divided(named[said[1]]))
             sizes = [each.micro_batch for each in space.profile.passes]
             assert not any(each.on_device(size) for each in space.sizes for size in sizes)
