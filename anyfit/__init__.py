@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .running.run import Run
     from .running.team import Team
     from .values.graph import Graph
+    from .values.machine import Collective
     from .values.profile import Profile
     from .values.weights import Match
 
@@ -45,27 +46,32 @@ def probe(effort: Literal["quick", "full"] = "quick") -> Machine:
     return cached(effort)
 
 
-def profile(job: Job, machine: Machine | None = None) -> Profile:
-    """Seconds and bytes of every block of the job on a machine, this one when none is given. The model is not run, but with
-    Job(real_run=True); on this machine's own GPU its ops are, one by one, the first time."""
+def profile(job: Job, machine: Machine | None = None, *, ranks: int | None = None) -> Profile:
+    """Seconds and bytes of every block of the job on a machine, this one when none is given, as trained by so many ranks, each on
+    a device of its own: by all it has, when no number is given. The model is not run, but with Job(real_run=True); on this
+    machine's own GPU its ops are, one by one, the first time."""
     machine = machine or probe()
-    return profiled(traced(job, machine.device.kind), machine, job.batch_size)
+    spread = machine.spread(ranks)
+    return profiled(traced(job, machine.device.kind, math.prod(spread)), machine, job.batch_size, spread)
 
 
-def traced(job: Job, kind: Literal["cpu", "cuda"]) -> list[Graph]:
-    """The job's passes on a device of this kind, one for every micro-batch worth considering."""
+def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph]:
+    """The job's passes on a device of this kind, one for every micro-batch worth considering on one of so many ranks."""
     from .probing.host import free_memory_bytes
     from .tracing import trace_all
 
-    return trace_all(job, _micro_batches(job), kind, free_memory_bytes())
+    if job.batch_size % ranks:
+        nearest = -(-job.batch_size // ranks) * ranks
+        raise ValueError(f"batch_size is {job.batch_size}; it must be a multiple of the {ranks} ranks, such as {nearest}")
+    return trace_all(job, _micro_batches(job, job.batch_size // ranks), kind, free_memory_bytes())
 
 
-def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile:
-    """What these passes cost on a machine, with what runs on it have shown."""
+def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int, spread: tuple[int, int] = (1, 1)) -> Profile:
+    """What these passes cost on a machine, with what runs on it have shown. `spread`: ranks of each node, and nodes."""
     from .costing import cost
     from .probing.cache import corrections_of
 
-    made = cost(graphs, with_calls(machine, graphs), batch_size)
+    made = cost(graphs, with_calls(machine, graphs), batch_size, spread)
     known = corrections_of(machine)
     return made.corrected(known.of(made.model)).paced(known.pace_of(made.model, made.parameters, made.precision))
 
@@ -85,11 +91,12 @@ def with_calls(machine: Machine, graphs: Sequence[Graph]) -> Machine:
     return cache.with_calls(machine, call_weights(graphs, machine.device), CALLS_SECONDS, say_once)
 
 
-def plan(job: Job, machine: Machine | None = None) -> Plan:
-    """The best way to train the job on a machine, with its forecast and reasons; NoPlan when nothing fits."""
+def plan(job: Job, machine: Machine | None = None, *, ranks: int | None = None) -> Plan:
+    """The best way to train the job on a machine, with its forecast and reasons; NoPlan when nothing fits. So many ranks train it
+    together, each on a device of its own: all the machine has, when no number is given."""
     from .planning import search
 
-    return search(profile(job, machine))
+    return search(profile(job, machine, ranks=ranks))
 
 
 def start(
@@ -140,6 +147,8 @@ def start(
         machine, plan, resume, profile = prepared()
     else:
         given = _loaded(plan)
+        if team.from_first(lambda: not is_given and profile is None, "whether to measure links"):
+            prepared = functools.partial(prepared, links=_links_between(team))
         machine, plan, resume, _ = team.from_first(prepared, "the plan")
         team.agree(_facts(job, given or plan, resume))
     if deterministic or (launch is not None and launch.deterministic):
@@ -185,11 +194,13 @@ def _prepared(
     profile: Profile | None,
     launch: Launch | None,
     team: Team | None,
+    links: Sequence[Collective] = (),
 ) -> tuple[Machine, Plan, str | Path | None, Profile | None]:
     """What rank 0 finds out for all: the machine, as far as a rank may use it, the plan, and where to go on from."""
     from torch import nn
 
-    from .running.several import machine_of_rank
+    from .planning import search
+    from .running.several import machine_of_rank, spread_of
 
     is_given = plan is not None or (launch is not None and launch.plan is not None)
     if machine is None:
@@ -202,12 +213,18 @@ def _prepared(
         resume = resume or (launch.newest_checkpoint() if launch.resume else None)
     if resume is not None:
         resume = _whole(resume, launch)
-    if profile is None and (plan is None or (not is_given and isinstance(job.model, nn.Module))):
-        profile = _profile(job, machine) if team is None else _profile_of_share(job, machine, count)  # of a user's own, unplaced
+    if profile is not None and profile.ranks != count:
+        raise ValueError(
+            f"the profile is for {profile.ranks} ranks, and {count} are there; make it so: profile(job, ranks={count})"
+        )
+    if profile is None and (plan is None or (not is_given and isinstance(job.model, nn.Module))):  # of a user's own, unplaced
+        spread, sharing = ((1, 1), 1) if team is None else spread_of(team.places)
+        machine = machine.with_links(links)
+        profile = profiled(traced(job, machine.device.kind, count), machine, job.batch_size, spread).slowed(sharing)
     found = _loaded(plan)
     if found is None:
         assert profile is not None
-        found = _plan_for(profile, count)
+        found = search(profile)
     if found.batch_size != job.batch_size or found.precision != job.precision:
         raise ValueError(
             f"the plan is for batch_size {found.batch_size} in {found.precision}, the job is {job.batch_size} in {job.precision};"
@@ -232,27 +249,17 @@ def _whole(resume: str | Path, launch: Launch | None) -> Path:
     return latest(launch.checkpoints / resume if str(resume) == "latest" else resume, launch.say)
 
 
-def _plan_for(profile: Profile, ranks: int) -> Plan:
-    """The best plan of so many ranks; of several, by a profile of one rank's share of the batch."""
-    from .planning import search
-    from .running.several import for_ranks
+def _links_between(team: Team) -> Sequence[Collective]:
+    """Measured by all ranks together, where no probe has: between nodes, and between processes on a CPU."""
+    import torch
 
-    if ranks == 1:
-        return search(profile)
-    share = profile.batch_size // ranks
-    own = replace(profile, batch_size=share, passes=tuple(each for each in profile.passes if each.micro_batch <= share))
-    return for_ranks(search(own), ranks)
+    from .probing.links import measure_together
+    from .running.several import spread_of
 
-
-def _profile_of_share(job: Job, machine: Machine, ranks: int) -> Profile:
-    """Of the whole batch, by passes that a rank could make."""
-    if job.batch_size % ranks:
-        raise ValueError(f"batch_size is {job.batch_size}; it must be a multiple of the {ranks} ranks")
-    from .probing.host import free_memory_bytes
-    from .tracing import trace_all
-
-    sizes = _micro_batches(job, job.batch_size // ranks)
-    return profiled(trace_all(job, sizes, machine.device.kind, free_memory_bytes()), machine, job.batch_size)
+    (_, nodes), _ = spread_of(team.places)
+    if nodes == 1 and torch.cuda.is_available():
+        return ()
+    return measure_together("node" if nodes == 1 else "cluster")
 
 
 def _loaded(plan: Plan | str | Path | None) -> Plan | None:
@@ -284,9 +291,6 @@ def _show_weights(match: Match) -> None:
     show_match(match, Console(stderr=True))
 
 
-_profile = profile  # which `start` has an argument of the same name for
-
-
 def _rescue(job: Job, machine: Machine, known: Profile | None) -> Rescue:
     """What a run may do whose plan the planner made, when memory ends."""
     from .planning import search
@@ -295,7 +299,7 @@ def _rescue(job: Job, machine: Machine, known: Profile | None) -> Rescue:
     from .running.rescue import Rescue
 
     return Rescue(
-        profile=lambda: known or profile(job, machine),
+        profile=lambda: known or profile(job, machine, ranks=1),
         search=search,
         keep=lambda correction: keep_correction(machine, correction),
         context_bytes=int(machine.device.context_bytes.value),
@@ -303,11 +307,11 @@ def _rescue(job: Job, machine: Machine, known: Profile | None) -> Rescue:
     )
 
 
-def _micro_batches(job: Job, most: int | None = None) -> list[int]:
-    """The sizes worth a trace: the one asked for, or the whole batch (or the most there is) and its halves down to one sample."""
+def _micro_batches(job: Job, most: int) -> list[int]:
+    """The sizes worth a trace: the one asked for, or the most there is and its halves down to one sample."""
     if job.micro_batch is not None:
         return [job.micro_batch]
-    sizes = [most or job.batch_size]
+    sizes = [most]
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
     return sizes

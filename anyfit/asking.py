@@ -9,6 +9,7 @@ seconds, what cannot fit by its least memory is not searched, and the first mach
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,17 +39,18 @@ class Traced:
     """A job with its traces, one set for each kind of device, made when they are asked for."""
 
     job: Job
-    _graphs: dict[str, list[Graph]] = field(default_factory=dict)
+    _graphs: dict[tuple[str, int], list[Graph]] = field(default_factory=dict)
 
     def profile(self, machine: Machine, batch_size: int | None = None) -> Profile:
-        """On any machine; of a smaller batch, by the passes there are."""
+        """On all devices of any machine; of a smaller batch, by the passes there are."""
         from . import profiled, traced
 
-        size = batch_size or self.job.batch_size
+        size, spread = batch_size or self.job.batch_size, machine.spread()
         kind: Literal["cpu", "cuda"] = machine.device.kind
-        if kind not in self._graphs:
-            self._graphs[kind] = traced(self.job, kind)
-        return profiled([graph for graph in self._graphs[kind] if graph.micro_batch <= size], machine, size)
+        key = kind, (ranks := math.prod(spread))
+        if key not in self._graphs:
+            self._graphs[key] = traced(self.job, *key)
+        return profiled([graph for graph in self._graphs[key] if graph.micro_batch * ranks <= size], machine, size, spread)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ def planned(question: Question, traced: Traced, profile: Profile) -> Plan:
     if found is not None:
         return answered(found)
     verdict = no_plan(profile)
+    if profile.divisions:
+        raise verdict
     machine = question.machine_for(question.machine_name)
     raise verdict.with_changes((*nearest_changes(question, traced, machine, profile, verdict), *verdict.changes))
 
@@ -199,7 +203,7 @@ def what_if(question: Question, traced: Traced, profile: Profile, found: Found |
     """The same with one thing changed, `found` being the fastest without; memory may be more than the machine has."""
     if key in ("device-memory", "host-memory"):
         name, size = f"{key.removesuffix('-memory')}_limit_bytes", parse_bytes(value)
-        if found is not None and size >= getattr(profile, name):
+        if found is not None and found.whole is None and size >= getattr(profile, name):
             return explained(at_limits(found, **{name: size}))
         return outcome(replace(profile, **{name: size}))  # type: ignore[arg-type]
     if key == "machine":
@@ -258,7 +262,7 @@ def parse_tokens(text: str) -> int:
 
 
 def compared(question: Question, machines: list[str]) -> dict[str, Outcome]:
-    """By machine, the plan on it or the verdict that none fits; on one device of each."""
-    traced = question.traced()
+    """By machine, the plan on all its devices or the verdict that none fits."""
     found = {name: question.machine_for(name) for name in machines}  # all names are good before any work is done
+    traced = question.traced(ranks=math.lcm(*(math.prod(machine.spread()) for machine in found.values())))
     return {name: outcome(traced.profile(machine)) for name, machine in found.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import sysconfig
@@ -41,7 +42,7 @@ Target = Annotated[
         "or a function that returns an anyfit.Job: package.module:function or file.py:function"
     ),
 ]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="samples a step")]
+Batch = Annotated[int | None, typer.Option("--batch", min=1, help="samples a step, of all GPUs together")]
 Seq = Annotated[int | None, typer.Option("--seq", min=1, help="tokens a sample; bytes, for the demo")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32")]
 OptimizerName = Annotated[str | None, typer.Option("--optimizer", help="adamw, adam, sgd, or another class of torch.optim")]
@@ -80,7 +81,7 @@ def profile(
     job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run)
     on = _machine(machine, gpus, nodes, device_memory, host_memory)
     if as_json and depth is None:
-        return _print_json(make_profile(job, on).to_json())
+        return _print_json(make_profile(job, on, ranks=1).to_json())
     from .costing import cost
     from .planning.search import forecast
     from .probing.host import free_memory_bytes
@@ -129,9 +130,10 @@ def plan(
     """Does it fit, how fast will it be, and why; what would a change make of it; which machine is best. Needs no GPU."""
     from . import asking
 
+    options: dict[str, Any] = {"batch": batch, "seq": seq, "dtype": dtype, "optimizer": optimizer, "real_run": real_run}
     question = asking.Question(
         target,
-        {"batch": batch, "seq": seq, "dtype": dtype, "optimizer": optimizer, "real_run": real_run},
+        options,
         lambda name: _machine(name, gpus, nodes, device_memory, host_memory),
         machine,
     )
@@ -146,8 +148,10 @@ def plan(
     if tokens is not None or price is not None:
         raise ValueError(f"{'--price' if tokens is None else '--tokens'} is for --compare; name the machines: --compare h200,l4")
     changes = asking.parse_changes(what_if or [])
+    on = question.machine_for(machine)
+    options["ranks"] = math.prod(on.spread())
     traced = question.traced()
-    profile = traced.profile(question.machine_for(machine))
+    profile = traced.profile(on)
     if changes:
         return _what_if(question, traced, profile, changes, output, as_json=as_json)
     made = asking.planned(question, traced, profile)
@@ -277,7 +281,7 @@ def check(
     job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run)
     given = None if plan is None else Plan.load(plan)
     machine = _machine(None, None, None, device_memory, host_memory)
-    made_of = make_profile(job, machine)
+    made_of = make_profile(job, machine, ranks=1)
     found = run_check(job, given or search(made_of), made_of, machine, steps, _kinds_of_blocks)
     if found.pace is not None:
         keep_pace(machine, found.pace)

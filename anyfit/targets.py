@@ -72,8 +72,9 @@ def job_for(
     dtype: str | None = None,
     optimizer: str | None = None,
     real_run: bool = False,
+    ranks: int = 1,
 ) -> Job:
-    """The Job a target stands for; None is its own default."""
+    """The Job a target stands for; None is its own default, of `batch` for each rank."""
     if ":" in target:
         given = {"--batch": batch, "--seq": seq, "--dtype": dtype, "--optimizer": optimizer}
         named = [name for name, value in given.items() if value is not None]
@@ -84,11 +85,13 @@ def job_for(
     if target == "demo":
         from . import demo
 
-        job = demo.job(batch_size=batch or demo.BATCH, length=seq or demo.LENGTH, precision=dtype or demo.default_precision())
+        job = demo.job(
+            batch_size=batch or demo.BATCH * ranks, length=seq or demo.LENGTH, precision=dtype or demo.default_precision()
+        )
     elif target in SIZES:
-        job = _job_of_config(_config_of_size(SIZES[target], seq), batch, seq or SIZES[target].seq, dtype)
+        job = _job_of_config(_config_of_size(SIZES[target], seq), batch or BATCH * ranks, seq or SIZES[target].seq, dtype)
     else:
-        job = _job_of_config(_config_named(target), batch, seq, dtype)
+        job = _job_of_config(_config_named(target), batch or BATCH * ranks, seq, dtype)
     job = replace(job, real_run=real_run)
     return job if optimizer is None else replace(job, optimizer=_optimizer(optimizer))
 
@@ -137,7 +140,7 @@ def _config_named(target: str) -> Any:
         raise ValueError(f"{target} holds no configuration that transformers can read: {first}") from error
 
 
-def _job_of_config(config: Any, batch: int | None, seq: int | None, dtype: str | None) -> Job:
+def _job_of_config(config: Any, batch: int, seq: int | None, dtype: str | None) -> Job:
     from .values.huggingface import longest_sample, reads_text
     from .values.job import Job
 
@@ -150,7 +153,7 @@ def _job_of_config(config: Any, batch: int | None, seq: int | None, dtype: str |
         raise ValueError(f"--seq {seq} is more than the {longest} positions of {type(config).__name__}; --seq {longest} fits")
     length = seq or min(SEQ, longest or SEQ)
     precision: dict[str, Any] = {} if dtype is None else {"precision": dtype}
-    return Job.from_huggingface(config, batch_size=batch or BATCH, length=length, **precision)
+    return Job.from_huggingface(config, batch_size=batch, length=length, **precision)
 
 
 def _optimizer(name: str) -> Callable[[nn.Module], Optimizer]:

@@ -174,3 +174,48 @@ def tiny_llama() -> nn.Module:
             return logits
 
     return Logits()
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, width: int, heads: int, shared: int, inner: int) -> None:
+        super().__init__()
+        self.heads, self.shared = heads, shared
+        self.before, self.between = nn.RMSNorm(width), nn.RMSNorm(width)
+        head = width // heads
+        self.query, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(width, shared * head, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.before(x))
+        y = self.between(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    def attend(self, x: Tensor) -> Tensor:
+        """By products, whose memory is the same on any device; what comes later is seen too, as it changes no size."""
+        rows, length, width = x.shape
+        query = self.query(x).view(rows, length, self.heads, -1).transpose(1, 2)
+        key, value = (
+            of(x).view(rows, length, self.shared, -1).transpose(1, 2).repeat_interleave(self.heads // self.shared, 1)
+            for of in (self.key, self.value)
+        )
+        shares = (query @ key.transpose(2, 3)).softmax(-1)
+        return self.out((shares @ value).transpose(1, 2).reshape(rows, length, width))
+
+
+class PlainLlama(nn.Module):
+    """Llama by its shapes, in plain PyTorch."""
+
+    def __init__(self, layers: int, width: int, heads: int, shared: int, inner: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(LlamaLayer(width, heads, shared, inner) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))

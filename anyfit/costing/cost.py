@@ -11,6 +11,7 @@ from anyfit.values.machine import Machine, update_threads
 from anyfit.values.profile import BlockCost, HostRates, Layout, LoadedRates, Pass, Profile, UpdateCost
 
 from .choices import choice_costs
+from .links import Links
 from .memory import chunk_costs, chunks_of, live_bytes, reserved_bytes, segments, state_bytes, update_scratch_bytes
 from .times import copy_seconds, device_seconds, measured_share, pass_seconds, rough_share, update_seconds
 
@@ -34,22 +35,23 @@ MEMORY_ERROR = {"cpu": 0.02, "cuda": 0.02}
 RESERVED_ERROR = {"cpu": 0.02, "cuda": 0.05}
 
 
-def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile:
-    """The profile of a job from its traces, one a micro-batch size."""
+def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, spread: tuple[int, int] = (1, 1)) -> Profile:
+    """The profile of a job from its traces, one a micro-batch size. `spread` has the ranks of each node, and the nodes."""
     collects = gc.isenabled()
     gc.disable()  # it would look through a large model's hundreds of thousands of ops again and again, and find nothing
     try:
-        return _cost(graphs, machine, batch_size)
+        return _cost(graphs, machine, batch_size, Links(machine, *spread))
     finally:
         if collects:
             gc.enable()
 
 
-def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile:
+def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Links) -> Profile:
     graph, device = graphs[0], machine.device
     chunks = chunks_of(graph)
     passes = sorted((_pass(each, chunks, machine, batch_size) for each in graphs), key=lambda each: -each.micro_batch)
-    fine, *others = _layouts(graph, device.kind)
+    fine, *others = _layouts(graph, device.kind, links.ranks)
+    link_error, link_note = links.error()
     largest = max(graphs, key=lambda each: each.micro_batch)
     rates = device.matmul.get("bfloat16" if graph.precision == "bf16" else "float32") or device.matmul["float32"]
     return Profile(
@@ -66,7 +68,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
         blocks=len(graph.blocks),
         chunk_bytes=CHUNK_BYTES,
         device_limit_bytes=machine.device_limit_bytes,
-        host_limit_bytes=machine.host_limit_bytes,
+        host_limit_bytes=min(machine.host_limit_bytes, int(machine.host.memory_bytes.value) // links.node),
         disk_limit_bytes=machine.disk_limit_bytes,
         context_bytes=int(device.context_bytes.value),
         workspace_bytes=int(device.workspace_bytes.value),
@@ -80,31 +82,34 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile
         offload_chunk_bytes=fine.chunk_bytes,
         chunks=fine.chunks,
         other_layouts=tuple(others),
-        host=_host_rates(machine),
+        host=_host_rates(machine, links.node),
         notes=tuple(dict.fromkeys(note for each in graphs for note in each.notes)),
+        divisions=links.divisions(),
+        link_error=link_error,
+        link_note=link_note,
     )
 
 
-def _layouts(graph: Graph, kind: str) -> Iterator[Layout]:
+def _layouts(graph: Graph, kind: str, ranks: int) -> Iterator[Layout]:
     """Those whose chunks can be placed one by one: first of the usual size, fine enough and not too many; then of about half
     of it and of about twice, where that makes other chunks."""
     whole = sum(chunk.bytes for chunk in chunks_of(graph))
     usual = max(LEAST_CHUNK_BYTES[kind], whole // MOST_CHUNKS, min(CHUNK_BYTES, whole // FINE_CHUNKS))
     seen = set()
     for base in (usual, usual // 2, usual * 2):
-        size = _size_near(graph, base)
-        chunks = chunks_of(graph, size)
+        size = _size_near(graph, base, ranks)
+        chunks = chunks_of(graph, size, ranks)
         if chunks not in seen:
             seen.add(chunks)
             yield Layout(size, chunk_costs(graph, chunks))
 
 
-def _size_near(graph: Graph, base: int) -> int:
+def _size_near(graph: Graph, base: int, ranks: int) -> int:
     """About this size, or somewhat larger, where fewer chunks then hold next to nothing because the large parameters on both
     sides have chunks of their own."""
     counts = {}
     for size in (base, base * 5 // 4, base * 3 // 2):
-        chunks = chunks_of(graph, size)
+        chunks = chunks_of(graph, size, ranks)
         counts[size] = len(chunks), max(chunk.bytes for chunk in chunks)
     allowed = [size for size, (_, largest) in counts.items() if largest <= max(counts[base][1], base * 5 // 4)]
     return min(allowed, key=lambda size: (counts[size][0], size))
@@ -122,15 +127,19 @@ def _time_error(graph: Graph, machine: Machine, seconds: float, spread: float) -
     return max((ROUGH_TIME_ERROR if rough else TIME_ERROR)[device.kind], spread)
 
 
-def _host_rates(machine: Machine) -> HostRates:
+def _host_rates(machine: Machine, ranks: int = 1) -> HostRates:
+    """Of one of the ranks of a node, all of which use its memory at once; the links to their devices are their own."""
     host, copies = machine.host, machine.copies
     threads = update_threads(host.cores)
-    alone, loaded = host.update.at(threads), host.update_loaded.at(threads)
+    alone, loaded = host.update.at(threads) / ranks, host.update_loaded.at(threads) / ranks
     if copies is None:  # on a CPU device a copy is read and written by the same cores
-        rate = host.bytes_per_second.value / 2
+        rate = host.bytes_per_second.value / 2 / ranks
         return HostRates(loaded, rate, rate, overlaps=False)
     up, down = copies.up_both.peak, copies.down_both.peak
-    slower = LoadedRates(loaded, min(copies.up_loaded.value, up), min(copies.down_loaded.value, down))
+    if ranks > 1:  # all copy in both directions
+        each_way = host.bytes_per_second.value / 2 / ranks
+        up, down = min(up, each_way), min(down, each_way)
+    slower = LoadedRates(loaded, min(copies.up_loaded.value / ranks, up), min(copies.down_loaded.value / ranks, down))
     return HostRates(max(alone, loaded), up, down, overlaps=True, loaded=slower)
 
 

@@ -18,14 +18,15 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 MADE_AT_START = {"Adam", "AdamW"}  # whose state placing takes before the first step
 
 
-def chunks_of(graph: Graph, chunk_bytes: int = CHUNK_BYTES) -> tuple[Chunk, ...]:
-    """The layout a run of this model will have."""
+def chunks_of(graph: Graph, chunk_bytes: int = CHUNK_BYTES, ranks: int = 1) -> tuple[Chunk, ...]:
+    """The layout a run of this model will have on so many ranks."""
     return lay_out(
         (
             Placeable(each.name, each.shape, each.dtype, element_bytes(each.dtype), each.trainable, each.group)
             for each in graph.parameters
         ),
         chunk_bytes,
+        ranks,
     )
 
 

@@ -74,15 +74,20 @@ class Reduction:
         self._turn = 0  # in it
         self._dtypes = {index: self._dtype_of(home.state, dtype) for index, home in self._homes.items()}
         whole = max((each.state.chunk.elements * self._dtypes[index].itemsize for index, each in self._homes.items()), default=0)
-        landing = [index for index, home in self._homes.items() if self._lands(home)]
-        own = max((state.chunks[index].own.elements * self._dtypes[index].itemsize for index in landing), default=0)
+        landing = {
+            index: home.state.own.elements * self._dtypes[index].itemsize
+            for index, home in self._homes.items()
+            if self._lands(home)
+        }
+        own = max(landing.values(), default=0)
+        down = max((size for index, size in landing.items() if self._homes[index].state.placement.gradients == "host"), default=0)
         self._stages = []
         for _ in range(min(STAGES, len(self._homes))):
             buffers = [torch.empty(size, dtype=torch.uint8, device=state.device) for size in (whole, own)]
             self._stages.append(Stage(buffers[0], buffers[1]))
         self.device_bytes += sum(stage.flat.nbytes + stage.own.nbytes for stage in self._stages)
         self._landings: list[tuple[Tensor, Ticket | None]] = [
-            (slabs.zeros(own, torch.uint8, crosses=True), None) for _ in self._stages if self.adds_up and own
+            (slabs.zeros(down, torch.uint8, crosses=True), None) for _ in self._stages if self.adds_up and down
         ]
         for home in self._homes.values():
             for slot in home.state.chunk.slots:

@@ -23,8 +23,8 @@ def answered(found: Found) -> Plan:
     """The plan, and where not all is on the device, what more of a memory that holds it back is worth."""
     found = settled(found)
     plan = explained(found)
-    if found.offer is None:
-        return plan
+    if found.offer is None or (found.whole is not None and (found.offer.uses_host or not plan.stages[0].activations)):
+        return plan  # of several ranks with something on the host, too: such a search takes long
     worth = [each for each in (_worth_of_device(found), _worth_of_host(found)) if each is not None]
     return replace(plan, decisions=(*plan.decisions, *worth))
 
@@ -35,8 +35,9 @@ def _worth_of_device(found: Found) -> Decision:
     # more of the device asks for no smaller passes; of the host it may, which has their sums of gradients
     larger = tuple(each for each in profile.passes if each.micro_batch >= found.micro_batch)
     found = replace(found, profile=replace(profile, passes=larger))
-    # where nothing is found with all of it, something may be with half: a search is no proof
-    less = _saved(found, device_limit_bytes=limit + more) or _saved(found, device_limit_bytes=limit + more // 2)
+    less = _saved(found, device_limit_bytes=limit + more)
+    if not less and found.whole is None:  # with half of it something may be found: a search is no proof
+        less = _saved(found, device_limit_bytes=limit + more // 2)
     what = "GPU" if found.space is not None and found.space.is_gpu else "device"
     why = f"{show_seconds(less)} less a step" if less else "no less a step"
     return Decision("device limit", f"{_round(more)} more {what} memory", why)
@@ -44,6 +45,8 @@ def _worth_of_device(found: Found) -> Decision:
 
 def _worth_of_host(found: Found) -> Decision | None:
     """None where more of it would change nothing."""
+    if found.whole is not None:
+        return None
     limit = found.profile.host_limit_bytes
     more = amount_beside(limit)
     less = _saved(found, host_limit_bytes=limit + more)
@@ -59,11 +62,16 @@ def at_limits(found: Found, **limits: int) -> Found:
     """The fastest at other limits, none of them smaller: what was found before, where nothing is faster by what is worth it."""
     profile = replace(found.profile, **limits)  # type: ignore[arg-type]
     space = found.space and found.space.with_limits_of(profile)
+    whole = found.whole
+    if whole is not None:  # divided as it is
+        assert profile.division is not None
+        whole = replace(whole, divisions=(profile.division,), **limits)  # type: ignore[arg-type]
     seconds = found.chosen.step_seconds
-    other = fastest(profile, space, CLOSE * seconds)  # from a little behind, a search may still come to be ahead
+    # from a little behind, a search may still come to be ahead
+    other = fastest(profile, space, CLOSE * seconds) if whole is None else fastest(whole)
     if other is not None and other.chosen.step_seconds < (1 - WORTH) * seconds:
         return other
-    return replace(found, profile=profile, space=space, neighbours=None)
+    return replace(found, profile=profile, space=space, whole=whole, neighbours=None)
 
 
 def amount_beside(limit: int) -> int:

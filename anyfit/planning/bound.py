@@ -21,6 +21,9 @@ Activations that move have jobs down and up between the beginning of a step and 
             offloaded block after it
     tail    its way up; backward from the block on, all passes after, norm and updates
 
+What ranks exchange has a lane too: sums of gradients, fresh weights that are spread, weights that are put together, but for those
+that slots may still hold.
+
 Rates are those of lanes that do not slow each other, weights are fetched once, and there is always a stage for gradients: what
 else there is in a simulation makes it longer. So does every chunk more: the bound of some chunks is one of all.
 """
@@ -31,7 +34,7 @@ import heapq
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from .simulate import ADDED, DONE, HAND_OUT_SECONDS, NORMED, Candidate, Rates
+from .simulate import ADDED, BESIDE, DONE, HAND_OUT_SECONDS, NORMED, REDUCED_BYTES, Candidate, Rates
 
 
 class Job(NamedTuple):
@@ -44,24 +47,52 @@ class Job(NamedTuple):
 def least_seconds(candidate: Candidate, rates: Rates, again: float = 0.0) -> float:
     """`again`: seconds of every pass that blocks make again besides, whichever they are."""
     pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
+    shards, division, passes = candidate.shards, candidate.division, candidate.accumulation
     resident = sum(chunk.elements for chunk, placement in pairs if placement.route == "resident" and chunk.optimizer_bytes)
     given = sum(chunk.elements for chunk, _ in pairs if chunk.gradient_bytes)
     sent = sum(chunk.elements for chunk, placement in pairs if chunk.gradient_bytes and placement.gradients == "host")
-    norm = rates.norm_seconds * given
-    if candidate.accumulation > 1:
-        norm += (NORMED / rates.host.updates_per_second - rates.norm_seconds) * sent
+    norm = rates.norm_seconds * given / shards + (division.norm_seconds if division is not None else 0.0)
+    if passes > 1:
+        norm += (NORMED / rates.host.updates_per_second - rates.norm_seconds) * sent / shards
+    staged = passes * sent if division is None else (passes if division.gradients else 1) * (given - sent) + passes * sent
     one_pass = sum(segment.seconds for segment in candidate.each.segments) + candidate.seconds_again + again
+    slowness = BESIDE if division is not None and rates.host.overlaps else 1.0
     after = (
-        norm + rates.update_seconds * resident + HAND_OUT_SECONDS * sum(placement.route != "resident" for _, placement in pairs)
+        norm
+        + rates.update_seconds * resident / shards
+        + HAND_OUT_SECONDS * sum(placement.route != "resident" for _, placement in pairs)
     )
-    least = candidate.accumulation * (one_pass + rates.gather_seconds * sent) + after
+    least = slowness * passes * one_pass + rates.gather_seconds * staged + after
+    exchanged = _exchanged(candidate)
     jobs = list(_jobs(candidate, rates, one_pass, norm, again))
     moving = list(_moving(candidate, rates, one_pass, after - again)) if candidate.offloaded else []
     if not rates.host.overlaps:
-        return least + sum(job.seconds for job in (*jobs, *moving))
+        return least + sum(job.seconds for job in (*jobs, *moving)) + exchanged
     lanes = [[job for job in jobs if job.lane == lane] for lane in ("host", "up", "down")]
     lanes += [[job for job in moving if job.lane == lane] for lane in ("up", "down")]
-    return max(least, *map(_over, lanes))
+    return max(least, exchanged, *map(_over, lanes))
+
+
+def _exchanged(candidate: Candidate) -> float:
+    """Seconds of a step that the link between ranks is busy."""
+    division, passes = candidate.division, candidate.accumulation
+    if division is None:
+        return 0.0
+    found, put_together = 0.0, [0.0] * len(candidate.chunks)
+    for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
+        if chunk.gradient_bytes:
+            times = passes if division.gradients or placement.gradients == "host" else 1
+            found += times * division.reduce.seconds(REDUCED_BYTES * chunk.elements)
+        if division.shards > 1 and (division.weights or placement.weights == "host"):
+            put_together[index] = division.gather.seconds(chunk.weights_bytes)
+        elif division.shards > 1 and chunk.gradient_bytes and chunk.optimizer_bytes:
+            found += division.gather.seconds(chunk.weights_bytes)
+    for phase in ("forward", "backward"):
+        pairs = zip(candidate.each.segments, candidate.uses, strict=True)
+        used = {index for segment, each in pairs if segment.phase == phase for index in each}
+        longest = sorted((put_together[index] for index in used), reverse=True)
+        found += passes * sum(longest[candidate.slots :])
+    return found
 
 
 def _moving(candidate: Candidate, rates: Rates, one_pass: float, after_passes: float) -> Iterator[Job]:
@@ -98,7 +129,7 @@ def _seconds_again(candidate: Candidate) -> list[float]:
 
 def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: float, again: float) -> Iterator[Job]:
     """Of the chunks that are updated elsewhere. Moments are counted from the end of the step's first forward."""
-    host, passes = rates.host, candidate.accumulation
+    host, passes, shards = rates.host, candidate.accumulation, candidate.shards
     forward = sum(segment.seconds for segment in candidate.each.segments if segment.phase == "forward")
     before, after = _around(candidate)
     backward_over = passes * one_pass - forward
@@ -111,9 +142,11 @@ def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: flo
         speculates = placement.speculates and passes == 1
         is_away = placement.weights == "host"
         born, used = backward_over - again - after[index], forward - before[index]
-        up, down = chunk.weights_bytes / host.up_bytes_per_second, chunk.gradient_bytes / host.down_bytes_per_second
+        weights, optimizer, elements = (size / shards for size in (chunk.weights_bytes, chunk.optimizer_bytes, chunk.elements))
+        gradients = chunk.gradient_bytes if candidate.division is None else REDUCED_BYTES * elements
+        up, down = weights / host.up_bytes_per_second, gradients / host.down_bytes_per_second
         if placement.route == "host":
-            update = (1 - DONE) * chunk.elements / host.updates_per_second
+            update = (1 - DONE) * elements / host.updates_per_second
             added = ADDED * update if passes > 1 else 0.0
             begin = born + down if speculates else max(born + down + added + (norm_seconds if added else 0.0), norm)
             rest = update + up + used
@@ -125,8 +158,8 @@ def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: flo
             yield Job("host", begin, update, up + used)
             yield Job("up", max(begin + update, norm), up, used)
             continue
-        lifted = (chunk.optimizer_bytes + chunk.weights_bytes * is_away) / host.up_bytes_per_second
-        lowered = (chunk.optimizer_bytes + chunk.weights_bytes * (is_away or speculates)) / host.down_bytes_per_second
+        lifted = (optimizer + weights * is_away) / host.up_bytes_per_second
+        lowered = (optimizer + weights * (is_away or speculates)) / host.down_bytes_per_second
         begin, fetched = (born if speculates else norm), up if speculates or is_away else 0.0
         yield Job("up", begin, lifted, lowered + fetched + used)
         yield Job("down", begin + lifted, lowered, fetched + used)
@@ -147,9 +180,10 @@ def _around(candidate: Candidate) -> tuple[dict[int, float], dict[int, float]]:
     now = 0.0
     for segment, used, again in reversed(segments):
         if segment.phase == "backward":
-            for index in used:
-                after.setdefault(index, now)
+            until = now
             now += segment.seconds + again
+            for index in used:  # those of a rank come while the segment runs
+                after.setdefault(index, until if candidate.division is None else now)
     return before, after
 
 

@@ -33,6 +33,9 @@ does. Each start is changed block by block and chunk by chunk for as long as tha
 those that cost least and fit; the best few are changed by two at once too. Last, all plans are gone through as a tree, but for
 branches that do not fit or are no better by their bound (bound.py), first those of which nothing moves: what is found is the best
 there is if that comes to its end.
+
+Of several ranks (`Profile.division`) the first is what has nothing on the host, with as much kept as there is room for. It is
+left for what is faster by WORTH_LEAVING at least, in search of which the knobs are turned as above.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ from anyfit.values.plan import Activations, Placement
 from anyfit.values.profile import BlockCost, ChoiceCost, ChunkCost, Pass, Profile
 
 from .bound import least_seconds
-from .simulate import Candidate, Rates, Simulated, simulate
-from .weigh import Weight, weigh
+from .simulate import BESIDE, Candidate, Rates, Simulated, simulate
+from .weigh import Weight, live_of_rank, weigh
 
 RESIDENT = Placement()
 FROZEN_AWAY = Placement(weights="host", optimizer="host")
@@ -72,6 +75,7 @@ TRIED = 48  # that are simulated at first, of all STARTS
 STARTS, ROUNDS = 4, 10  # that are improved, and by how many single steps at most
 CLOSE = 1.1  # times the best before it: what may become better still
 WORTH = 0.002  # of a step: less is no reason to change a plan
+WORTH_LEAVING = 0.05  # of a step of several ranks: for less, nothing goes to the host
 PROCESS_BYTES = 3 * 2**30  # of the host, that a process with a GPU takes besides the plan's
 FRAGMENTATION = 0.21  # of what is live beyond the pools: the most that torch's allocator was seen to add, with segments that grow
 NORM_BYTES, UPDATE_BYTES, GATHER_BYTES = 2, 30, 4  # read and written of a parameter on the device
@@ -103,6 +107,10 @@ class Offer:
     simulated: Simulated
     knobs: Knobs | None = None  # None: changed block by block and chunk by chunk
 
+    @property
+    def uses_host(self) -> bool:
+        return self.weight.host_bytes > 0
+
 
 class Space:
     """All candidates of a profile, weighed and simulated when asked for."""
@@ -117,6 +125,7 @@ class Space:
         self._weights: dict[Knobs, Weight] = {}
         self._simulated: dict[Knobs, Simulated] = {}
         self._bounds: dict[Knobs, float] = {}
+        self._lives: dict[tuple[int, int, int, bool], int] = {}
         self._least: dict[int, Knobs] = {}
         self._moves: dict[int, list[int]] = {}
         self._branches_left = {False: MOST_BRANCHES, True: MOST_MOVING_BRANCHES}  # by whether something moves
@@ -174,6 +183,7 @@ class Space:
             placements=placements,
             slots=(slots := self._slots_for(placements)),
             prefetch=self._prefetch(slots),
+            division=self.profile.division,
         )
 
     def _activations_of(self, knobs: Knobs) -> tuple[Activations, ...]:
@@ -213,15 +223,34 @@ class Space:
         return sorted({0, count // 4, count // 2, count})
 
     def _slots_for(self, placements: tuple[Placement, ...]) -> int:
+        if self.gathers:
+            return min(self._slots, len(placements))
         return min(self._slots, sum(placement.weights == "host" for placement in placements))
+
+    @property
+    def gathers(self) -> bool:
+        """Ranks divide weights, and put them together in slots."""
+        return self.profile.division is not None and self.profile.division.weights
 
     def _prefetch(self, slots: int) -> int:
         return min(max(2, self._slots // 2), max(slots - 1, 0))
 
     def weight(self, knobs: Knobs) -> Weight:
         if knobs not in self._weights:
-            self._weights[knobs] = weigh(self.profile, self.candidate(knobs))
+            self._weights[knobs] = weigh(self.profile, self.candidate(knobs), self._live_bytes(knobs))
         return self._weights[knobs]
+
+    def _live_bytes(self, knobs: Knobs) -> int | None:
+        """Of one of several ranks, whose chunks change nothing of it where all are reduced alike: found once for each choice of
+        activations."""
+        division, candidate = self.profile.division, self.candidate(knobs)
+        if division is None or (candidate.accumulation > 1 and not division.gradients):
+            return None
+        streams = knobs.moved > 0 and any(placement.route == "streamed" for placement in candidate.placements)
+        key = knobs.micro_batch, knobs.rung, knobs.moved, streams
+        if key not in self._lives:
+            self._lives[key] = live_of_rank(self.profile, candidate)
+        return self._lives[key]
 
     def simulated(self, knobs: Knobs) -> Simulated:
         if knobs not in self._simulated:
@@ -283,13 +312,45 @@ class Space:
 
     def best(self, micro_batch: int, under: float = float("inf"), starts: int = STARTS, **forced: float) -> Offer | None:
         """The fastest that fits, with these knobs as they are; None where nothing fits, or nothing takes less than `under`."""
+        if self.profile.division is not None:
+            return self._best_of_rank(micro_batch, under, starts, **forced)
         offer = self.best_knobs(micro_batch, under, starts, **forced)
         is_small = len(self.profile.chunks) + len(self._passes[micro_batch].blocks) <= SMALL
         return offer if not is_small or forced else self._best_one_by_one(micro_batch, offer, under, starts)
 
+    def _best_of_rank(self, micro_batch: int, under: float, starts: int, **forced: float) -> Offer | None:
+        stays = self.on_device(micro_batch, **forced)
+        if stays is not None:
+            under = min(under, (1 - WORTH_LEAVING) * stays.simulated.step_seconds)
+        moves = self.best_knobs(micro_batch, under, starts, **forced)
+        return stays if moves is None or moves.simulated.step_seconds >= under else moves
+
+    def on_device(self, micro_batch: int, **forced: float) -> Offer | None:
+        """With nothing on the host, and as little made again as fits; None where nothing does."""
+        if forced.get("moved"):
+            return None
+        last, all_stay = self.last_rung(micro_batch), {**forced, "resident": len(self.profile.chunks)}
+        kept = [Knobs(micro_batch, **{**all_stay, "rung": last - more}) for more in range(last + 1)]  # type: ignore[arg-type]
+        if "rung" in forced:
+            kept = [kept[last - int(forced["rung"])]]
+        if not self.fits(self.weight(kept[0])):
+            return None
+        return self.offer(kept[_most(len(kept) - 1, lambda more: self.fits(self.weight(kept[more])))])
+
+    def least_on_device(self, micro_batch: int) -> Knobs:
+        """What needs least of the device with nothing on the host."""
+        return Knobs(micro_batch, rung=self.last_rung(micro_batch), resident=len(self.profile.chunks))
+
+    def resident_seconds(self, micro_batch: int) -> float:
+        """That the device takes to update all there is."""
+        candidate = self.candidate(Knobs(micro_batch, resident=len(self.profile.chunks)))
+        return self.rates.update_seconds * sum(each.elements for each in candidate.chunks) / candidate.shards
+
     def best_like(self, offer: Offer) -> Offer | None:
         """The fastest that fits with the knobs of an offer in chunks of another size, the device filled anew, or a step from
         there; of any knobs, where there is nothing so."""
+        if self.profile.division is not None and not offer.uses_host:
+            return self.on_device(offer.candidate.each.micro_batch)
         filled = [] if offer.knobs is None else self._fillings(replace(offer.knobs, resident=0, away=0))
         fitting = [near for each in filled if (near := self._near(each)) is not None]
         if not fitting:
@@ -300,7 +361,7 @@ class Space:
         """The same of the knobs alone."""
         tried: list[Knobs] = []
         least = under
-        for bound, knobs in sorted(self._filled(micro_batch, forced), key=lambda pair: pair[0]):
+        for bound, knobs in sorted(self._filled(micro_batch, forced, under), key=lambda pair: pair[0]):
             if bound >= least or len(tried) == TRIED * starts // STARTS:
                 break
             tried.append(knobs)
@@ -507,13 +568,14 @@ class Space:
 
     def _is_better(self, knobs: Knobs, than: Knobs) -> bool:
         enough = self._seconds(than) * (1 - WORTH)
-        return self._bound(knobs) < enough and self._seconds(knobs) < enough
+        return self.bound(knobs) < enough and self._seconds(knobs) < enough
 
     def last_rung(self, micro_batch: int) -> int:
         return len(self._ladders[micro_batch]) - 1
 
-    def _filled(self, micro_batch: int, forced: Mapping[str, float]) -> Iterator[tuple[float, Knobs]]:
-        """For every choice of the other knobs, the device as full as it can be."""
+    def _filled(self, micro_batch: int, forced: Mapping[str, float], under: float) -> Iterator[tuple[float, Knobs]]:
+        """For every choice of the other knobs, the device as full as it can be; but of those that take longer than `under` in
+        any case."""
         taken = self.least_host_bytes(micro_batch)
         if taken is None or taken > self.profile.host_limit_bytes:
             return
@@ -522,6 +584,7 @@ class Space:
         alone = -(-self.profile.batch_size // micro_batch) == 1
         speculates = (False, True) if alone and self.is_gpu else (False,)
         kept = [*((rung, 0) for rung in some), *((0, moved) for moved in self._some_moved(micro_batch)[-2:] if moved)]
+        kept = [each for each in kept if self._pass_seconds(Knobs(micro_batch, *each)) < under]
         for (rung, moved), streamed in product(kept, STREAMED if self.is_gpu else (0.0,)):
             start = Knobs(micro_batch, rung, moved, streamed=streamed)
             if not _is_forced(start, forced, "rung", "moved", "streamed"):
@@ -530,7 +593,13 @@ class Space:
             for knobs, first, guess in product(filled, HOST_FIRST if self.is_gpu else (0.0,), speculates):
                 near = self._near(replace(knobs, host_first=first, speculates=guess))
                 if near is not None and _is_forced(near, forced):
-                    yield self._bound(near), near
+                    yield self.bound(near), near
+
+    def _pass_seconds(self, knobs: Knobs) -> float:
+        """Of all passes of a step, and nothing else."""
+        candidate = self.candidate(knobs)
+        one = sum(each.seconds for each in candidate.each.segments) + candidate.seconds_again
+        return candidate.accumulation * one * (BESIDE if self.profile.division is not None and self.is_gpu else 1.0)
 
     def _near(self, knobs: Knobs) -> Knobs | None:
         """The same, or with a chunk or two less on the device: who updates first, and into what, changes little of its memory."""
@@ -565,7 +634,7 @@ class Space:
         least = self.least(knobs.micro_batch)  # a few chunks away take more, in slots, than they leave
         return least if replace(knobs, away=least.away) == least and fits(away=least.away) else None
 
-    def _bound(self, knobs: Knobs) -> float:
+    def bound(self, knobs: Knobs) -> float:
         """Seconds that no simulation of this is under."""
         if knobs not in self._bounds:
             self._bounds[knobs] = least_seconds(self.candidate(knobs), self.rates)
@@ -575,7 +644,7 @@ class Space:
         for _ in range(rounds):
             near = [each for each in set(self._neighbours(knobs)) if _is_forced(each, forced) and self._is_sound(each)]
             best = knobs
-            for each in sorted(near, key=lambda each: (self._bound(each), str(each))):
+            for each in sorted(near, key=lambda each: (self.bound(each), str(each))):
                 if self._is_better(each, best):
                     best = each
             if best == knobs:

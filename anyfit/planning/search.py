@@ -18,13 +18,22 @@ the host (offload.py) are weighed against these:
 All m are searched in chunks of the usual size, then the knobs of the best are tried in chunks of the others, which are searched
 only where they are ahead by TIE. Steps of one job in chunks of 40, 80 and 160 MiB were measured within 5 % of each other
 (benchmarks/results/planned.json, planned-regret.json): less is no reason to leave the usual size.
+
+Of several ranks, each way to divide the state among them (a Division: over how many, and what of it) is such a search, of one
+rank's share of the batch; those that cannot be best by their bound are passed over. Of plans that are not told apart the one with
+fewer moving parts is taken:
+
+    minimise    (something is on the host, weights are divided, each micro-batch is reduced, number of shards, seconds)
+    over        the divisions whose best takes at most (1 + RANKS_TIE) times the least, 1 / (1 - TIE) times longer where
+                something is on the host
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal
 
@@ -42,10 +51,10 @@ from anyfit.values.plan import (
     Plan,
     Stage,
 )
-from anyfit.values.profile import Pass, Profile
+from anyfit.values.profile import Division, Pass, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
 
-from .offload import STARTS, Offer, Space
+from .offload import STARTS, WORTH_LEAVING, Knobs, Offer, Space
 
 # Of peak memory: tests/planning/test_planned.py has the GPU's; on a CPU a chunk's gradients are counted from their first on.
 OFFLOAD_PEAK_ERROR = {"cuda": 0.02, "cpu": 0.08}
@@ -61,6 +70,8 @@ NOT_KEPT: dict[Activations, str] = {
 DEVICE_FOR_HOST = 1.15  # of what the host lacks, on the device: what moves there takes a little room to work
 SIZES_TRIED = 1  # micro-batch, of a plan that is only to show that something fits
 MOST_TIMES = 4  # as much device memory: more is no change that anyone makes
+DIVISIONS_WITH_HOST = 2  # that are searched with part of the state there
+RANKS_TIE = 0.01  # two ways to divide the state, closer than this: the one with fewer moving parts
 TIE = 0.05  # two forecasts closer than this are not told apart: the one with fewer passes has less that can go wrong
 
 
@@ -84,6 +95,9 @@ class Found:
     space: Space | None = None  # None: the whole batch fits in one pass so, and nothing else was weighed
     offer: Offer | None = None  # None: it is one of the forecasts
     neighbours: tuple[Neighbour, ...] | None = None  # of the offer, where they were looked at
+    whole: Profile | None = None  # of all ranks, where `profile` is one rank's
+    # Of these, by division: the best, or the bytes of the device that are needed at least where nothing fits.
+    tried: Mapping[Division, Found | int] = field(default_factory=dict)
 
     @property
     def fitting(self) -> list[int]:
@@ -101,6 +115,10 @@ def search(profile: Profile) -> Plan:
 def fastest(profile: Profile, space: Space | None = None, under: float = float("inf"), starts: int = STARTS) -> Found | None:
     """What takes least; None where nothing fits. `space` is one of this profile that has seen some of it already, and `under`
     are seconds that plans with state on the host have to beat to be of interest."""
+    if profile.divisions:
+        return _fastest_over_ranks(profile)
+    if profile.division is not None:
+        return _fastest_of_rank(profile, space or space_of(profile), under, starts)
     forecasts = {each.micro_batch: forecast(profile, each) for each in profile.passes}
     fitting = _fitting(profile, forecasts)
     if profile.batch_size not in fitting and (space := space or space_of(profile)) is not None:
@@ -113,6 +131,102 @@ def fastest(profile: Profile, space: Space | None = None, under: float = float("
     least = min(forecasts[micro_batch].step_seconds for micro_batch in fitting)
     fewest = max(each for each in fitting if forecasts[each].step_seconds <= (1 + TIE) * least)
     return Found(profile, forecasts, fewest, forecasts[fewest], space)
+
+
+def _fastest_of_rank(profile: Profile, space: Space | None, under: float, starts: int) -> Found | None:
+    """One of several, whose state is divided in one way."""
+    assert space is not None
+    offer = _fastest_offer(space, [each.micro_batch for each in profile.passes], under, starts)
+    return None if offer is None else _found_in(space, offer)
+
+
+def _fastest_with_host(space: Space, micro_batches: list[int], under: float) -> Offer | None:
+    """In chunks of the usual size, or of another where nothing fits in those."""
+    offers: list[Offer] = []
+    for each in space.sizes if math.isinf(under) else (space,):
+        for size in micro_batches if not offers else ():
+            offer = each.best_knobs(size, under, starts=1)
+            if offer is not None and offer.simulated.step_seconds < under:
+                under = offer.simulated.step_seconds
+                offers.append(offer)
+    return offers[-1] if offers else None
+
+
+def _found_in(space: Space, offer: Offer) -> Found:
+    return Found(space.profile, {}, offer.candidate.each.micro_batch, _forecast_of(space, offer), space, offer)
+
+
+def _fastest_over_ranks(profile: Profile) -> Found | None:
+    """The best of all ways to divide the state, with the others that were tried: all of them with nothing on the host, but those
+    that cannot be best; and where that leaves something to be gained, the most promising with part of it there."""
+    ranks = profile.divisions[0].ranks
+    if profile.batch_size % ranks:
+        raise ValueError(f"batch_size is {profile.batch_size}; it must be a multiple of the {ranks} ranks")
+    spaces = [Space(own) for own in map(profile.divided, profile.divisions) if own.passes]
+    tried: dict[Division, Found | int] = {}
+    least = float("inf")
+    for bound, space in sorted(((_bound(space), space) for space in spaces), key=lambda pair: pair[0]):
+        if bound >= (1 + RANKS_TIE) * least:
+            break
+        stays = _fastest_on_device(space)
+        tried[_division(space)] = _least_needed(space) if stays is None else _found_in(space, stays)
+        least = min(least, math.inf if stays is None else _handicapped(space, stays))
+    promising = sorted(
+        (space for space in spaces if _division(space) in tried), key=lambda space: _promise(tried[_division(space)])
+    )
+    for space in promising[:DIVISIONS_WITH_HOST]:
+        sizes = [each.micro_batch for each in space.profile.passes]
+        offer = _fastest_with_host(space, sizes, (1 - WORTH_LEAVING) * least)
+        if offer is not None:
+            tried[_division(space)] = _found_in(space, offer)
+            least = min(least, _handicapped(space, offer))
+    best = min((each for each in tried.values() if isinstance(each, Found)), key=lambda each: _parts(each, least), default=None)
+    return None if best is None else replace(best, whole=profile, tried=tried)
+
+
+def _division(space: Space) -> Division:
+    assert space.profile.division is not None
+    return space.profile.division
+
+
+def _promise(tried: Found | int) -> tuple[bool, float]:
+    """Those that fit first, by their seconds; then by what they need."""
+    return (True, tried) if isinstance(tried, int) else (False, tried.chosen.step_seconds)
+
+
+def _fastest_on_device(space: Space) -> Offer | None:
+    """With nothing on the host; in chunks of another size where only they fit."""
+    for each in space.sizes:
+        offers = (each.on_device(one.micro_batch) for one in each.profile.passes)
+        fitting = [offer for offer in offers if offer is not None]
+        if fitting:
+            return min(fitting, key=lambda offer: _forecast_of(space, offer).step_seconds)
+    return None
+
+
+def _bound(space: Space) -> float:
+    """Seconds that nothing so divided is under."""
+    profile, count = space.profile, len(space.profile.chunks)
+    sizes = [each.micro_batch for each in profile.passes]
+    return min(space.bound(Knobs(size, resident=count)) - space.resident_seconds(size) for size in sizes)
+
+
+def _least_needed(space: Space) -> int:
+    """Bytes of the device, with nothing on the host."""
+    sizes = [each.micro_batch for each in space.profile.passes]
+    return min(each.needed_bytes(each.weight(each.least_on_device(size))) for each, size in product(space.sizes, sizes))
+
+
+def _parts(found: Found, least: float) -> tuple[bool, bool, bool, bool, int, float]:
+    """What moves, of those that are not told apart from the least seconds; seconds, of the others."""
+    offer, space, division = found.offer, found.space, found.profile.division
+    assert offer is not None
+    assert space is not None
+    assert division is not None
+    seconds = _handicapped(space, offer)
+    if seconds >= (1 + RANKS_TIE) * least:
+        return True, True, True, True, division.ranks, seconds
+    return False, offer.uses_host, division.weights, division.gradients, division.shards, seconds
 
 
 def _fastest_offer(space: Space, micro_batches: list[int], under: float, starts: int) -> Offer | None:
@@ -137,12 +251,15 @@ def _fastest_in(space: Space, micro_batches: list[int], under: float, starts: in
         if offer is not None:
             under = min(under, offer.simulated.step_seconds)
             offers.append(offer)
-    return min(offers, key=lambda offer: _forecast_of(space, offer).step_seconds, default=None)
+    return min(offers, key=lambda offer: _handicapped(space, offer), default=None)
 
 
 def _handicapped(space: Space, offer: Offer) -> float:
-    """Seconds; as so many more in chunks of another size as make it worth to leave the usual one."""
+    """Seconds; as so many more in chunks of another size as make it worth to leave the usual one, and likewise, of one of
+    several ranks, with something on the host."""
     seconds = _forecast_of(space, offer).step_seconds
+    if space.profile.division is not None and offer.uses_host:
+        seconds /= 1 - WORTH_LEAVING
     return seconds if space.laid_out_like(offer.candidate) is space else seconds / (1 - TIE)
 
 
@@ -152,7 +269,11 @@ def _fitting(profile: Profile, forecasts: Mapping[int, Forecast]) -> list[int]:
 
 def explained(found: Found) -> Plan:
     """The plan, with what its neighbours would cost."""
-    return _resident(found) if found.offer is None else _offloaded(settled(found))
+    if found.offer is None:
+        return _resident(found)
+    settled_on = settled(found)
+    plan = _offloaded(settled_on)
+    return plan if settled_on.whole is None else _of_all_ranks(settled_on, plan)
 
 
 def settled(found: Found) -> Found:
@@ -245,17 +366,101 @@ def _offloaded(found: Found) -> Plan:
         if each.offer is None:
             without[each.decision] = f"{each.choice} would not fit"
     why = {name: _why(name, chosen, tuple(alternatives), none) for name, none in without.items()}
-    least = min(found.forecasts.values(), key=lambda each: each.needed_bytes)
-    otherwise = f"need {show_bytes(least.needed_bytes)} at least"
-    if found.fitting:
-        resident = min(found.forecasts[size].step_seconds for size in found.fitting)
-        otherwise = f"take {show_seconds(resident - chosen.step_seconds)} more a step"
     decisions = (
-        Decision("model state", _where(offer), f"all on the device, with all activations kept, would {otherwise}"),
+        Decision("model state", _where(offer), _why_there(found, offer, space)),
         *(Decision(name, choice, why[name]) for name, choice in _choices(offer, is_gpu=space.is_gpu).items()),
         Decision("chunk size", show_bytes(_chunk_bytes(space, offer)), why["chunk size"]),
     )
     return _plan(found, decisions, tuple(alternatives), why["micro-batch"])
+
+
+def _why_there(found: Found, offer: Offer, space: Space) -> str:
+    """What all on the device would cost."""
+    chosen, limit = found.chosen, found.profile.device_limit_bytes
+    if found.profile.division is None:
+        what = "all on the device, with all activations kept,"
+        seconds = [found.forecasts[size].step_seconds for size in found.fitting]
+        least = min(each.needed_bytes for each in found.forecasts.values())
+    elif not offer.uses_host:
+        return f"it fits, {show_bytes(limit - chosen.needed_bytes)} to spare"
+    else:
+        what, stays = "nothing on the host", _fastest_on_device(space)
+        seconds = [] if stays is None else [_forecast_of(space, stays).step_seconds]
+        least = _least_needed(space)
+    if seconds:
+        return f"{what} would take {show_seconds(min(seconds) - chosen.step_seconds)} more a step"
+    return f"{what} would need {show_bytes(least)} at least"
+
+
+def _of_all_ranks(found: Found, plan: Plan) -> Plan:
+    """One rank's plan, as that of all of them."""
+    whole, division, forecast = found.whole, found.profile.division, plan.forecast
+    assert whole is not None
+    assert division is not None
+    others = {other: _alternative(other, each) for other, each in found.tried.items() if other != division}
+    ranks = Decision("ranks", f"{division.ranks}: {described(division)}", _why_divided(found, others, plan.forecast))
+    notes = [Decision("links", "assumed", whole.link_note)] if whole.link_note else []
+    return replace(
+        plan,
+        batch_size=whole.batch_size,
+        mesh={**plan.mesh, "data": division.ranks},
+        chunks=tuple(among(placement, division) for placement in plan.chunks),
+        forecast=replace(
+            forecast,
+            samples_per_second=forecast.samples_per_second * division.ranks,
+            tokens_per_second=forecast.tokens_per_second * division.ranks,
+        ),
+        decisions=(ranks, *plan.decisions, *notes),
+        alternatives=(*(each for each in others.values() if each.fits), *plan.alternatives),
+    )
+
+
+def _alternative(division: Division, tried: Found | int) -> Alternative:
+    if isinstance(tried, int):
+        return Alternative("ranks", f"{described(division)} (nothing on the host)", math.inf, tried, fits=False)
+    host = "part of it" if tried.offer is not None and tried.offer.uses_host else "nothing"
+    choice = f"{described(division)} ({host} on the host)"
+    return Alternative("ranks", choice, tried.chosen.step_seconds, tried.chosen.needed_bytes, fits=True)
+
+
+def _why_divided(found: Found, others: Mapping[Division, Alternative], chosen: Forecast) -> str:
+    """The fastest other way that fits; and of those with fewer moving parts that do not, the one that lacks least."""
+    mine = found.profile.division
+    assert mine is not None
+    fitting = tuple(each for each in others.values() if each.fits)
+    simpler = (
+        each for each in others if (each.weights, each.gradients, each.shards) < (mine.weights, mine.gradients, mine.shards)
+    )
+    lacking = tuple(others[each] for each in simpler if not others[each].fits)
+    said = [_why("ranks", chosen, each, "") for each in (fitting, lacking) if each]
+    return "; ".join(said) or "no other could take less"
+
+
+def described(division: Division) -> str:
+    """
+    >>> from anyfit.values.profile import Exchange
+    >>> none = Exchange(0.0, 0.0)
+    >>> described(Division(64, 8, True, True, none, none, 0.0, True))
+    'all state divided over 8, the same on the next 8'
+    """
+    if division.shards == 1:
+        return "all state whole on each"
+    what = "optimizer"
+    if division.gradients:
+        what = "all state" if division.weights else "optimizer and gradients"
+    same = f", the same on the next {division.shards}" if division.shards < division.ranks else ""
+    return f"{what} divided over {division.shards}{same}"
+
+
+def among(placement: Placement, division: Division) -> Placement:
+    """A rank's placement, with what it divides with others."""
+    shards = division.shards
+    return replace(
+        placement,
+        weight_shards=shards if division.weights or placement.weights == "host" else 1,
+        gradient_shards=shards if division.gradients or placement.gradients == "host" else 1,
+        optimizer_shards=shards,
+    )
 
 
 def _choices(offer: Offer, *, is_gpu: bool) -> dict[str, str]:
@@ -354,6 +559,7 @@ def _forecast_of(space: Space, offer: Offer) -> Forecast:
         "recompute": whole * (simulated.recompute_seconds + own),
         "exposed update": waits["update"] + waits["gradients"],
         "exposed offload": waits["fetch"] + waits["activations"],
+        "exposed communication": waits["exchange"],
     }
     seconds["update"] = simulated.step_seconds - (simulated.compute_seconds + simulated.recompute_seconds) - sum(waits.values())
     total = sum(seconds.values())
@@ -361,7 +567,8 @@ def _forecast_of(space: Space, offer: Offer) -> Forecast:
     return replace(
         plain,
         step_seconds=total,
-        step_error=max(plain.step_error, OFFLOAD_ERROR["cuda" if space.is_gpu else "cpu"]),
+        step_error=max(plain.step_error, OFFLOAD_ERROR["cuda" if space.is_gpu else "cpu"])
+        + profile.link_error * simulated.exchange_seconds / total,
         split_seconds=seconds,
         peak_bytes={"device": offer.weight.device_bytes, "host": offer.weight.host_bytes, "disk": 0},
         peak_error=max(plain.peak_error, OFFLOAD_PEAK_ERROR["cuda" if space.is_gpu else "cpu"]),
@@ -431,7 +638,7 @@ def _why(decision: str, chosen: Forecast, alternatives: tuple[Alternative, ...],
     room = chosen.needed_bytes - best.device_bytes
     memory = f"{show_bytes(abs(room))} {'less' if room >= 0 else 'more'} memory"
     if later < 0:
-        usual = "the usual size" if decision == "chunk size" else "the fewest passes"
+        usual = {"chunk size": "the usual size", "ranks": "fewer moving parts"}.get(decision, "the fewest passes")
         return f"{usual}; {best.choice} would take {show_seconds(-later)} less, too close to tell apart, and {memory}"
     return f"{best.choice} would take {show_seconds(later)} more a step and {memory}"
 
@@ -441,12 +648,17 @@ def _why(decision: str, chosen: Forecast, alternatives: tuple[Alternative, ...],
 
 def no_plan(profile: Profile) -> NoPlan:
     """The verdict on a profile of which nothing fits, with the memory that was found to be enough."""
+    if profile.divisions:  # the most that can be divided is what needs least
+        profile = profile.divided(profile.divisions[-1])
     verdict = shortfall(profile)
     return verdict.with_changes(tuple(_enough_memory(profile, verdict)))
 
 
 def shortfall(profile: Profile) -> NoPlan:
     """The verdict alone."""
+    if profile.divisions:
+        profile = profile.divided(profile.divisions[-1])
+    model = profile.model if profile.division is None else f"{profile.model} over {profile.division.ranks} ranks"
     needed = {each.micro_batch: (forecast(profile, each).needed_bytes, 0) for each in profile.passes}  # of device and host
     space = space_of(profile)
     if space is not None:
@@ -454,7 +666,7 @@ def shortfall(profile: Profile) -> NoPlan:
         if least_host is not None:
             lacking = least_host - profile.host_limit_bytes
             return NoPlan(
-                f"{profile.model} does not fit: what the device has no room for takes {show_bytes(least_host)} of host memory, "
+                f"{model} does not fit: what the device has no room for takes {show_bytes(least_host)} of host memory, "
                 f"and {show_bytes(profile.host_limit_bytes)} are allowed: {show_bytes(lacking)} too little",
                 lacking,
                 "host",
@@ -470,7 +682,7 @@ def shortfall(profile: Profile) -> NoPlan:
     if on_host:
         state = "with all the model state it can on the host"
     return NoPlan(
-        f"{profile.model} does not fit: with micro-batches of {micro_batch} it needs {show_bytes(least)} of device memory "
+        f"{model} does not fit: with micro-batches of {micro_batch} it needs {show_bytes(least)} of device memory "
         f"({state}; the peak is at {where}), and "
         f"{show_bytes(profile.device_limit_bytes)} are allowed: {show_bytes(lacking)} too little",
         lacking,

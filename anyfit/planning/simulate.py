@@ -9,10 +9,15 @@ way up), for a stage to put gradients in. Beside it work the two copy engines an
 
 All three use the host's memory: the host is slower while copies run, and copies are while the host updates.
 
+One of several ranks has a link to the others besides, on which one exchange is under way at a time: weights that are divided are
+put together for each use, gradients are summed when a chunk's are there, fresh weights that are whole on every rank are spread.
+Where it goes through the link to the host, an exchange and a copy that meet are half as fast each.
+
 A block's activations go down when its forward is over, and come back up when backward comes to the offloaded block after it.
 
 Updates that do not speculate begin when the norm is known. A chunk's weights are ready for the next forward when its update is
-over and they are where they live. The first steps fill the lanes; the last one is the figure.
+over and they are where they live. The first steps fill the lanes; the last one is the figure. Of many micro-batches of a rank a
+few are played: those in the middle are alike.
 """
 
 from __future__ import annotations
@@ -24,21 +29,26 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from anyfit.values.plan import Activations, Placement
-from anyfit.values.profile import ChunkCost, HostRates, Pass
+from anyfit.values.profile import ChunkCost, Division, HostRates, Pass
 
 STEPS = 3
+RANK_STEPS = 2  # where nothing is on the host, whose lanes fill slowly
+RANK_PASSES = 4  # of a step of a rank that are played at most; one before the last stands for those that are not
 STAGES = 5  # buffers in which gradients gather before they go down
+RANK_STAGES = 3  # the same before ranks sum them
 STREAMED_DEPTH = 3  # chunks that are under way at once
-# What the computation takes where copies and updates run beside it, on the same memory and behind the same Python lock: the
-# planned steps of benchmarks/results/planned.json that were to wait for nothing took 1.04 to 1.14 of their own, most under 1.09.
+# What the computation takes where copies, updates and exchanges run beside it, on the same memory and behind the same Python
+# lock: the planned steps of benchmarks/results/planned.json that were to wait for nothing took 1.04 to 1.14 of their own, most
+# under 1.09. Of exchanges nobody has measured it.
 BESIDE = 1.05
 UPDATE_TRAFFIC = 26  # bytes of the host's memory that an update reads and writes
 DONE = 1e-3  # of an update: what is left of it when it counts as done
 # Of an update's traffic: to add a gradient up on the host, and to take its norm there.
 ADDED, NORMED = 10 / UPDATE_TRAFFIC, 4 / UPDATE_TRAFFIC
+REDUCED_BYTES = 4  # an element, of gradients that ranks sum
 HAND_OUT_SECONDS = 1e-4  # that the host takes to start one chunk's update, while the device has nothing to do
 
 
@@ -53,6 +63,22 @@ class Candidate:
     placements: tuple[Placement, ...]
     slots: int
     prefetch: int
+    division: Division | None = None  # this is one rank of several
+
+    @property
+    def shards(self) -> int:
+        """Ranks that divide the optimizer's state."""
+        return 1 if self.division is None else self.division.shards
+
+    @property
+    def gathers(self) -> bool:
+        """Weights on the device are put together for each use."""
+        return self.division is not None and self.division.weights
+
+    def reduces(self, placement: Placement, *, is_last: bool) -> bool:
+        """Whether gradients of this micro-batch are summed over ranks; else they add up on each."""
+        division = self.division
+        return division is not None and (is_last or division.gradients or placement.gradients == "host")
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
@@ -98,7 +124,7 @@ class Rates:
     gather_seconds: float = 0.0  # of a gradient that is put beside its chunk's others, to go down with them
 
 
-Waits = Literal["fetch", "update", "gradients", "activations"]
+Waits = Literal["fetch", "update", "gradients", "activations", "exchange"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +134,7 @@ class Simulated:
     recompute_seconds: float
     update_seconds: float  # that the device works on updates: resident and streamed ones, the norm, gradients that are to go down
     waits_seconds: Mapping[Waits, float]
+    exchange_seconds: float = 0.0  # that the link between ranks is busy
 
 
 def simulate(candidate: Candidate, rates: Rates) -> Simulated:
@@ -248,12 +275,20 @@ class _Chunk:
     index: int
     cost: ChunkCost
     placement: Placement
+    shards: int = 1
+    gathers: bool = False
     missing: int = 0  # backward segments of this micro-batch until its gradients are complete
     fresh: _Signal = field(default_factory=lambda: _Signal(happened=True))  # its weights are those of the last step
 
     def __post_init__(self) -> None:
-        self.is_away = self.placement.weights == "host"
+        self.is_on_host = self.placement.weights == "host"
+        self.gathers = self.gathers or (self.shards > 1 and self.is_on_host)
+        self.is_away = self.is_on_host or self.gathers
         self.route = self.placement.route
+        # What this rank has of it.
+        self.elements = self.cost.elements / self.shards
+        self.weights_bytes = self.cost.weights_bytes / self.shards
+        self.optimizer_bytes = self.cost.optimizer_bytes / self.shards
 
 
 class _Play:
@@ -267,8 +302,18 @@ class _Play:
         self._up.rate = functools.partial(self._rate, self._down, host.up_bytes_per_second, loaded.up_bytes_per_second)
         self._down.rate = functools.partial(self._rate, self._up, host.down_bytes_per_second, loaded.down_bytes_per_second)
         self._chunks = [
-            _Chunk(index, *pair) for index, pair in enumerate(zip(candidate.chunks, candidate.placements, strict=True))
+            _Chunk(index, *pair, candidate.shards, candidate.gathers)
+            for index, pair in enumerate(zip(candidate.chunks, candidate.placements, strict=True))
         ]
+        division = candidate.division
+        self._link = _Server(self._clock, "gather", "reduce", "spread")  # in seconds
+        self._shares_copies = division is not None and division.shares_copies
+        self._link.rate = lambda: 0.5 if self._shares_copies and (self._up.is_busy or self._down.is_busy) else 1.0
+        self._gathers = [0.0 if division is None else division.gather.seconds(each.weights_bytes) for each in candidate.chunks]
+        self._reduces = [
+            0.0 if division is None else division.reduce.seconds(REDUCED_BYTES * each.elements) for each in candidate.chunks
+        ]
+        self._most_stages = STAGES if division is None else RANK_STAGES
         self._uses = [[self._chunks[index] for index in used] for used in candidate.uses]
         self._backward_segments = [0] * len(self._chunks)
         for segment, used in zip(candidate.each.segments, candidate.uses, strict=True):
@@ -277,13 +322,16 @@ class _Play:
         self._norm = _Signal()
         self._stages = 0  # gradients under way
         self._stage_free = _Signal(happened=True)
-        self._adding = 0  # gradients that are being added up on the host
+        self._adding = 0  # gradients that are being added up on the host, or over ranks
         self._added = _Signal(happened=True)
         self._lifted: list[tuple[int, int, Callable[[], None]]] = []  # that wait for a carrier
         self._carriers = STREAMED_DEPTH
         is_alone = all(chunk.route == "resident" and not chunk.is_away for chunk in self._chunks) and not candidate.offloaded
-        is_alone = is_alone or not rates.host.overlaps
+        is_alone = (is_alone and division is None) or not rates.host.overlaps
         self._slowness = 1.0 if is_alone else BESIDE
+        self._uses_host = bool(candidate.offloaded) or any(
+            chunk.is_on_host or chunk.route != "resident" for chunk in self._chunks
+        )
         self._count = 0
         self._slots: dict[int, _Signal] = {}  # by chunk: its weights are there
         self._touches = [chunk for used in self._uses for chunk in used if chunk.is_away]
@@ -295,15 +343,17 @@ class _Play:
         self._landed: dict[int, _Signal] = {}  # offloaded blocks: their activations are on the host
         self._returned: dict[int, _Signal] = {}  # and are back
         self._returning: set[int] = set()
-        self._waits: dict[Waits, float] = {"fetch": 0.0, "update": 0.0, "gradients": 0.0, "activations": 0.0}
+        self._waits: dict[Waits, float] = dict.fromkeys(get_args(Waits), 0.0)
+        self._exchanged = 0.0  # seconds of this step
         self._debt = 0.0  # seconds that host and copies take from the computation, where they share its cores
         self._steps: list[float] = []
 
     def _rate(self, other: _Server, unloaded: float, loaded: float) -> float:
         """Of a copy, beside what is under way."""
+        share = 0.5 if self._shares_copies and self._link.is_busy else 1.0
         if not self._host.is_busy:
-            return unloaded
-        return loaded if other.is_busy else (unloaded + loaded) / 2
+            return share * unloaded
+        return share * (loaded if other.is_busy else (unloaded + loaded) / 2)
 
     def result(self) -> Simulated:
         over = _Signal()
@@ -316,6 +366,7 @@ class _Play:
             recompute_seconds=self._slowness * candidate.accumulation * candidate.seconds_again,
             update_seconds=self._norm_seconds() + self._resident_seconds() + self._beside_seconds(),
             waits_seconds=dict(self._waits),
+            exchange_seconds=self._exchanged,
         )
 
     # ------------------------------------------------------------------ the computation
@@ -333,20 +384,37 @@ class _Play:
                 return
 
     def _compute(self, over: _Signal) -> Generator[float | _Signal]:
-        for _ in range(STEPS):
+        candidate = self._candidate
+        passes = candidate.accumulation if candidate.division is None else min(candidate.accumulation, RANK_PASSES)
+        steps = RANK_STEPS if candidate.division is not None and not self._uses_host else STEPS
+        for _ in range(steps):
             began = self._clock.now
             self._norm = _Signal()
-            self._waits = dict.fromkeys(self._waits, 0.0)
-            for micro_batch in range(self._candidate.accumulation):
+            self._waits, self._exchanged = dict.fromkeys(self._waits, 0.0), 0.0
+            for micro_batch in range(passes):
                 self._position = 0
-                yield from self._one_pass(is_last=micro_batch == self._candidate.accumulation - 1)
-            yield from self._wait("gradients", self._added)
+                if micro_batch == passes - 2:
+                    before = self._clock.now, dict(self._waits), self._exchanged
+                if micro_batch == passes - 1 and passes < candidate.accumulation:
+                    began -= self._stand_for(candidate.accumulation - passes, *before)
+                yield from self._one_pass(is_last=micro_batch == passes - 1)
+            yield from self._wait(self._summing, self._added)
             yield self._norm_seconds()
             self._norm.fire()
             yield self._resident_seconds()
+            for chunk in self._chunks if self._candidate.shards > 1 and not self._candidate.gathers else ():
+                if self._is_resident(chunk):
+                    self._share(chunk)
             yield HAND_OUT_SECONDS * sum(chunk.route != "resident" for chunk in self._chunks)
             self._steps.append(self._clock.now - began)
         over.fire()
+
+    def _stand_for(self, times: int, began: float, waits: Mapping[Waits, float], exchanged: float) -> float:
+        """Counts the pass that is over so many times more; seconds of these."""
+        for kind, seconds in waits.items():
+            self._waits[kind] += times * (self._waits[kind] - seconds)
+        self._exchanged += times * (self._exchanged - exchanged)
+        return times * (self._clock.now - began)
 
     def _one_pass(self, *, is_last: bool) -> Generator[float | _Signal]:
         candidate = self._candidate
@@ -368,6 +436,9 @@ class _Play:
                     yield from self._wait("activations", self._returned[block])
                 else:
                     seconds += self._slowness * costs.seconds
+            if segment.phase == "backward" and candidate.division is not None:
+                yield from self._backward_of_rank(used, seconds, is_last=is_last)
+                continue
             yield seconds
             if segment.phase == "forward":
                 forwards[block] -= 1
@@ -379,16 +450,30 @@ class _Play:
                 if chunk.missing == 0 and chunk.cost.gradient_bytes:
                     yield from self._complete(chunk, is_last=is_last)
 
+    def _backward_of_rank(self, used: Sequence[_Chunk], seconds: float, *, is_last: bool) -> Generator[float | _Signal]:
+        """Gradients come one chunk after another, the last first: more of them than there are stages at once would look as if the
+        computation had to wait for each block's."""
+        complete = []
+        for chunk in reversed(used):
+            chunk.missing -= 1
+            if chunk.missing == 0 and chunk.cost.gradient_bytes:
+                complete.append(chunk)
+        for chunk in complete:
+            yield seconds / len(complete)
+            yield from self._complete(chunk, is_last=is_last)
+        if not complete:
+            yield seconds
+
     def _ready(self, used: Sequence[_Chunk]) -> Generator[float | _Signal]:
         """The weights of a segment are there."""
         for chunk in used:
             if not chunk.is_away:
                 if not chunk.fresh.happened:
-                    yield from self._wait("update", chunk.fresh)
+                    yield from self._wait("exchange" if chunk.route == "resident" else "update", chunk.fresh)
                 continue
             if chunk.index not in self._slots:
                 self._fetch(chunk, at_all_costs=True)
-            yield from self._wait("fetch", self._slots[chunk.index])
+            yield from self._wait("fetch" if chunk.is_on_host else "exchange", self._slots[chunk.index])
             self._position += 1
         if self._touches:
             self._fetch_ahead()
@@ -401,21 +486,36 @@ class _Play:
     def _norm_seconds(self) -> float:
         sums = self._candidate.accumulation > 1
         given = [chunk for chunk in self._chunks if chunk.cost.gradient_bytes]
-        on_host = sum(chunk.cost.elements for chunk in given if sums and chunk.placement.gradients == "host")
-        on_device = sum(chunk.cost.elements for chunk in given) - on_host
-        return self._rates.norm_seconds * on_device + NORMED * on_host / self._rates.host.updates_per_second
+        on_host = sum(chunk.elements for chunk in given if sums and chunk.placement.gradients == "host")
+        on_device = sum(chunk.elements for chunk in given) - on_host
+        together = 0.0 if self._candidate.division is None else self._candidate.division.norm_seconds
+        return self._rates.norm_seconds * on_device + NORMED * on_host / self._rates.host.updates_per_second + together
 
     def _resident_seconds(self) -> float:
-        resident = (chunk.cost.elements for chunk in self._chunks if self._is_resident(chunk))
+        resident = (chunk.elements for chunk in self._chunks if self._is_resident(chunk))
         return self._rates.update_seconds * sum(resident)
 
     def _beside_seconds(self) -> float:
         """What the device does besides, while it computes."""
         given = [chunk for chunk in self._chunks if chunk.cost.gradient_bytes]
-        gathered = sum(chunk.cost.elements for chunk in given if chunk.placement.gradients == "host")
-        streamed = sum(chunk.cost.elements for chunk in given if chunk.route == "streamed" and chunk.cost.optimizer_bytes)
         passes = self._candidate.accumulation
-        return passes * self._rates.gather_seconds * gathered + self._rates.update_seconds * streamed
+        gathered = sum(
+            chunk.cost.elements
+            for chunk in given
+            for number in range(passes)
+            if self._is_staged(chunk, is_last=number == passes - 1)
+        )
+        streamed = sum(chunk.elements for chunk in given if chunk.route == "streamed" and chunk.cost.optimizer_bytes)
+        return self._rates.gather_seconds * gathered + self._rates.update_seconds * streamed
+
+    def _is_staged(self, chunk: _Chunk, *, is_last: bool) -> bool:
+        """Its gradients are put side by side, to go elsewhere."""
+        return chunk.placement.gradients == "host" or self._candidate.reduces(chunk.placement, is_last=is_last)
+
+    @property
+    def _summing(self) -> Waits:
+        """What is waited for where gradients are."""
+        return "gradients" if self._candidate.division is None else "exchange"
 
     @staticmethod
     def _is_resident(chunk: _Chunk) -> bool:
@@ -425,39 +525,54 @@ class _Play:
 
     def _complete(self, chunk: _Chunk, *, is_last: bool) -> Generator[float | _Signal]:
         """All gradients of a chunk are there."""
-        route = chunk.route
+        route, division = chunk.route, self._candidate.division
         arrived = _Signal()
-        if chunk.placement.gradients == "host":
+        if self._is_staged(chunk, is_last=is_last):
             self._debt += self._rates.gather_seconds * chunk.cost.elements
-            yield from self._wait("gradients", self._stage_free)
+            yield from self._wait(self._summing, self._stage_free)
             self._stages += 1
-            if self._stages == STAGES:
+            if self._stages == self._most_stages:
                 self._stage_free = _Signal()
 
             def landed() -> None:
                 self._stages -= 1
                 if not self._stage_free.happened:
                     self._stage_free.fire()
-                if self._candidate.accumulation == 1:
+                if chunk.placement.gradients == "device":
+                    added()
+                elif self._candidate.accumulation == 1:
                     arrived.fire()
+                    if division is not None:
+                        added()
                 else:
-                    self._on_host(ADDED * chunk.cost.elements, added, -1)
+                    self._on_host(ADDED * chunk.elements, added, -1)
 
             def added() -> None:
-                arrived.fire()
+                if not arrived.happened:
+                    arrived.fire()
                 self._adding -= 1
                 if self._adding == 0:
                     self._added.fire()
 
-            if self._candidate.accumulation > 1:
+            if self._candidate.accumulation > 1 or division is not None:  # the norm is taken when all are there
                 if self._adding == 0:
                     self._added = _Signal()
                 self._adding += 1
 
-            self._copy(self._down, "gradients", chunk.cost.gradient_bytes, landed)
+            def go_down() -> None:
+                size = chunk.cost.gradient_bytes if division is None else REDUCED_BYTES * chunk.elements
+                self._copy(self._down, "gradients", size, landed)
+
+            if division is None:
+                go_down()
+            else:
+                after = go_down if chunk.placement.gradients == "host" else landed
+                self._exchange("reduce", self._reduces[chunk.index], after)
         else:
             arrived.fire()
         if not is_last or not chunk.cost.optimizer_bytes or route == "resident":
+            if is_last and chunk.gathers and chunk.cost.optimizer_bytes:
+                self._norm.then(lambda: self._drop(chunk))
             return
         chunk.fresh = _Signal()
         self._norm.then(lambda: self._drop(chunk))  # the weights that are there will be old
@@ -468,13 +583,14 @@ class _Play:
             if speculates:
                 update(lambda: norm.then(lambda: self._send_up(chunk)))
             else:
-                norm.then(lambda: update(chunk.fresh.fire if route == "streamed" else lambda: self._send_up(chunk)))
+                there = self._share if route == "streamed" else self._send_up
+                norm.then(lambda: update(lambda: there(chunk)))
 
         def update(done: Callable[[], None]) -> None:
             if route == "streamed":
                 self._stream(chunk, done, speculates=speculates)
             else:
-                self._on_host(chunk.cost.elements, done, chunk.index)
+                self._on_host(chunk.elements, done, chunk.index)
 
         arrived.then(start)
 
@@ -487,22 +603,39 @@ class _Play:
 
     def _send_up(self, chunk: _Chunk) -> None:
         """Fresh weights to where they live."""
-        if chunk.is_away:
+        if chunk.is_on_host:
             chunk.fresh.fire()
         else:
-            self._copy(self._up, "fresh", chunk.cost.weights_bytes, chunk.fresh.fire)
+            self._copy(self._up, "fresh", chunk.weights_bytes, lambda: self._share(chunk))
+
+    def _share(self, chunk: _Chunk) -> None:
+        """The others' stretches of weights that are whole on every rank."""
+        if chunk.shards == 1 or chunk.gathers:
+            chunk.fresh.fire()
+            return
+        if chunk.fresh.happened:
+            chunk.fresh = _Signal()
+        self._exchange("spread", self._gathers[chunk.index], chunk.fresh.fire)
+
+    def _exchange(self, queue: str, seconds: float, done: Callable[[], None]) -> None:
+        """Between ranks."""
+        self._exchanged += seconds
+        if self._rates.host.overlaps:
+            self._link.add(queue, seconds, done)
+        else:
+            self._debt += seconds
+            done()
 
     def _stream(self, chunk: _Chunk, done: Callable[[], None], *, speculates: bool) -> None:
-        cost = chunk.cost
-        up = cost.optimizer_bytes + (cost.weights_bytes if chunk.is_away else 0)
-        down = cost.optimizer_bytes + (cost.weights_bytes if chunk.is_away or speculates else 0)
+        up = chunk.optimizer_bytes + (chunk.weights_bytes if chunk.is_on_host else 0)
+        down = chunk.optimizer_bytes + (chunk.weights_bytes if chunk.is_on_host or speculates else 0)
 
         def begin() -> None:
             self._carriers -= 1
             self._in_parts(self._up, "lift", up, chunk.index, lower)
 
         def lower() -> None:
-            self._debt += self._rates.update_seconds * cost.elements  # the computation has less of the device meanwhile
+            self._debt += self._rates.update_seconds * chunk.elements  # the computation has less of the device meanwhile
             self._in_parts(self._down, "lower", down, chunk.index, free)
 
         def free() -> None:
@@ -569,7 +702,20 @@ class _Play:
                 return False
             del self._slots[last]
         there = self._slots[chunk.index] = _Signal()
-        chunk.fresh.then(lambda: self._copy(self._up, "fetch", chunk.cost.weights_bytes, there.fire))
+
+        def put_together() -> None:
+            if chunk.gathers:
+                self._exchange("gather", self._gathers[chunk.index], there.fire)
+            else:
+                there.fire()
+
+        def come() -> None:
+            if chunk.is_on_host:
+                self._copy(self._up, "fetch", chunk.weights_bytes, put_together)
+            else:
+                put_together()
+
+        chunk.fresh.then(come)
         return True
 
     def _drop(self, chunk: _Chunk) -> None:

@@ -11,10 +11,14 @@ Offloaded activations are on the device until they are copied: their turn comes 
 down have while all is busy, half of it where states are lowered too, and from when a computation that never waits is through with
 the block. When backward comes to a block, its own and those of the offloaded block before it are there again, copies of what
 other blocks save too among them. The host has room for all of them.
+
+One of several ranks has its stretch of what is divided, and whole chunks in slots and stages. The gradients that autograd makes
+for a chunk are there until all are, and are put side by side then; what adds up whole before it is reduced is there all along.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +26,7 @@ from dataclasses import dataclass
 from anyfit.values.plan import Placement
 from anyfit.values.profile import ChunkCost, HostRates, Profile
 
-from .simulate import STAGES, STREAMED_DEPTH, Candidate
+from .simulate import RANK_STAGES, REDUCED_BYTES, STAGES, STREAMED_DEPTH, Candidate
 
 TORCH_SCRATCH_BYTES = 8  # an element of the largest chunk with masters
 Pair = tuple[ChunkCost, Placement]
@@ -39,7 +43,11 @@ class Weight:
         return self.pool_bytes + self.live_bytes
 
 
-def weigh(profile: Profile, candidate: Candidate) -> Weight:
+def weigh(profile: Profile, candidate: Candidate, live_bytes: int | None = None) -> Weight:
+    """`live_bytes`: of one of several ranks, where it is known."""
+    if candidate.division is not None:
+        pools, host = _pools_of_rank(profile, candidate)
+        return Weight(pools, live_of_rank(profile, candidate) if live_bytes is None else live_bytes, host)
     pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
     adds_up = candidate.accumulation > 1
     pools = profile.state.buffers + profile.workspace_bytes + _pools(pairs, candidate.slots, adds_up=adds_up)
@@ -55,6 +63,58 @@ def weigh(profile: Profile, candidate: Candidate) -> Weight:
     going = _going(candidate, profile.host)
     moved = sum(candidate.each.blocks[block].choices["offload"].moved_bytes for block in candidate.offloaded)
     return Weight(pools, max(_live(candidate, updating, going)), _host(pairs, adds_up=adds_up) + moved)
+
+
+def live_of_rank(profile: Profile, candidate: Candidate) -> int:
+    updating = 0 if profile.host is None or profile.host.overlaps else profile.update.scratch_bytes // candidate.shards
+    return max(_live(candidate, updating, _going(candidate, profile.host)))
+
+
+def _pools_of_rank(profile: Profile, candidate: Candidate) -> tuple[int, int]:
+    """Bytes of the device and of the host, of one of several ranks."""
+    division, shards, slots = candidate.division, candidate.shards, candidate.slots
+    assert division is not None
+    overlaps = profile.host is not None and profile.host.overlaps
+    adds_up = candidate.accumulation > 1
+    device = host = 0
+    fetched, given, landing, sent, scratch = [], [], [], [], [0]
+    carried: list[tuple[int, int, int]] = []  # bytes of optimizer, weights and gradients
+    for chunk, placement in zip(candidate.chunks, candidate.placements, strict=True):
+        on_host, stays = placement.weights == "host", placement.gradients == "device"
+        weights, optimizer, elements = chunk.weights_bytes // shards, chunk.optimizer_bytes // shards, chunk.elements // shards
+        if on_host or division.weights:
+            fetched.append(chunk.weights_bytes)
+        if not on_host:
+            device += weights if division.weights else chunk.weights_bytes
+        if on_host or (placement.update == "host" and optimizer):
+            host += weights
+        if placement.optimizer == "device":
+            device += optimizer
+        else:
+            generations = 2 if placement.speculates and not adds_up and optimizer else 1
+            host += generations * optimizer + (generations - 1) * weights
+        if chunk.trainable:
+            given.append(chunk.elements)
+            if stays:
+                device += REDUCED_BYTES * elements
+                if adds_up and not division.gradients and chunk.weights_bytes == 2 * chunk.elements:
+                    device += 4 * chunk.elements
+            else:
+                sent.append(elements)
+            if not stays or (adds_up and division.gradients):
+                landing.append(elements)
+        if optimizer and placement.route == "streamed":
+            away = weights if on_host or (placement.speculates and not adds_up) else 0
+            carried.append((optimizer, away, REDUCED_BYTES * elements if overlaps and not stays else 0))
+        if optimizer and placement.route == "resident" and not overlaps and chunk.weights_bytes == 2 * chunk.elements:
+            scratch.append(TORCH_SCRATCH_BYTES * elements)
+    device += min(slots, len(fetched)) * max(fetched, default=0) + max(scratch)
+    stages = min(RANK_STAGES, len(given))
+    device += stages * REDUCED_BYTES * (max(given, default=0) + max(landing, default=0))
+    device += STREAMED_DEPTH * sum(map(max, zip(*carried, strict=True)))
+    host += REDUCED_BYTES * sum(sent) + (stages * REDUCED_BYTES * max(sent, default=0) if adds_up else 0)
+    host += sum(candidate.each.blocks[block].choices["offload"].moved_bytes for block in candidate.offloaded)
+    return profile.state.buffers + profile.workspace_bytes + device, host
 
 
 def _largest(pairs: list[Pair]) -> int:
@@ -136,11 +196,13 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
     gradients, kept = 0, 0
     staying: list[list[int]] = [[] for _ in each.blocks]  # by block: chunks whose gradients stay on the device
     for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
-        for block in chunk.blocks if placement.gradients == "device" and chunk.gradient_bytes and not adds_up else ():
+        stays = placement.gradients == "device" and not adds_up and candidate.division is None
+        for block in chunk.blocks if stays and chunk.gradient_bytes else ():
             staying[block].append(index)
+    waiting = [0] * len(each.segments) if candidate.division is None else _waiting(candidate)
     held: set[int] = set()  # blocks
     back: dict[int, int] = {}  # by block: bytes that are on the device again
-    for segment, leaving in zip(each.segments, going, strict=True):
+    for segment, leaving, unsummed in zip(each.segments, going, waiting, strict=True):
         block = segment.block
         if segment.phase == "backward":
             for index in staying[block]:  # a loss may give an embedding its gradient long before its own backward
@@ -158,6 +220,7 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
             - (keeps[block] if block in held else 0)
             + segment.work_bytes
             + gradients
+            + unsummed
             + leaving
             + (sum(back.values()) if back else 0)
         )
@@ -171,6 +234,34 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
                 kept -= keeps[block]
                 back.pop(block, None)
     yield gradients + updating  # when all are there
+
+
+def _waiting(candidate: Candidate) -> list[int]:
+    """By segment, bytes of gradients that autograd has made and ranks have still to sum."""
+    division, adds_up = candidate.division, candidate.accumulation > 1
+    assert division is not None
+    used: dict[int, list[int]] = {}  # by chunk: backward segments
+    for position, (segment, uses) in enumerate(zip(candidate.each.segments, candidate.uses, strict=True)):
+        for index in uses if segment.phase == "backward" else ():
+            used.setdefault(index, []).append(position)
+    count = len(candidate.each.segments)
+    changes, inside = [0] * (count + 1), [0] * count
+    for index, positions in used.items():
+        chunk, placement = candidate.chunks[index], candidate.placements[index]
+        first, last = positions[0], positions[-1] + 1
+        if adds_up and placement.gradients == "device" and not division.gradients:
+            if chunk.weights_bytes == 2 * chunk.elements:  # each goes to a sum as it comes
+                continue
+            first, last = 0, count  # they add up where autograd put them
+        elif (
+            last - first == 1
+        ):  # one chunk after another, while the segment's work becomes less; one gradient alone is part of it
+            is_single = len(chunk.blocks) == len(chunk.parameters) == 1
+            inside[first] = max(inside[first], 0 if is_single else chunk.gradient_bytes // 2)
+            continue
+        changes[first] += chunk.gradient_bytes
+        changes[last] -= chunk.gradient_bytes
+    return [before + own for before, own in zip(itertools.accumulate(changes[:-1]), inside, strict=True)]
 
 
 def _host(pairs: list[Pair], *, adds_up: bool) -> int:

@@ -1,20 +1,12 @@
-"""One device's plan and machine, for one of several ranks: what each may take, and how the state is divided among them.
-
-The planner plans a rank's share of the batch for one device that has all of the model's state. Divided among the ranks the state
-takes less: so what fits, fits. Where everything was to be on the device, weights stay whole on every rank, and the optimizer's
-state is divided (as in ZeRO-1); where not, all of it is divided, wherever it lies (ZeRO-3).
-"""
+"""What one of several ranks may take of the machine it is on, and how all of them are spread over nodes."""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from anyfit.values.machine import Machine
-from anyfit.values.plan import AXES, Decision, Placement, Plan
-
-SLOTS, PREFETCH = 4, 2  # where weights on the device are put together for use
-STEP_ERROR = 1.0  # of seconds: nothing that ranks exchange is forecast
 
 
 def machine_of_rank(machine: Machine, places: Sequence[str], rank: int) -> Machine:
@@ -29,33 +21,11 @@ def machine_of_rank(machine: Machine, places: Sequence[str], rank: int) -> Machi
     )
 
 
-def for_ranks(plan_of_share: Plan, ranks: int) -> Plan:
-    """The plan of all ranks, from that of one rank's share of the batch on one device."""
-    is_resident = all(each == Placement() for each in plan_of_share.chunks)
-    share, forecast = plan_of_share.batch_size, plan_of_share.forecast
-    chunks: tuple[Placement, ...]
-    if is_resident:
-        chunks, how = (Placement(optimizer_shards=ranks),), "weights whole on each, the optimizer's state divided"
-        slots, prefetch = plan_of_share.slots, plan_of_share.prefetch
-    else:
-        chunks = tuple(
-            replace(each, weight_shards=ranks, gradient_shards=ranks, optimizer_shards=ranks) for each in plan_of_share.chunks
-        )
-        how = "all state divided"
-        slots, prefetch = max(plan_of_share.slots, SLOTS), max(plan_of_share.prefetch, PREFETCH)
-    why = "whole on every rank it was planned for one; what ranks exchange is not forecast"
-    return replace(
-        plan_of_share,
-        batch_size=share * ranks,
-        mesh={**dict.fromkeys(AXES, 1), "data": ranks},
-        chunks=chunks,
-        slots=slots,
-        prefetch=prefetch,
-        forecast=replace(
-            forecast,
-            step_error=max(forecast.step_error, STEP_ERROR),
-            samples_per_second=forecast.samples_per_second * ranks,
-            tokens_per_second=forecast.tokens_per_second * ranks,
-        ),
-        decisions=(Decision("ranks", f"{ranks}, each with {share} samples of a step; {how}", why), *plan_of_share.decisions),
-    )
+def spread_of(places: Sequence[str]) -> tuple[tuple[int, int], int]:
+    """The ranks of each node and the nodes, and how many ranks share a device. Ranks that are not spread evenly, or do not follow
+    each other on their node, are as far apart as if each had a node of its own."""
+    nodes = [place.partition(" ")[0] for place in places]
+    ranks_of = Counter(nodes)
+    is_even = len(set(ranks_of.values())) == 1 and sum(a != b for a, b in itertools.pairwise(nodes)) == len(ranks_of) - 1
+    spread = (len(places) // len(ranks_of), len(ranks_of)) if is_even else (1, len(places))
+    return spread, max(Counter(places).values())

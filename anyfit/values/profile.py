@@ -165,9 +165,35 @@ class HostRates:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """What ranks do together with one buffer."""
+
+    latency_seconds: float
+    seconds_per_byte: float  # of the whole, which all of them make or sum
+
+    def seconds(self, size: float) -> float:
+        return self.latency_seconds + self.seconds_per_byte * size
+
+
+@dataclass(frozen=True)
+class Division:
+    """How ranks could divide a model's state, and what they would exchange. `shards` neighbouring ranks divide the optimizer's
+    state (as ZeRO-1 does), the next so many hold the same."""
+
+    ranks: int
+    shards: int
+    gradients: bool  # of every micro-batch are reduced, and add up divided; else they add up whole, and the last reduces them
+    weights: bool  # are divided too, and put together for each use
+    gather: Exchange  # over those that divide it
+    reduce: Exchange  # over those that divide it, and then over those that hold the same
+    norm_seconds: float  # to exchange a few numbers among all
+    shares_copies: bool  # it goes through the link by which a device reaches its host
+
+
+@dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
 
     model: str
     machine: str
@@ -201,6 +227,28 @@ class Profile(Record):
     notes: tuple[str, ...] = ()  # on how the passes were traced, where that was by real runs
     correction: Correction | None = None  # where a run has shown that these errors are larger than they would be
     pace: Pace | None = None  # by which the seconds of the passes were scaled, where a check has measured them
+    # Of several ranks: limits and rates of the host are one rank's, the batch is that of all.
+    divisions: tuple[Division, ...] = ()
+    division: Division | None = None  # of these the one at hand: the batch is one rank's too
+    link_error: float = 0.0  # relative, of the seconds of an exchange
+    link_note: str = ""  # what was assumed of links that nobody has measured
+
+    @property
+    def ranks(self) -> int:
+        divisions = self.divisions or (() if self.division is None else (self.division,))
+        return divisions[0].ranks if divisions else 1
+
+    def slowed(self, times: int) -> Self:
+        """The same where so many ranks share a device's time."""
+        return self if times == 1 else replace(self, passes=tuple(each.scaled(times) for each in self.passes))
+
+    def divided(self, division: Division) -> Self:
+        """What one of the ranks does and has, of a model so divided. Where only several micro-batches make a difference to the
+        same without their gradients divided, one is left out."""
+        share = self.batch_size // division.ranks
+        most = share - 1 if division.gradients and not division.weights else share
+        passes = tuple(each for each in self.passes if each.micro_batch <= most)
+        return replace(self, batch_size=share, passes=passes, divisions=(), division=division)
 
     def laid_out(self, layout: Layout) -> Self:
         """The same in chunks of this size, and of no other."""

@@ -156,7 +156,7 @@ def held_bytes(case: Case, ranks: int, rank: int) -> tuple[int, int]:
     adds_up, is_adam = case.accumulation > 1, case.optimizer == "adamw"
     device = sum(buffer.nbytes for buffer in case.job.build().buffers())
     host = 0
-    fetched, stages, landing, carriers, scratch = [], [], [], {}, {}
+    fetched, stages, landing, going_down, carriers, scratch = [], [], [], [], {}, {}
 
     for chunk, placed in zip(layout, chosen, strict=True):
         own, is_split = chunk.elements // placed.optimizer_shards, chunk.is_updated and chunk.dtype == "bfloat16"
@@ -176,6 +176,7 @@ def held_bytes(case: Case, ranks: int, rank: int) -> tuple[int, int]:
             stages.append(chunk.elements * reduced)
             if placed.gradients == "host":
                 host += in_slab(kept)
+                going_down.append(own * reduced)
             else:
                 device += kept
             if adds_up_divided or placed.gradients == "host":
@@ -212,8 +213,8 @@ def held_bytes(case: Case, ranks: int, rank: int) -> tuple[int, int]:
     device += min(case.slots, len(fetched)) * max(fetched, default=0)
     device += buffers * (max(stages, default=0) + max(landing, default=0))
     device += sum(scratch.values()) + STREAMED_DEPTH * sum(carriers.values())
-    if adds_up and landing:
-        host += buffers * in_slab(max(landing))
+    if adds_up and going_down:
+        host += buffers * in_slab(max(going_down))
     return device, host
 
 

@@ -13,7 +13,7 @@ import pytest
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
 from anyfit.planning.answers import amount_beside, answered, at_limits, change_to
-from anyfit.planning.offload import WORTH, Space
+from anyfit.planning.offload import WORTH, WORTH_LEAVING, Space
 from anyfit.planning.search import TIE, Found, fastest, forecast, rounded_up, settled, shortfall
 from anyfit.planning.simulate import Candidate, simulate
 from anyfit.planning.weigh import Weight, weigh
@@ -143,7 +143,8 @@ def candidate_of(profile: Profile, plan: Plan) -> Candidate:
     chunks = {
         each.chunk_bytes: each.chunks for each in (Layout(profile.offload_chunk_bytes, profile.chunks), *profile.other_layouts)
     }
-    return Candidate(each, plan.accumulation, activations, chunks[plan.chunk_bytes], plan.chunks, plan.slots, plan.prefetch)
+    placed = chunks[plan.chunk_bytes], plan.chunks, plan.slots, plan.prefetch
+    return Candidate(each, plan.accumulation, activations, *placed, profile.division)
 
 
 def routes(candidate: Candidate) -> set[str]:
@@ -180,6 +181,11 @@ def otherwise(space: Space, plan: Plan, choice: str) -> tuple[int, dict[str, Any
 def test_every_sentence_of_a_why_is_true_in_the_simulator(case: tuple[Profile, Found, Plan]) -> None:
     profile, found, plan = case
     assert plan == replace(search(profile), decisions=plan.decisions)
+    check_sentences(profile, found, plan)
+
+
+def check_sentences(profile: Profile, found: Found, plan: Plan) -> None:
+    """Of one device, or one of several ranks."""
     forecasts = {each.micro_batch: forecast(profile, each) for each in profile.passes}
     seconds, needed = plan.forecast.step_seconds, plan.forecast.needed_bytes
     space: Space | None = None
@@ -199,6 +205,14 @@ def test_every_sentence_of_a_why_is_true_in_the_simulator(case: tuple[Profile, F
             least = min(each.needed_bytes for each in forecasts.values())
             assert least > profile.device_limit_bytes
             assert said[1] == show_bytes(least)
+        elif said := re.fullmatch(r"nothing on the host would (take|need) (.+) (?:more a step|at least)", why):
+            by_size = [[space.on_device(each.micro_batch) for each in profile.passes] for space in Space(profile).sizes]
+            stays = next((each for each in by_size if any(each)), [])
+            if said[1] == "take":
+                assert said[2] == show_seconds(min(each.simulated.step_seconds for each in stays if each) - seconds)
+                assert seconds <= (1 - WORTH_LEAVING) * min(each.simulated.step_seconds for each in stays if each)
+            else:
+                assert not any(stays)
         elif said := re.fullmatch(r"all on the device, with all activations kept, would take (.+) more a step", why):
             fitting = [each for each in forecasts.values() if each.needed_bytes <= profile.device_limit_bytes]
             assert said[1] == show_seconds(min(each.step_seconds for each in fitting) - seconds)

@@ -1,0 +1,130 @@
+"""What ranks exchange, and what that takes, by the machine's links: for every way to divide a model's state among them.
+
+    shards    every number of neighbours that divides a node, or that fills nodes and divides them all
+    level     the optimizer's state alone is divided; gradients too; weights too (as ZeRO 1, 2 and 3 do)
+
+A collective takes latency + bytes / rate, as measured or printed for groups of some sizes. Between these sizes, and beyond,
+latency grows with the group and seconds a byte with (group - 1) / group, as in a ring. What leaves a node also needs the nodes'
+network cards, one a device: they bound it where nodes have fewer devices than those of which the figures speak.
+
+Ranks that hold the same stretch sum it after those that divide it have: over all cards of the nodes, each of its own stretch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from anyfit.values.machine import Machine
+from anyfit.values.profile import Division, Exchange
+
+Name = Literal["all_gather", "reduce_scatter", "all_reduce"]
+# Where nothing is known: what PCIe without direct access, gloo, and a common network are good for, and how wrong that may be.
+ASSUMED = {"cuda": Exchange(5e-5, 1 / 10e9), "cpu": Exchange(3e-4, 1 / 1e9), "cluster": Exchange(2e-4, 1 / 1e9)}
+ASSUMED_ERROR = 3.0
+NOTHING = Exchange(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Between ranks on nodes of one kind."""
+
+    machine: Machine
+    node: int  # ranks in each
+    nodes: int
+
+    @property
+    def ranks(self) -> int:
+        return self.node * self.nodes
+
+    def divisions(self) -> tuple[Division, ...]:
+        """From least divided to most; none where there is one rank."""
+        return tuple(self._divisions()) if self.ranks > 1 else ()
+
+    def _divisions(self) -> Iterator[Division]:
+        norm = self.cost("all_gather", self.ranks).latency_seconds
+        for shards in _degrees(self.node, self.nodes):
+            gather = self.cost("all_gather", shards) if shards > 1 else NOTHING
+            reduce, shares = self.reduce(shards), self._shares_copies()
+            levels = ((False, False), (True, False), (True, True)) if shards > 1 else ((False, False),)
+            for gradients, weights in levels:
+                yield Division(self.ranks, shards, gradients, weights, gather, reduce, norm, shares)
+
+    def reduce(self, shards: int) -> Exchange:
+        """A sum over all ranks, of which each keeps its stretch."""
+        first = self.cost("reduce_scatter", shards) if shards > 1 else NOTHING
+        if shards == self.ranks:
+            return first
+        if self.nodes == 1:
+            same, share = self.cost("all_reduce", self.ranks // shards), shards
+        else:  # every card has the bytes of one stretch, or, of a node that divides into fewer, its part of several
+            same, share = self.cost("all_reduce", self.ranks), max(shards // self.node, 1)
+        return Exchange(first.latency_seconds + same.latency_seconds, first.seconds_per_byte + same.seconds_per_byte / share)
+
+    def cost(self, name: Name, group: int) -> Exchange:
+        """Of a group of neighbours."""
+        across = "node" if group <= self.node else "cluster"
+        known = sorted(
+            (each.group, each.latency_seconds.value, 1 / each.bytes_per_second.value)
+            for each in self.machine.collectives
+            if (each.name, each.across) == (name, across)
+        )
+        if not known:
+            assumed = ASSUMED[self.machine.device.kind if across == "node" else "cluster"]
+            times = 2 if name == "all_reduce" else 1
+            return Exchange(times * assumed.latency_seconds, times * assumed.seconds_per_byte)
+        latency = _between([(size, seconds) for size, seconds, _ in known], group)
+        per_byte = _between([(1 / size, seconds) for size, _, seconds in reversed(known)], 1 / group)
+        return Exchange(latency, max(per_byte, self._through_cards(name, group)))
+
+    def _through_cards(self, name: Name, group: int) -> float:
+        """Seconds a byte, at least, of a group that fills nodes."""
+        sends = [each for each in self.machine.collectives if (each.name, each.across) == ("send", "cluster")]
+        if group <= self.node or not sends:
+            return 0.0
+        nodes, rate = group / self.node, self.node * sends[0].bytes_per_second.value
+        return (2 if name == "all_reduce" else 1) * (nodes - 1) / nodes / rate
+
+    def _shares_copies(self) -> bool:
+        """Network cards are behind the device's link to its host, and so is a neighbour that is reached no faster than that."""
+        copies = self.machine.copies
+        if copies is None:
+            return False
+        inside = self.cost("all_gather", self.node) if self.node > 1 else NOTHING
+        return self.nodes > 1 or inside.seconds_per_byte * copies.up.peak >= 0.5
+
+    def error(self) -> tuple[float, str]:
+        """Relative, of an exchange's seconds; and what is to be said where it is a guess."""
+        wanted = {"node"} if self.node > 1 else set[str]()
+        wanted |= {"cluster"} if self.nodes > 1 else set[str]()
+        known = {each.across for each in self.machine.collectives}
+        lacking = sorted(wanted - known)
+        if not lacking:
+            used = [each.bytes_per_second.spread for each in self.machine.collectives if each.across in wanted]
+            return max(used, default=0.0), ""
+        where = {"node": "inside a node", "cluster": "between nodes"}
+        said = []
+        for across in lacking:
+            rate = 1 / ASSUMED[self.machine.device.kind if across == "node" else across].seconds_per_byte
+            said.append(f"{rate / 1e9:.0f} GB/s {where[across]}")
+        return ASSUMED_ERROR, f"{' and '.join(said)}, as nobody has measured the links of {self.machine.name}"
+
+
+def _degrees(node: int, nodes: int) -> list[int]:
+    """
+    >>> _degrees(8, 4)
+    [1, 2, 4, 8, 16, 32]
+    """
+    inside = [size for size in range(1, node + 1) if node % size == 0]
+    return inside + [node * count for count in range(2, nodes + 1) if nodes % count == 0]
+
+
+def _between(points: list[tuple[float, float]], at: float) -> float:
+    """On the straight line through the two points around it, or through the last two on its side."""
+    if len(points) == 1:
+        return points[0][1]
+    pairs = list(itertools.pairwise(points))
+    (x0, y0), (x1, y1) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
+    return max(y0 + (y1 - y0) * (at - x0) / (x1 - x0), 0.0)
