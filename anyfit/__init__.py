@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .running.run import Run
     from .running.team import Team
     from .values.graph import Graph
-    from .values.machine import Collective
     from .values.profile import Profile
     from .values.weights import Match
 
@@ -147,8 +146,6 @@ def start(
         machine, plan, resume, profile = prepared()
     else:
         given = _loaded(plan)
-        if team.from_first(lambda: not is_given and profile is None, "whether to measure links"):
-            prepared = functools.partial(prepared, links=_links_between(team))
         machine, plan, resume, _ = team.from_first(prepared, "the plan")
         team.agree(_facts(job, given or plan, resume))
     if deterministic or (launch is not None and launch.deterministic):
@@ -194,7 +191,6 @@ def _prepared(
     profile: Profile | None,
     launch: Launch | None,
     team: Team | None,
-    links: Sequence[Collective] = (),
 ) -> tuple[Machine, Plan, str | Path | None, Profile | None]:
     """What rank 0 finds out for all: the machine, as far as a rank may use it, the plan, and where to go on from."""
     from torch import nn
@@ -219,7 +215,6 @@ def _prepared(
         )
     if profile is None and (plan is None or (not is_given and isinstance(job.model, nn.Module))):  # of a user's own, unplaced
         spread, sharing = ((1, 1), 1) if team is None else spread_of(team.places)
-        machine = machine.with_links(links)
         profile = profiled(traced(job, machine.device.kind, count), machine, job.batch_size, spread).slowed(sharing)
     found = _loaded(plan)
     if found is None:
@@ -247,19 +242,6 @@ def _whole(resume: str | Path, launch: Launch | None) -> Path:
     if launch is None:
         return latest(resume, say)
     return latest(launch.checkpoints / resume if str(resume) == "latest" else resume, launch.say)
-
-
-def _links_between(team: Team) -> Sequence[Collective]:
-    """Measured by all ranks together, where no probe has: between nodes, and between processes on a CPU."""
-    import torch
-
-    from .probing.links import measure_together
-    from .running.several import spread_of
-
-    (_, nodes), _ = spread_of(team.places)
-    if nodes == 1 and torch.cuda.is_available():
-        return ()
-    return measure_together("node" if nodes == 1 else "cluster")
 
 
 def _loaded(plan: Plan | str | Path | None) -> Plan | None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,9 +85,8 @@ def group_sizes(ranks: int) -> list[int]:
     return sorted({2**power for power in range(1, ranks.bit_length())} | {ranks})
 
 
-def measure(team: Team, setting: Setting, names: Sequence[str] = NAMES) -> list[dict[str, Any]]:
-    if team.size > 2:
-        names = [name for name in names if name != "send"]  # which has two ends, whatever the group
+def measure(team: Team, setting: Setting) -> list[dict[str, object]]:
+    names = NAMES if team.size == 2 else NAMES[:-1]  # a send has two ends, whatever the group
     small = {name: prepare(name, team, SMALL_BYTES) for name in names}
     large = {name: prepare(name, team, setting.bytes) for name in names}
     latencies: dict[str, list[float]] = {name: [] for name in names}

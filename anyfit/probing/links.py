@@ -21,7 +21,6 @@ from anyfit.values.machine import Collective
 from .meters import Effort, figure
 
 TIMEOUT_SECONDS = 120.0
-ROUNDS_TOGETHER, BYTES_TOGETHER = 3, 4 * 2**20
 WORKER = "anyfit.probing.link_worker"
 
 
@@ -37,30 +36,10 @@ def measure_links(backend: Literal["nccl", "gloo"], ranks: int, effort: Effort) 
             rows: list[dict[str, Any]] = json.loads((Path(folder) / "result.json").read_text())
         except (OSError, ValueError) as error:
             raise LinksFailed(f"rank 0 left no result ({error})") from None
-    return _collectives(rows, "node")
-
-
-def measure_together(across: Literal["node", "cluster"]) -> tuple[Collective, ...]:
-    """What the ranks of the process group that is there use, over all of them; they call it together, and it takes well under
-    a second on one machine."""
-    import torch
-    import torch.distributed as dist
-
-    from .link_worker import Setting, Team, measure
-
-    device = torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")
-    group = dist.group.WORLD
-    assert group is not None
-    team = Team(group, dist.get_world_size(), dist.get_rank(), device)
-    setting = Setting("", "", team.rank, team.size, ROUNDS_TOGETHER, BYTES_TOGETHER)
-    return _collectives(measure(team, setting, ("all_gather", "reduce_scatter", "all_reduce")), across)
-
-
-def _collectives(rows: list[dict[str, Any]], across: Literal["node", "cluster"]) -> tuple[Collective, ...]:
     return tuple(
         Collective(
             name=row["name"],
-            across=across,
+            across="node",
             group=row["group"],
             latency_seconds=figure(row["latency_seconds"]),
             bytes_per_second=figure(row["bytes_per_second"]),

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -266,12 +266,6 @@ class Machine(Record):
         if machine.nodes > self.nodes and "cluster" not in known:
             raise ValueError(f"--nodes {nodes}: no link between nodes is known of {self.name!r}; a preset has them: h100-node")
         return machine
-
-    def with_links(self, measured: Sequence[Collective]) -> Self:
-        """The same with these figures for the groups they are of."""
-        named = {(each.name, each.across, each.group) for each in measured}
-        others = (each for each in self.collectives if (each.name, each.across, each.group) not in named)
-        return replace(self, collectives=(*others, *measured))
 
     def spread(self, ranks: int | None = None) -> tuple[int, int]:
         """The ranks of each node, and the nodes, of so many that have a device each; None is all there are."""
