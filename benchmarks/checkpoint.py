@@ -124,6 +124,7 @@ def waiting(trained: Trained, folder: Path) -> dict[str, Any]:
     """One save while training waits, between two looks at the disk."""
     run = trained.run
     trained.step()
+    run._placed.residency.settle_all()  # the update under way is the step's, not the save's
     began = time.perf_counter()
     run.save(folder, wait=False)
     seconds = time.perf_counter() - began

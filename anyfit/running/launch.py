@@ -168,7 +168,10 @@ class Launch:
         from .checkpoint import remove_older
 
         path, before = self.checkpoints / f"{run.steps:08d}", run.saving
-        run._save(path, wait=wait, then=lambda: remove_older(self.checkpoints, self.keep, self.keep_every))
+        if wait and before is not None and before.folder == path.absolute():  # what is there, or on its way, is the same
+            run.finish_saving()
+        else:
+            run._save(path, wait=wait, then=lambda: remove_older(self.checkpoints, self.keep, self.keep_every))
         if self.is_first:
             self._tell_of(before)
         return path
