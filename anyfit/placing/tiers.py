@@ -55,37 +55,38 @@ class HostSlabs:
         self._preparing: list[Future[None]] = []
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(PREPARERS, "anyfit slabs") if self._pins else None
         self.bytes = 0  # handed out
-        self._taking = threading.Lock()
+        self._taking = threading.Lock()  # an optimizer makes state in its first step, on any lane
 
     def zeros(self, elements: int, dtype: torch.dtype, *, crosses: bool) -> torch.Tensor:
         """A flat tensor; one that `crosses` is copied to or from the device, and may be once `prepared` has returned."""
         size = -(-elements * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-        self._take(size)
         pinned = crosses and self._pins
-        if size * LEAST_IN_A_SLAB > SLAB_BYTES[self._pins]:  # a few of these would leave much of a slab over
-            return self._new_slab(size, pinned)[: elements * dtype.itemsize].view(dtype)
-        slab, taken = self._open.get(pinned, (None, 0))
-        if slab is None or taken + size > slab.numel():
-            slab, taken = self._new_slab(SLAB_BYTES[self._pins], pinned), 0
-        self._open[pinned] = slab, taken + size
-        return slab[taken : taken + elements * dtype.itemsize].view(dtype)
+        with self._taking:
+            self._take(size)
+            if size * LEAST_IN_A_SLAB > SLAB_BYTES[self._pins]:  # a few of these would leave much of a slab over
+                return self._new_slab(size, pinned)[: elements * dtype.itemsize].view(dtype)
+            slab, taken = self._open.get(pinned, (None, 0))
+            if slab is None or taken + size > slab.numel():
+                slab, taken = self._new_slab(SLAB_BYTES[self._pins], pinned), 0
+            self._open[pinned] = slab, taken + size
+            return slab[taken : taken + elements * dtype.itemsize].view(dtype)
 
     def has_room(self, size: int) -> bool:
         return self._limit is None or self.bytes + size <= self._limit
 
     def _take(self, size: int) -> None:
-        with self._taking:
-            if not self.has_room(size):
-                raise MemoryError(
-                    f"the plan's host memory is {show_bytes(self._limit or 0)}, of which {show_bytes(self.bytes)} are taken, and "
-                    f"{show_bytes(size)} more are needed; allow more (host_memory=), or place less on the host"
-                )
-            self.bytes += size
+        if not self.has_room(size):
+            raise MemoryError(
+                f"the plan's host memory is {show_bytes(self._limit or 0)}, of which {show_bytes(self.bytes)} are taken, and "
+                f"{show_bytes(size)} more are needed; allow more (host_memory=), or place less on the host"
+            )
+        self.bytes += size
 
     def apart(self, size: int, *, crosses: bool) -> torch.Tensor:
-        """Bytes that share a slab with nothing else: taken by any thread, while the run goes on."""
-        self._take(size)
-        return self._new_slab(size, crosses and self._pins)
+        """Bytes that share a slab with nothing else."""
+        with self._taking:
+            self._take(size)
+            return self._new_slab(size, crosses and self._pins)
 
     def prepared(self) -> None:
         """Waits until all memory is there, and pinned where it crosses. What is taken later is so at once."""
