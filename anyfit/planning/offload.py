@@ -580,9 +580,7 @@ class Space:
         if taken is None or taken > self.profile.host_limit_bytes:
             return
         last = self.last_rung(micro_batch)
-        some = sorted(
-            {round(step * last / (RUNGS - 1)) for step in range(RUNGS)} | {min(1, last), min(2, last)}
-        )  # just too large
+        some = sorted({min(2, last)} | {round(step * last / (RUNGS - 1)) for step in range(RUNGS)})  # all kept may just not fit
         alone = -(-self.profile.batch_size // micro_batch) == 1
         speculates = (False, True) if alone and self.is_gpu else (False,)
         kept = [*((rung, 0) for rung in some), *((0, moved) for moved in self._some_moved(micro_batch)[-2:] if moved)]
