@@ -172,19 +172,23 @@ def serve(rank: int, ranks: int, rounds: int, store: str, results: Any) -> None:
 
 def measured(ranks: int, rounds: int) -> dict[tuple[str, str], list[float]]:
     """In so many processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[tuple[str, str], list[float]] = in_processes(serve, ranks, rounds, str(Path(folder) / "store"))
+    return found
+
+
+def in_processes(work: Callable[..., None], ranks: int, *arguments: Any) -> Any:
+    """What one of so many processes puts into a queue, each at work with its rank, their number, these and the queue."""
     context = get_context("spawn")
     results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        processes = [context.Process(target=serve, args=(rank, ranks, rounds, store, results)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
+    processes = [context.Process(target=work, args=(rank, ranks, *arguments, results)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
     if any(process.exitcode for process in processes):
         raise RuntimeError(f"ranks ended with {[process.exitcode for process in processes]}")
-    found: dict[tuple[str, str], list[float]] = results.get()
-    return found
+    return results.get()
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from dataclasses import replace
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from .by_hand import hand_written
 from .cases import gpt2
 from .peers import MODELS, NO_DROPOUT, VOCABULARY, with_norms
 from .profiler import quickly_built
+from .ranks import in_processes
 
 CONFIGURATIONS = {"1b": gpt2(36, 1536, 24, vocab_size=VOCABULARY, n_positions=512, **NO_DROPOUT), "tiny": MODELS["tiny"]}
 CHUNK_BYTES = {"1b": 128 * 2**20, "tiny": 2**15}
@@ -110,24 +110,10 @@ def apart(mine: dict[str, torch.Tensor], alone: dict[str, torch.Tensor]) -> dict
     }
 
 
-def run_in(count: int, model: str, steps: int, folder: str) -> Row:
-    context = get_context("spawn")
-    results = context.SimpleQueue()
-    processes = [context.Process(target=train, args=(rank, count, model, steps, folder, results)) for rank in range(count)]
-    for each in processes:
-        each.start()
-    for each in processes:
-        each.join()
-    if any(each.exitcode for each in processes):
-        raise RuntimeError(f"a rank of {count} ended with {[each.exitcode for each in processes]}")
-    row: Row = results.get()
-    return row
-
-
 def compared(model: str, ranks: int, steps: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
-        alone = run_in(1, model, steps, folder)
-        together = run_in(ranks, model, steps, folder)
+        alone = in_processes(train, 1, model, steps, folder)
+        together = in_processes(train, ranks, model, steps, folder)
     distances = together.pop("apart")
     worst = max(distances, key=lambda name: distances[name])
     pairs = zip(alone["losses"], together["losses"], strict=True)

@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import queue
 import re
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from anyfit.values.tensor_files import header_bytes
 
 from .boxes import Box
 
@@ -90,13 +91,6 @@ def header_of(entries: Sequence[Entry]) -> dict[str, Any]:
         offsets = [each.start, each.start + each.bytes]
         found[each.name] = {"dtype": DTYPES[each.dtype], "shape": list(each.box.sizes), "data_offsets": offsets}
     return found
-
-
-def header_bytes(header: Mapping[str, Any]) -> bytes:
-    """Its length, and JSON as long as that."""
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 class Readable(Protocol):

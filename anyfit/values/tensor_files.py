@@ -212,6 +212,11 @@ def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
     for name, dtype, shape in tensors:
         start, end = end, end + math.prod(shape) * ELEMENT_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
+    return header_bytes(header)
+
+
+def header_bytes(header: Mapping[str, Any]) -> bytes:
+    """Its length, and JSON as long as that."""
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
