@@ -22,6 +22,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -157,15 +158,16 @@ def measure(model: str, batch: int, steps: int, repeats: int, folder: Path) -> d
         trained = Trained(run, model)
         placed: Any = run._placed
         parameters, held = sum(each.numel() for each in run.model.parameters()), placed.host_bytes
+        print(f"{model}: {parameters / 1e9:.2f} B parameters, {held / GIB:.1f} GiB on the host", flush=True)
         trained.seconds_a_step(WARMUP)
-        delayed = [beside(trained, folder / "beside", steps) for _ in range(repeats)]
+        delayed = [shown(beside(trained, folder / "beside", steps), line_beside) for _ in range(repeats)]
         copy = placed.host_bytes - held
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     with start(model, batch, held + copy // 2) as run:
         trained = Trained(run, model)
         trained.seconds_a_step(WARMUP)
-        waited = [waiting(trained, folder / "waiting") for _ in range(repeats)]
+        waited = [shown(waiting(trained, folder / "waiting"), line_waiting) for _ in range(repeats)]
     keys = [key for key in waited[0] if key.startswith("disk")]
     rate = statistics.median(each["bytes_per_second"] for each in waited)
     disk = max(statistics.median(each[key] for each in waited) for key in keys)
@@ -188,22 +190,25 @@ def measure(model: str, batch: int, steps: int, repeats: int, folder: Path) -> d
     }
 
 
-def show(figures: dict[str, Any]) -> None:
-    print(
-        f"{figures['model']}: {figures['parameters'] / 1e9:.2f} B parameters, {figures['host_bytes'] / GIB:.1f} GiB on the host"
+def line_beside(each: dict[str, Any]) -> str:
+    return (
+        f"  beside: delayed by {each['delay_steps']:.2f} of {each['steps_meanwhile']} steps of {each['step_seconds']:.3f} s; "
+        f"the call took {each['call_seconds']:.3f} s, the save {each['saving_seconds']:.2f} s"
     )
-    for each in figures["beside"]:
-        print(
-            f"  beside: delayed by {each['delay_steps']:.2f} of {each['steps_meanwhile']} steps of {each['step_seconds']:.3f} s; "
-            f"the call took {each['call_seconds']:.3f} s, the save {each['saving_seconds']:.2f} s"
-        )
-    for each in figures["waiting"]:
-        disks = [value / 1e9 for key, value in each.items() if key.startswith("disk")]
-        print(
-            f"  waiting: {each['bytes'] / GIB:.2f} GiB in {each['seconds']:.2f} s, {each['bytes_per_second'] / 1e9:.2f} GB/s; "
-            f"the disk {disks[0]:.2f} by one thread, {disks[1]:.2f} by {THREADS}"
-        )
-    print(f"  {figures['share_of_disk']:.0%} of the disk's rate; delayed by {figures['most_delay_steps']:.2f} steps at most")
+
+
+def line_waiting(each: dict[str, Any]) -> str:
+    disks = [value / 1e9 for key, value in each.items() if key.startswith("disk")]
+    return (
+        f"  waiting: {each['bytes'] / GIB:.2f} GiB in {each['seconds']:.2f} s, {each['bytes_per_second'] / 1e9:.2f} GB/s; "
+        f"the disk {disks[0]:.2f} by one thread, {disks[1]:.2f} by {THREADS}"
+    )
+
+
+def shown(figures: dict[str, Any], line: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
+    """The same, after its line was printed."""
+    print(line(figures), flush=True)
+    return figures
 
 
 def main() -> None:
@@ -221,7 +226,7 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction((options.cap_gib * GIB - CONTEXT_BYTES) / total)
     with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd(), prefix=".checkpoint-") as folder:
         figures = measure(options.model, options.batch, options.steps, options.repeats, Path(folder))
-    show(figures)
+    print(f"  {figures['share_of_disk']:.0%} of the disk's rate; delayed by {figures['most_delay_steps']:.2f} steps at most")
     if options.record:
         record.write(options.record, figures)
 
