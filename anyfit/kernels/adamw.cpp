@@ -6,6 +6,7 @@
 // torch takes. The scalars come rounded from adamw.py.
 //
 // A thread goes through a contiguous stretch of the chunk block by block: each number is read from memory once and written once.
+// Where memory has several nodes, a stretch is that of threads which run on the node that it lies on (cores.py, pages.py).
 
 #include <algorithm>
 #include <atomic>
@@ -20,6 +21,9 @@
 #include <memory>
 #include <mutex>
 #include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 #include <thread>
 #include <vector>
 #if defined(__x86_64__)
@@ -291,33 +295,57 @@ void do_stretch(const Update& u, int64_t from, int64_t to) {
 
 // ---------------------------------------------------------------------- threads
 
+// The processors that are near one part of memory. Of a single node they are not named.
+struct Node {
+    std::vector<int32_t> processors;
+    int64_t cores;
+};
+
+const std::vector<Node> ANYWHERE{{{}, 1}};
+
 // One pass over a chunk on its threads. A thread takes what it can of its own stretch of it, whose memory stays near it, and then
-// of the others': nobody waits for one that the system has taken off its core. Late ones find nothing left, and only this.
+// of the others', those of its node first: nobody waits for one that the system has taken off its core. Late ones find nothing
+// left, and only this.
 struct Work {
     struct alignas(64) Stretch {
-        std::atomic<int64_t> next{0};
-        int64_t end = 0;
+        Stretch(size_t node, int64_t from, int64_t to, bool owned) : node(node), is_owned(owned), next(from), end(to) {}
+        const size_t node;
+        const bool is_owned;  // by a thread that begins with it. A node that has no thread leaves its stretch to the others
+        std::atomic<int64_t> next;
+        const int64_t end;
     };
 
-    Work(std::function<void(int64_t, int64_t)> asked, int64_t elements, int64_t threads)
-        : pass(std::move(asked)), left(elements), stretches(size_t(threads)) {
+    // Nodes have elements and threads in proportion to their cores. The elements do not depend on how many threads there are: a
+    // node has the memory that pages.py touched for it.
+    Work(std::function<void(int64_t, int64_t)> asked, int64_t elements, int64_t threads, const std::vector<Node>& nodes)
+        : pass(std::move(asked)), left(elements) {
         std::fegetenv(&environment);
-        int64_t size = (elements + threads - 1) / threads;
-        size = (size + BLOCK - 1) / BLOCK * BLOCK;
-        for (int64_t each = 0; each < threads; each++) {
-            stretches[size_t(each)].next = std::min(each * size, elements);
-            stretches[size_t(each)].end = std::min((each + 1) * size, elements);
+        int64_t cores = 0, cores_so_far = 0, from = 0, threads_so_far = 0;
+        for (const Node& node : nodes) cores += node.cores;
+        for (size_t node = 0; node < nodes.size(); node++) {
+            cores_so_far += nodes[node].cores;
+            const int64_t owned = threads * cores_so_far / cores - threads_so_far, count = std::max<int64_t>(1, owned);
+            const int64_t end = cores_so_far == cores ? elements : elements * cores_so_far / cores / BLOCK * BLOCK;
+            int64_t size = (end - from + count - 1) / count;
+            size = (size + BLOCK - 1) / BLOCK * BLOCK;
+            for (int64_t each = 0; each < count; each++)
+                stretches.emplace_back(node, std::min(from + each * size, end), std::min(from + (each + 1) * size, end), each < owned);
+            threads_so_far += owned;
+            from = end;
         }
     }
 
     void help(size_t own) {
         int64_t done = 0;
-        for (size_t each = 0; each < stretches.size(); each++) {
-            Stretch& stretch = stretches[(own + each) % stretches.size()];
-            for (int64_t from; (from = stretch.next.fetch_add(GRAIN)) < stretch.end;) {
-                const int64_t to = std::min(from + GRAIN, stretch.end);
-                pass(from, to);
-                done += to - from;
+        for (const bool at_home : {true, false}) {
+            for (size_t each = 0; each < stretches.size(); each++) {
+                Stretch& stretch = stretches[(own + each) % stretches.size()];
+                if ((stretch.node == stretches[own].node) != at_home) continue;
+                for (int64_t from; (from = stretch.next.fetch_add(GRAIN)) < stretch.end;) {
+                    const int64_t to = std::min(from + GRAIN, stretch.end);
+                    pass(from, to);
+                    done += to - from;
+                }
             }
         }
         if (!done || left.fetch_sub(done) != done) return;
@@ -333,7 +361,7 @@ struct Work {
     const std::function<void(int64_t, int64_t)> pass;  // over the elements from one to another
     fenv_t environment;  // the caller's treatment of denormals
     std::atomic<int64_t> left;  // elements
-    std::vector<Stretch> stretches;
+    std::deque<Stretch> stretches;
     std::mutex mutex;
     std::condition_variable all_done;
 };
@@ -343,15 +371,33 @@ struct Task {
     size_t own;
 };
 
-// A worker has its own queue: the n-th stretch of a chunk is always begun by the n-th worker.
+// Leaves the calling thread where it was if none of these is allowed any more: memory is then further away, and that is all.
+void bind_to(const std::vector<int32_t>& processors) {
+#if defined(__linux__)
+    if (processors.empty()) return;
+    const int count = *std::max_element(processors.begin(), processors.end()) + 1;
+    cpu_set_t* const set = CPU_ALLOC(count);
+    if (!set) return;
+    CPU_ZERO_S(CPU_ALLOC_SIZE(count), set);
+    for (const int32_t each : processors) CPU_SET_S(each, CPU_ALLOC_SIZE(count), set);
+    pthread_setaffinity_np(pthread_self(), CPU_ALLOC_SIZE(count), set);
+    CPU_FREE(set);
+#endif
+}
+
+// A worker has its own queue: the n-th stretch of a node is always begun by the node's n-th worker. It runs on any of the node's
+// cores, not on one of its own, which somebody else might be using.
 class Worker {
 public:
-    Worker() {
+    explicit Worker(const std::vector<int32_t>& processors) {
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);  // inherited: signals go to the program's own threads
         try {
-            std::thread([this] { work(); }).detach();
+            std::thread([this, processors] {
+                bind_to(processors);
+                work();
+            }).detach();
         } catch (...) {
             pthread_sigmask(SIG_SETMASK, &before, nullptr);
             throw;
@@ -384,31 +430,46 @@ private:
 };
 
 struct Pool {
-    std::mutex mutex;
-    std::vector<Worker*> workers;
+    explicit Pool(std::vector<Node> known) : nodes(std::move(known)), workers_(nodes.size()) {}
 
-    Worker* worker(size_t index) {
-        std::lock_guard<std::mutex> lock(mutex);
-        while (workers.size() <= index) workers.push_back(new Worker);
-        return workers[index];
+    const std::vector<Node> nodes;
+
+    Worker* worker(size_t node, size_t index) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        std::vector<Worker*>& there = workers_[node];
+        while (there.size() <= index) there.push_back(new Worker(nodes[node].processors));
+        return there[index];
     }
+
+private:
+    std::mutex mutex_;
+    std::vector<std::vector<Worker*>> workers_;  // by node
 };
 
 // Never destroyed: its threads outlive static destructors. A forked child has none of them, and begins anew.
 Pool* pool = [] {
-    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
-    return new Pool;
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool(pool->nodes); });
+    return new Pool(ANYWHERE);
 }();
 
 void go_through(const std::function<void(int64_t, int64_t)>& pass, int64_t elements, int32_t wanted) {
     const int64_t useful = std::max<int64_t>(1, elements / WORTH_A_THREAD);
-    const auto threads = size_t(std::min<int64_t>(wanted, useful));
-    const auto work = std::make_shared<Work>(pass, elements, int64_t(threads));
+    const int64_t threads = std::min<int64_t>(wanted, useful);
+    const std::vector<Node>& nodes = threads == 1 ? ANYWHERE : pool->nodes;
+    const auto work = std::make_shared<Work>(pass, elements, threads, nodes);
+    // The calling thread is the first of them; but on several nodes it leaves its share to a worker, and waits: it is the program's,
+    // and not ours to be bound.
+    bool helps = nodes.size() == 1;
     try {
-        for (size_t each = 1; each < threads; each++) pool->worker(each - 1)->take({work, each});
+        std::vector<size_t> busy(nodes.size());  // workers, by node
+        for (size_t each = helps; each < work->stretches.size(); each++) {
+            const Work::Stretch& stretch = work->stretches[each];
+            if (stretch.is_owned) pool->worker(stretch.node, busy[stretch.node]++)->take({work, each});
+        }
     } catch (...) {  // no more threads or memory to be had: fewer do it
+        helps = true;
     }
-    work->help(0);
+    if (helps) work->help(0);
     work->wait();
 }
 
@@ -469,4 +530,12 @@ extern "C" void anyfit_adamw(const Update* update) {
 extern "C" void anyfit_add(float* total, const void* part, int32_t is_bf16, int32_t is_first, int64_t elements, int32_t threads) {
     const Sum s{total, part, is_bf16 != 0, is_first != 0};
     go_through([s](int64_t from, int64_t to) { add_best(s, from, to); }, elements, threads);
+}
+
+// The processors of each node, one node after another. Said before anything is updated; nothing may be under way.
+extern "C" void anyfit_use_nodes(const int32_t* processors, const int32_t* counts, int32_t nodes) {
+    std::vector<Node> known;
+    for (int32_t each = 0; each < nodes; processors += counts[each++])
+        known.push_back({{processors, processors + counts[each]}, counts[each]});
+    pool = new Pool(nodes == 1 ? ANYWHERE : known);
 }

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .cores import Nodes, nodes
 from .native import NotBuilt, library
 from .split import merge, split
 
@@ -91,8 +92,9 @@ def adamw(
                What lies outside the ranges is copied
     scale      a factor of the gradient, applied in fp32 before anything else
     ranges     (start, end) in elements, ascending and disjoint: what is updated. All when not given
-    threads    how many share the work, the calling one included; the n-th always takes the n-th stretch of the chunk. In plain
-               torch it is torch's own number of threads that counts
+    threads    how many share the work, the calling one included; the n-th always begins with the n-th stretch of the chunk. On
+               several nodes of memory each has its share of the chunk and of the threads, and the calling one only waits. In
+               plain torch it is torch's own number of threads that counts
     as_on_gpu  square roots to the nearest float, and not torch's on this processor: the bits of adamw_gpu.py, where
                `can_be_as_on_gpu` says so
 
@@ -124,6 +126,13 @@ def adamw_in_torch(
 def is_native() -> bool:
     """Whether `adamw` runs in C++ here. Builds the kernel if that has not been tried: a few seconds, once."""
     return _kernel() is not None
+
+
+def compiled() -> ctypes.CDLL:
+    """adamw.cpp, where it `is_native`: one library, one pool of threads."""
+    kernel = _kernel()
+    assert kernel is not None
+    return kernel.library
 
 
 def can_be_as_on_gpu() -> bool:
@@ -232,13 +241,21 @@ class _Update(ctypes.Structure):
 
 class _Kernel:
     def __init__(self) -> None:
-        self._run = library(Path(__file__).with_name("adamw.cpp")).anyfit_adamw
+        self.library = library(Path(__file__).with_name("adamw.cpp"))
+        self.use(nodes())
+        self._run = self.library.anyfit_adamw
         self._run.argtypes, self._run.restype = [ctypes.POINTER(_Update)], None
         self.vectors = VECTORS.get(torch.backends.cpu.get_cpu_capability(), 0)
         self.newton_roots = False
         self.newton_roots = self._differs_from_torch()  # right where torch has MKL on AVX-512
         if self.newton_roots and self._differs_from_torch():
             self.newton_roots = False  # a square root of neither kind, so at least the nearest: one ulp beside torch's at times
+
+    def use(self, known: Nodes) -> None:
+        """Threads are divided over these nodes, and bound to them where there are several. While nothing is being updated."""
+        processors, counts = list(chain.from_iterable(known)), [len(each) for each in known]
+        as_c = (ctypes.c_int32 * len(processors))(*processors), (ctypes.c_int32 * len(counts))(*counts)
+        self.library.anyfit_use_nodes(*as_c, ctypes.c_int32(len(counts)))
 
     def _differs_from_torch(self) -> bool:
         """Tried on updates that show each square root: of 16384 some hundred differ between the two kinds."""

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .adamw import is_native
-from .native import library
+from .adamw import compiled, is_native
 
 
 def add(total: Tensor, part: Tensor, *, is_first: bool, threads: int = 1) -> None:
@@ -34,7 +32,7 @@ def add(total: Tensor, part: Tensor, *, is_first: bool, threads: int = 1) -> Non
 
 @functools.cache
 def _in_cpp() -> Any:
-    run = library(Path(__file__).with_name("adamw.cpp")).anyfit_add
+    run = compiled().anyfit_add
     run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32]
     run.restype = None
     return run

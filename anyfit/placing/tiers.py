@@ -2,7 +2,8 @@
 
 `HostSlabs` takes host memory in large slabs and hands out stretches of them. Those that cross to a GPU are pinned, a slab at
 a time: torch's own pinned allocator would round every request up to a power of two. Beside a GPU slabs lie in huge pages, which
-are touched at once by several threads while the model is being placed: no step is to wait for them, and pinning is quick.
+are touched at once by several threads while the model is being placed: no step is to wait for them, and pinning is quick. Where
+memory has several nodes, each gets the part of an array that its threads will update.
 
 On a GPU torch's allocator knows what is held. On the CPU device nobody does, so a `LiveBytes` mode watches the storages of a
 step: it slows that step a little and is used on few.
@@ -11,7 +12,6 @@ step: it slows that step a little and is used on few.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
 import weakref
@@ -23,7 +23,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anyfit.kernels.pages import in_huge_pages
+from anyfit.kernels.cores import nodes
+from anyfit.kernels.pages import in_huge_pages, touch
 from anyfit.values.units import show_bytes
 
 _cuda: Any = torch.cuda
@@ -33,7 +34,7 @@ SLAB_BYTES = {True: 2**28, False: 2**24}  # beside a GPU, and elsewhere
 LEAST_IN_A_SLAB = 16
 ALIGN_BYTES = 4096
 PREPARERS = 8  # threads: one does not keep up with the memory
-MADV_POPULATE_WRITE = 23  # Linux 5.14; Python does not name it
+LEAST_DIVIDED_BYTES = 2**22  # of an array, over several nodes: some huge pages for each
 
 
 class HostSlabs:
@@ -50,6 +51,7 @@ class HostSlabs:
         self._pins = device.type == "cuda"
         self._arena = arena
         self._limit = limit_bytes
+        self._nodes = nodes()
         self._open: dict[bool, tuple[torch.Tensor, int]] = {}  # pinned or not: the slab at hand, and how much of it is taken
         self._pinned: list[torch.Tensor] = []
         self._preparing: list[Future[None]] = []
@@ -63,13 +65,18 @@ class HostSlabs:
         pinned = crosses and self._pins
         with self._taking:
             self._take(size)
-            if size * LEAST_IN_A_SLAB > SLAB_BYTES[self._pins]:  # a few of these would leave much of a slab over
+            if self._is_apart(size):
                 return self._new_slab(size, pinned)[: elements * dtype.itemsize].view(dtype)
             slab, taken = self._open.get(pinned, (None, 0))
             if slab is None or taken + size > slab.numel():
                 slab, taken = self._new_slab(SLAB_BYTES[self._pins], pinned), 0
             self._open[pinned] = slab, taken + size
             return slab[taken : taken + elements * dtype.itemsize].view(dtype)
+
+    def _is_apart(self, size: int) -> bool:
+        """A few of these would leave much of a slab over; or nodes divide it, and a slab is divided as if it were one array."""
+        is_divided = len(self._nodes) > 1 and size >= LEAST_DIVIDED_BYTES
+        return is_divided or size * LEAST_IN_A_SLAB > SLAB_BYTES[self._pins]
 
     def has_room(self, size: int) -> bool:
         return self._limit is None or self.bytes + size <= self._limit
@@ -112,8 +119,7 @@ class HostSlabs:
         return slab
 
     def _prepare(self, slab: torch.Tensor, pinned: bool) -> None:
-        """Touches all pages, which keep what is written meanwhile; where the kernel cannot, whoever writes first does."""
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(slab.data_ptr()), ctypes.c_size_t(slab.numel()), MADV_POPULATE_WRITE)
+        touch(slab, self._nodes)
         if not pinned:
             return
         error = int(_cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))

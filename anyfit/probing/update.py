@@ -21,7 +21,8 @@ import torch
 from torch.nn import functional
 
 from anyfit.kernels.adamw import Settings, State, adamw
-from anyfit.kernels.pages import in_huge_pages
+from anyfit.kernels.cores import nodes
+from anyfit.kernels.pages import in_huge_pages, touch
 from anyfit.values.machine import update_threads
 
 from .copies import directions
@@ -148,10 +149,10 @@ def _adamw(parameters: int) -> Callable[[], object]:
     """Updates the next of some chunks, on as many threads as torch has."""
 
     def generation() -> State:
-        weights, low, m, v = (in_huge_pages(size * parameters).zero_() for size in (2, 2, 4, 4))
+        weights, low, m, v = (_touched(size * parameters) for size in (2, 2, 4, 4))
         return State(weights.view(torch.bfloat16), low.view(torch.int16), m.view(torch.float32), v.view(torch.float32))
 
-    gradient = torch.full((parameters,), 1e-3, dtype=torch.bfloat16, device="cpu")
+    gradient = _touched(2 * parameters).view(torch.bfloat16).fill_(1e-3)
     chunks = itertools.cycle([(generation(), generation()) for _ in range(CHUNKS)])
     settings = Settings(lr=1e-4, weight_decay=0.01)
 
@@ -160,3 +161,10 @@ def _adamw(parameters: int) -> Callable[[], object]:
         adamw(old, gradient, settings, 1, out=new, threads=torch.get_num_threads())
 
     return step
+
+
+def _touched(size: int) -> torch.Tensor:
+    """Bytes, as the engine's: where the threads are that update them."""
+    memory = in_huge_pages(size)
+    touch(memory, nodes())
+    return memory.zero_()
