@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <csignal>
@@ -303,6 +304,8 @@ struct Node {
 
 const std::vector<Node> ANYWHERE{{{}, 1}};
 
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
 // One pass over a chunk on its threads. A thread takes what it can of its own stretch of it, whose memory stays near it, and then
 // of the others', those of its node first: nobody waits for one that the system has taken off its core. Late ones find nothing
 // left, and only this.
@@ -318,7 +321,7 @@ struct Work {
     // Nodes have elements and threads in proportion to their cores. The elements do not depend on how many threads there are: a
     // node has the memory that pages.py touched for it.
     Work(std::function<void(int64_t, int64_t)> asked, int64_t elements, int64_t threads, const std::vector<Node>& nodes)
-        : pass(std::move(asked)), left(elements) {
+        : pass(std::move(asked)), left(elements), is_over(elements == 0) {
         std::fegetenv(&environment);
         int64_t cores = 0, cores_so_far = 0, from = 0, threads_so_far = 0;
         for (const Node& node : nodes) cores += node.cores;
@@ -336,6 +339,7 @@ struct Work {
     }
 
     void help(size_t own) {
+        if (!is_begun.exchange(true)) seconds[0] = now();
         int64_t done = 0;
         for (const bool at_home : {true, false}) {
             for (size_t each = 0; each < stretches.size(); each++) {
@@ -350,17 +354,22 @@ struct Work {
         }
         if (!done || left.fetch_sub(done) != done) return;
         std::lock_guard<std::mutex> lock(mutex);
-        all_done.notify_one();
+        seconds[1] = now();
+        is_over = true;
+        all_done.notify_all();
     }
 
     void wait() {
         std::unique_lock<std::mutex> lock(mutex);
-        all_done.wait(lock, [this] { return left.load() == 0; });
+        all_done.wait(lock, [this] { return is_over; });
     }
 
     const std::function<void(int64_t, int64_t)> pass;  // over the elements from one to another
     fenv_t environment;  // the caller's treatment of denormals
     std::atomic<int64_t> left;  // elements
+    std::atomic<bool> is_begun{false};
+    bool is_over;
+    double seconds[2]{};  // when it began and ended
     std::deque<Stretch> stretches;
     std::mutex mutex;
     std::condition_variable all_done;
@@ -452,14 +461,14 @@ Pool* pool = [] {
     return new Pool(ANYWHERE);
 }();
 
-void go_through(const std::function<void(int64_t, int64_t)>& pass, int64_t elements, int32_t wanted) {
+// Workers come to it after what they were given before; the calling thread is the first of them if it `joins`.
+std::shared_ptr<Work> begin(const std::function<void(int64_t, int64_t)>& pass, int64_t elements, int32_t wanted, bool joins) {
     const int64_t useful = std::max<int64_t>(1, elements / WORTH_A_THREAD);
     const int64_t threads = std::min<int64_t>(wanted, useful);
     const std::vector<Node>& nodes = threads == 1 ? ANYWHERE : pool->nodes;
     const auto work = std::make_shared<Work>(pass, elements, threads, nodes);
-    // The calling thread is the first of them; but on several nodes it leaves its share to a worker, and waits: it is the program's,
-    // and not ours to be bound.
-    bool helps = nodes.size() == 1;
+    // On several nodes it leaves its share to a worker, and waits: it is the program's, and not ours to be bound.
+    bool helps = joins && nodes.size() == 1;
     try {
         std::vector<size_t> busy(nodes.size());  // workers, by node
         for (size_t each = helps; each < work->stretches.size(); each++) {
@@ -470,7 +479,7 @@ void go_through(const std::function<void(int64_t, int64_t)>& pass, int64_t eleme
         helps = true;
     }
     if (helps) work->help(0);
-    work->wait();
+    return work;
 }
 
 // ---------------------------------------------------------------------- sums of gradients
@@ -523,13 +532,33 @@ void add_best(const Sum& s, int64_t from, int64_t to) {
 
 extern "C" void anyfit_adamw(const Update* update) {
     const Update u = *update;
-    go_through([u](int64_t from, int64_t to) { do_stretch(u, from, to); }, u.elements, u.threads);
+    begin([u](int64_t from, int64_t to) { do_stretch(u, from, to); }, u.elements, u.threads, true)->wait();
 }
+
+// The same, and nobody waits. What the update points to is there until it is over.
+extern "C" void* anyfit_adamw_begin(const Update* update) {
+    const Update u = *update;
+    const auto pass = [u](int64_t from, int64_t to) { do_stretch(u, from, to); };
+    return new std::shared_ptr<Work>(begin(pass, u.elements, u.threads, false));
+}
+
+extern "C" int32_t anyfit_is_over(const std::shared_ptr<Work>* work) {
+    std::lock_guard<std::mutex> lock((*work)->mutex);
+    return (*work)->is_over;
+}
+
+// Waits; tells when it began and when it ended, by the steady clock.
+extern "C" void anyfit_wait(const std::shared_ptr<Work>* work, double* seconds) {
+    (*work)->wait();
+    std::copy_n((*work)->seconds, 2, seconds);
+}
+
+extern "C" void anyfit_forget(const std::shared_ptr<Work>* work) { delete work; }
 
 // total = part, or total += part, element by element.
 extern "C" void anyfit_add(float* total, const void* part, int32_t is_bf16, int32_t is_first, int64_t elements, int32_t threads) {
     const Sum s{total, part, is_bf16 != 0, is_first != 0};
-    go_through([s](int64_t from, int64_t to) { add_best(s, from, to); }, elements, threads);
+    begin([s](int64_t from, int64_t to) { add_best(s, from, to); }, elements, threads, true)->wait();
 }
 
 // The processors of each node, one node after another. Said before anything is updated; nothing may be under way.

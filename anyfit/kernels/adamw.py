@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
 from pathlib import Path
@@ -82,7 +82,8 @@ def adamw(
     ranges: Ranges | None = None,
     threads: int = 1,
     as_on_gpu: bool = False,
-) -> None:
+    waits: bool = True,
+) -> Begun | None:
     """One update of a chunk, in place, or from `state` into `out`.
 
     gradient   bf16 or fp32, flat, as long as the chunk
@@ -97,6 +98,8 @@ def adamw(
                plain torch it is torch's own number of threads that counts
     as_on_gpu  square roots to the nearest float, and not torch's on this processor: the bits of adamw_gpu.py, where
                `can_be_as_on_gpu` says so
+    waits      until it is done. Without, it is begun after those that were begun before, on threads that do not rest between
+               the two, and what is returned says when it is over; None where it is
 
     Written behind autograd's back: it does not see that these tensors have changed.
     """
@@ -104,8 +107,8 @@ def adamw(
     run = _kernel()
     if run is None:
         _in_torch(job)
-    else:
-        run(job)
+        return None
+    return run(job, waits=waits)
 
 
 def adamw_in_torch(
@@ -243,8 +246,11 @@ class _Kernel:
     def __init__(self) -> None:
         self.library = library(Path(__file__).with_name("adamw.cpp"))
         self.use(nodes())
-        self._run = self.library.anyfit_adamw
+        self._run, self._begin = self.library.anyfit_adamw, self.library.anyfit_adamw_begin
         self._run.argtypes, self._run.restype = [ctypes.POINTER(_Update)], None
+        self._begin.argtypes, self._begin.restype = [ctypes.POINTER(_Update)], ctypes.c_void_p
+        self.library.anyfit_is_over.argtypes = self.library.anyfit_forget.argtypes = [ctypes.c_void_p]
+        self.library.anyfit_wait.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)]
         self.vectors = VECTORS.get(torch.backends.cpu.get_cpu_capability(), 0)
         self.newton_roots = False
         self.newton_roots = self._differs_from_torch()  # right where torch has MKL on AVX-512
@@ -266,36 +272,69 @@ class _Kernel:
         _in_torch(_Job.checked(twins, gradient, settings, 1, None, None, None, threads=1))
         return not torch.equal(kernels.weights, twins.weights)
 
-    def __call__(self, job: _Job) -> None:
+    def __call__(self, job: _Job, *, waits: bool = True) -> Begun | None:
         state, out, settings = job.state, job.out, job.settings
         decoupled = settings.decoupled
         ranges = (ctypes.c_int64 * (2 * len(job.ranges)))(*chain.from_iterable(job.ranges))
-        self._run(
-            _Update(
-                **{name: getattr(state, name).data_ptr() for name in ("weights", "m", "v")},
-                **{f"out_{name}": getattr(out, name).data_ptr() for name in ("weights", "m", "v")},
-                low=None if state.low is None else state.low.data_ptr(),
-                out_low=None if out.low is None else out.low.data_ptr(),
-                gradient=job.gradient.data_ptr(),
-                ranges=ctypes.addressof(ranges),
-                range_count=len(job.ranges),
-                elements=state.weights.numel(),
-                gradient_is_bf16=job.gradient.dtype == torch.bfloat16,
-                vectors=self.vectors,
-                newton_roots=self.newton_roots and not job.as_on_gpu,
-                streams=all(_is_elsewhere(*pair) for pair in zip(out.tensors, state.tensors, strict=True)),
-                threads=min(job.threads, 2**16),
-                scale=-job.scale if settings.maximize else job.scale,
-                decay=1 - settings.lr * settings.weight_decay if decoupled else 1.0,
-                l2=0.0 if decoupled else settings.weight_decay,
-                lerp_weight=1 - settings.beta1,
-                beta2=settings.beta2,
-                square_weight=1 - settings.beta2,
-                root_correction=job.root_correction,
-                eps=settings.eps,
-                negative_step_size=-job.step_size,
-            )
+        update = _Update(
+            **{name: getattr(state, name).data_ptr() for name in ("weights", "m", "v")},
+            **{f"out_{name}": getattr(out, name).data_ptr() for name in ("weights", "m", "v")},
+            low=None if state.low is None else state.low.data_ptr(),
+            out_low=None if out.low is None else out.low.data_ptr(),
+            gradient=job.gradient.data_ptr(),
+            ranges=ctypes.addressof(ranges),
+            range_count=len(job.ranges),
+            elements=state.weights.numel(),
+            gradient_is_bf16=job.gradient.dtype == torch.bfloat16,
+            vectors=self.vectors,
+            newton_roots=self.newton_roots and not job.as_on_gpu,
+            streams=all(_is_elsewhere(*pair) for pair in zip(out.tensors, state.tensors, strict=True)),
+            threads=min(job.threads, 2**16),
+            scale=-job.scale if settings.maximize else job.scale,
+            decay=1 - settings.lr * settings.weight_decay if decoupled else 1.0,
+            l2=0.0 if decoupled else settings.weight_decay,
+            lerp_weight=1 - settings.beta1,
+            beta2=settings.beta2,
+            square_weight=1 - settings.beta2,
+            root_correction=job.root_correction,
+            eps=settings.eps,
+            negative_step_size=-job.step_size,
         )
+        if waits:
+            self._run(update)
+            return None
+        return Begun(self.library, self._begin(update), (job, ranges))
+
+
+class Begun:
+    """An update that the kernel's threads have begun, or will when they come to it. It is waited for as an event of a GPU is."""
+
+    def __init__(self, library: ctypes.CDLL, handle: int, held: object) -> None:
+        self._library, self._handle = library, handle
+        self._held: object = held  # whatever the threads read and write
+        self._lock = threading.Lock()
+        self._times = (ctypes.c_double * 2)()
+        self._is_known = False
+        self._then: Callable[[tuple[float, float]], None] | None = None
+
+    def then(self, call: Callable[[tuple[float, float]], None]) -> None:
+        """To be told, by whoever first waits for it, when it began and ended."""
+        self._then = call
+
+    def synchronize(self) -> None:
+        self._library.anyfit_wait(self._handle, self._times)
+        with self._lock:
+            if not self._is_known:
+                self._is_known, self._held = True, None
+                if self._then is not None:
+                    self._then((self._times[0], self._times[1]))
+
+    def query(self) -> bool:
+        return bool(self._library.anyfit_is_over(self._handle))
+
+    def __del__(self) -> None:
+        self.synchronize()
+        self._library.anyfit_forget(self._handle)
 
 
 def _is_elsewhere(new: Tensor, old: Tensor) -> bool:

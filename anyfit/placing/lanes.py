@@ -1,9 +1,9 @@
 """Lanes: where copies and updates run beside the computation, in an order that tickets keep.
 
 A lane does one job after another on a thread of its own. With a stream (on a GPU) the thread only issues the job, and the GPU
-does it in its own time; without one the thread does the work itself. Either way a job starts after the tickets it was given,
-and its own ticket says when it is done. The computation is not a lane: it is whatever the calling thread does, on its
-current stream, and it is often given far more than the GPU has done.
+does it in its own time; without one the thread does the work itself, or begins it on the threads of a kernel. Either way a job
+starts after the tickets it was given, and its own ticket says when it is done. The computation is not a lane: it is whatever the
+calling thread does, on its current stream, and it is often given far more than the GPU has done.
 
 The jobs of a lane of several tracks have as many parts, each on a stream of its own: the first part of one job then runs beside
 the second of the job before.
@@ -16,6 +16,7 @@ told when each begins and ends.
 
 from __future__ import annotations
 
+import math
 import queue
 import sys
 import threading
@@ -29,13 +30,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyfit.kernels.adamw import Begun
+
 _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
 SWITCH_SECONDS = 1e-4
 TOGETHER = ("gathering", "reducing", "spreading")
 STREAMED_DEPTH = 3  # chunks: one comes up, one is stepped, one goes down
+HOST_DEPTH = 2  # one is updated; the next is there when the first of the threads is done with it
 MOST_AT_ONCE = 192 * 2**20  # bytes of a copy that yields
-Part = tuple[Callable[[], None], str]  # and its label
-Mark = Callable[[str], Callable[[], None]]  # told of a label that it begins; gives what is to be called when it ends
+Work = Callable[[], Begun | None]  # what it returns is under way on the host when the thread goes on
+Part = tuple[Work, str]  # and its label
+Ended = Callable[[tuple[float, float] | None], None]  # with the host's times of it, where the clock is not to be asked
+Mark = Callable[[str], Ended]  # told of a label that it begins; gives what is to be called when it ends
 
 
 class Ticket:
@@ -127,26 +133,45 @@ class Track:
                 done.synchronize()
 
     @torch.no_grad()
-    def do(self, work: Callable[[], None], label: str, events: Iterable[Any]) -> list[Any]:
-        """Starts a part after these events; the event of its end, where the GPU does it."""
+    def do(self, work: Work, label: str, events: Iterable[Any]) -> list[Any]:
+        """Starts a part after these events; the event of its end, where the GPU or threads of the host's kernels do it."""
         if self.stream is None:
             for event in events:
                 event.synchronize()
-            with _marked(self.mark, label):
-                work()
-            return []
+            return self._on_host(work, label)
         for event in events:
-            self.stream.wait_event(event)
+            _hold(self.stream, event)
         with _cuda.stream(self.stream), _marked(self.mark, label):
             work()
         done = _cuda.Event(blocking=True)  # whoever waits on the host leaves its core to others
         done.record(self.stream)
         return [done]
 
+    def _on_host(self, work: Work, label: str) -> list[Begun]:
+        ended = (lambda _times: None) if self.mark is None else self.mark(label)
+        begun = None
+        try:
+            begun = work()
+        finally:
+            if begun is None:
+                ended(None)
+        if begun is None:
+            return []
+        begun.then(ended)
+        return [begun]
+
+
+def _hold(stream: Any, event: Any) -> None:
+    """What the stream is given from here on starts after the event; for one of the host this thread waits."""
+    if isinstance(event, Begun):
+        event.synchronize()
+    else:
+        stream.wait_event(event)
+
 
 class Lane:
-    """Jobs are done in the order they were given. With a `depth` they are done by urgency: no more than so many are under way on
-    the GPU when the next is chosen, the most urgent of those that could start at once."""
+    """Jobs are done in the order they were given. With a `depth` they are done by urgency: fewer than so many are under way when
+    the next is chosen, the most urgent of those that could start at once."""
 
     def __init__(self, delay: Callable[[], None] | None, *tracks: Track, depth: int | None = None) -> None:
         self.tracks, self._delay, self._depth = tracks, delay, depth
@@ -156,7 +181,7 @@ class Lane:
         self._thread = threading.Thread(target=self._work, name=f"anyfit {tracks[0].name}", daemon=True)
         self._thread.start()
 
-    def run(self, work: Callable[[], None], after: Iterable[Ticket | None] = (), label: str = "", order: float = 0) -> Ticket:
+    def run(self, work: Work, after: Iterable[Ticket | None] = (), label: str = "", order: float = 0) -> Ticket:
         """Queues a job, to start when all of `after` are done. The least `order` is the most urgent."""
         return self.run_parts([(work, label)], after, order)
 
@@ -168,6 +193,15 @@ class Lane:
 
     def uses(self, tensors: Iterable[Tensor]) -> None:
         self.tracks[0].uses(tensors)
+
+    def drain(self) -> None:
+        """Waits until all that it was given is done."""
+
+        def finish() -> None:
+            while self._under_way:
+                self._under_way.popleft().synchronize()
+
+        self.run(finish, order=math.inf).wait()
 
     def close(self) -> None:
         self._given.put(None)
@@ -225,7 +259,7 @@ class Lanes:
 
         self.up = Lane(delay, Track("uploads", stream()))
         self.down = Lane(delay, Track("downloads", stream()))
-        self.host = Lane(delay, Track("host updates", None), depth=1)
+        self.host = Lane(delay, Track("host updates", None), depth=HOST_DEPTH)
         # In one queue with these, what waits for its update would keep back a weight that the computation waits for.
         self.fresh = Lane(delay, Track("fresh weights", stream()))
         self.streamed = Lane(
@@ -263,7 +297,7 @@ class Lanes:
         with _marked(self.mark, f"wait for {ticket.label}"):
             event = ticket.reach()
             if event is not None:
-                _cuda.current_stream().wait_event(event)
+                _hold(_cuda.current_stream() if self._on_gpu else None, event)
 
     def wait(self, ticket: Ticket | None) -> None:
         """The computation's thread waits until the job is done."""
@@ -298,4 +332,4 @@ def _marking(mark: Mark, label: str) -> Iterator[None]:
     try:
         yield
     finally:
-        ended()
+        ended(None)

@@ -11,15 +11,14 @@ late to launch counts as busy inside a forward or backward, and as still between
 from __future__ import annotations
 
 import itertools
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from .lanes import Lanes, Mark
+from .lanes import Ended, Lanes, Mark
 
 COMPUTE = "compute"
 FIRST, LAST = 4, 6  # steps: earlier ones warm up
@@ -117,18 +116,22 @@ class Timeline:
         return event
 
     def _lane_mark(self, spans: list[Span], on_gpu: bool) -> Mark:
-        def mark(label: str) -> Callable[[], None]:
+        def mark(label: str) -> Ended:
             start = self._moment(on_gpu)
-            return lambda: spans.append(Span(label, start, self._moment(on_gpu)))
+
+            def ended(times: tuple[float, float] | None) -> None:
+                spans.append(Span(label, *(times or (start, self._moment(on_gpu)))))
+
+            return ended
 
         return mark
 
-    def _mark_computation(self, label: str) -> Callable[[], None]:
+    def _mark_computation(self, label: str) -> Ended:
         self._cut()
         self._inside.append(label)
         return self._leave
 
-    def _leave(self) -> None:
+    def _leave(self, _times: tuple[float, float] | None) -> None:
         self._cut()
         self._inside.pop()
 
@@ -145,7 +148,7 @@ class Timeline:
         """The recorded steps as a Chrome trace. Waits for all that is under way."""
         self._detach()
         for lane in self._lanes.all:
-            lane.run(lambda: None, order=math.inf).wait()
+            lane.drain()
         if self._on_gpu:
             _cuda.synchronize(self._lanes.device)
         steps = self._in_seconds(self._steps)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anyfit.kernels.adamw import Settings, State, adamw
+from anyfit.kernels.adamw import Begun, Settings, State, adamw
 from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
 from anyfit.kernels.split import merge, split
 from anyfit.values.layout import Slot
@@ -37,7 +37,7 @@ from anyfit.values.machine import update_threads
 
 from .chunks import Carried, ChunkState, ModelState
 from .gradients import Gradients
-from .lanes import STREAMED_DEPTH, Lanes, Over, Ticket
+from .lanes import STREAMED_DEPTH, Lanes, Over, Ticket, Work
 from .reduction import Reduction
 from .residency import Residency
 from .tiers import HostSlabs
@@ -75,7 +75,7 @@ class OptimizerState:
         self.moments: dict[str, Tensor] = {}
         self.rest: dict[str, dict[str, Any]] = {}  # also says which parameters have been stepped before
         self.second: Second | None = None
-        self.home: Ticket | None = None  # of the last way back of a streamed state
+        self.home: Ticket | None = None  # of the last update of a state that is on the host
         self.live: dict[str, dict[str, Any]] = {}  # entries of a resident chunk, whose arrays never move
         self.lifted: Load | None = None  # its state is on the device, or on its way there, before the norm is known
 
@@ -378,7 +378,8 @@ class Updates:
         if settings is not None:
             flat = self._gathered(state, own, bench) if flat is None else flat
             now = State(on_device, state.low if state.is_split else None, *(each.moments[key] for key in ADAM_KEYS))
-            each.rest |= self._in_one_pass(each, own, now, None, flat, factor, settings)
+            made, _ = self._in_one_pass(each, own, now, None, flat, factor, settings)
+            each.rest |= made
             return
         weights = exact = on_device
         if state.is_split:
@@ -469,7 +470,7 @@ class Updates:
             flat = self._gathered(state, own, bench) if load.flat is None else load.flat
             halves, moments = low if state.is_split else None, [load.moments[key] for key in ADAM_KEYS]
             now, out = (State(weights, halves, *moments) for weights in (old, new))
-            load.rest = self._in_one_pass(each, own, now, out, flat, factor, settings)
+            load.rest, _ = self._in_one_pass(each, own, now, out, flat, factor, settings)
             return
         if load.flat is not None:
             own = _views(state, own, load.flat)
@@ -524,10 +525,16 @@ class Updates:
         state = each.state
         arrived, before = after
         job = functools.partial(self._host_job, each, own, factor, groups)
-        updated = self._lanes.host.run(job, (arrived,), f"update chunk {state.index}", order=state.index)
+        updated = self._run_on_host(each, job, arrived, f"update chunk {state.index}")
         if state.on_device is None:
             return updated
         return self._lanes.fresh.run(lambda: self._upload(each), (updated, before), f"upload chunk {state.index}")
+
+    def _run_on_host(self, each: OptimizerState, job: Work, arrived: Ticket | None, label: str) -> Ticket:
+        """After the chunk's last, which may be one that does not count any more."""
+        home = None if each.home is None else Over(each.home)
+        each.home = self._lanes.host.run(job, (arrived, home), label, order=each.state.index)
+        return each.home
 
     @staticmethod
     def _upload(each: OptimizerState) -> None:
@@ -540,12 +547,13 @@ class Updates:
         assert on_device is not None
         on_device.copy_(source, non_blocking=True)
 
-    def _host_job(self, each: OptimizerState, own: Mapping[str, Tensor], factor: float | None, groups: Groups) -> None:
+    def _host_job(self, each: OptimizerState, own: Mapping[str, Tensor], factor: float | None, groups: Groups) -> Begun | None:
         state, bench = each.state, self._benches["host"]
         assert state.on_host is not None
         if self._settings_of(state, groups) is not None:  # one pass, that cannot fail half-way
-            each.rest |= self._in_one_pass_on_host(each, own, None, factor, groups)
-            return
+            known, begun = self._in_one_pass_on_host(each, own, None, factor, groups)
+            each.rest |= known
+            return begun
         before = {}
         for key, flat in each.moments.items():
             before[key] = bench.flat(f"{key} before", flat.numel())
@@ -561,10 +569,11 @@ class Updates:
             split(exact, state.on_host, state.low)
         else:
             state.on_host.copy_(exact)
+        return None
 
     def _in_one_pass_on_host(
         self, each: OptimizerState, own: Mapping[str, Tensor], second: Second | None, factor: float | None, groups: Groups
-    ) -> dict[str, dict[str, Any]]:
+    ) -> tuple[dict[str, dict[str, Any]], Begun | None]:
         """In place, or into the second generation."""
         state = each.state
         settings, flat = self._settings_of(state, groups), self._gradients.flat(state)
@@ -613,10 +622,10 @@ class Updates:
             second.ticket = self._streamed(each, own, (self._lanes.so_far(), arrived), None, groups, second)
             return
 
-        def job() -> None:
+        def job() -> Begun | None:
             if self._settings_of(state, groups) is not None:
-                second.made = self._in_one_pass_on_host(each, own, second, None, groups)
-                return
+                second.made, begun = self._in_one_pass_on_host(each, own, second, None, groups)
+                return begun
             for key, flat in each.moments.items():
                 if key not in second.moments:
                     second.moments[key] = self._zeros(each, key)
@@ -626,8 +635,9 @@ class Updates:
                 split(exact, second.weights, second.low)
             else:
                 second.weights.copy_(exact)
+            return None
 
-        second.ticket = self._lanes.host.run(job, (arrived,), f"speculate on chunk {state.index}", order=state.index)
+        second.ticket = self._run_on_host(each, job, arrived, f"speculate on chunk {state.index}")
 
     def _revoke(self, state: ChunkState) -> None:
         each = self._by_index.get(state.index)
@@ -666,8 +676,9 @@ class Updates:
         gradient: Tensor,
         factor: float | None,
         settings: Settings,
-    ) -> dict[str, dict[str, Any]]:
-        """Steps these parameters of a chunk by the kernel of where they lie; what is then known of each."""
+    ) -> tuple[dict[str, dict[str, Any]], Begun | None]:
+        """Steps these parameters of a chunk by the kernel of where they lie; what is then known of each, and the host's update
+        that is still under way."""
         made: dict[str, dict[str, Any]] = {}
         ranges: dict[int, list[tuple[int, int]]] = {}  # by step count: a parameter without a gradient has stayed behind
         slots = each.state.own.slots
@@ -677,15 +688,17 @@ class Updates:
                 step = int(entry["step"]) + 1
                 made[slot.name] = {**entry, "step": self._count(step)}
                 ranges.setdefault(step, []).append((slot.offset, slot.offset + slot.elements))
-        for step, stretches in ranges.items():
+        begun = None
+        for left, (step, stretches) in zip(reversed(range(len(ranges))), ranges.items(), strict=True):
             parts = stretches if len(stretches) < len(slots) else None  # all of it, and the padding between
             if now.weights.is_cuda:
                 adamw_on_gpu(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
             else:
-                how = functools.partial(adamw, threads=self._threads, as_on_gpu=self._device.type == "cuda")
-                how(now, gradient, settings, step, out=out, scale=factor, ranges=parts)  # the same bits, wherever it is updated
+                on_gpu = self._device.type == "cuda"  # the same bits, wherever it is updated
+                how = functools.partial(adamw, threads=self._threads, as_on_gpu=on_gpu, waits=left > 0)
+                begun = how(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
             now, out = out or now, None
-        return made
+        return made, begun
 
     @staticmethod
     @functools.lru_cache(8)

@@ -2,8 +2,9 @@
 busy.
 
 The update is the engine's own (kernels/adamw.py) of bf16 weights into a second generation, 26 bytes of memory traffic a
-parameter, chunk after chunk so that no cache holds them. In an offloaded step it runs beside copies in both directions and
-matmuls, which share the memory bus with it; on a machine without a GPU a thread that copies memory stands in for them.
+parameter, chunk after chunk so that no cache holds them, the next begun before the last is over. In an offloaded step it runs
+beside copies in both directions and matmuls, which share the memory bus with it; on a machine without a GPU a thread that copies
+memory stands in for them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -27,11 +29,12 @@ from anyfit.values.machine import update_threads
 
 from .copies import directions
 from .cuda import new_stream, sleeping_event
-from .meters import Effort, Ladder, Meter, host_seconds, rate_meter, torch_threads
+from .meters import Effort, Ladder, Meter, torch_threads
 
 LOAD_COPY_BYTES = 32 * 2**20
 LOAD_EDGE = 4096
 CHUNKS = 4
+LEAST_UPDATES = 4
 PARAMETERS_A_CORE = 2**20
 Result = TypeVar("Result")
 
@@ -42,11 +45,20 @@ def update_ladders(cores: int, effort: Effort, load: Callable[[], AbstractContex
     step = _adamw(parameters)
     alone, loaded = Ladder(), Ladder()
     for threads in thread_counts(cores):
-        with torch_threads(threads):
-            meter, _ = rate_meter("CPU update", step, parameters, host_seconds, effort)
-        alone.rungs[threads] = Meter(meter.label, functools.partial(_on_threads, threads, meter.read))
-        loaded.rungs[threads] = Meter(f"{meter.label} under load", functools.partial(_under, load, threads, meter.read))
+        read = functools.partial(_per_second, step, parameters, effort)
+        alone.rungs[threads] = Meter("CPU update", functools.partial(_on_threads, threads, read))
+        loaded.rungs[threads] = Meter("CPU update under load", functools.partial(_under, load, threads, read))
     return alone, loaded
+
+
+def _per_second(step: Callable[[], object], parameters: int, effort: Effort) -> float:
+    """The mean of a reading, and not its best part: a step waits for all of its updates."""
+    step()  # the one under way is on other threads
+    count, began = 0, time.perf_counter()
+    while count < LEAST_UPDATES or time.perf_counter() - began < effort.reading_seconds:
+        step()
+        count += 1
+    return count * parameters / (time.perf_counter() - began)
 
 
 def _parameters(cores: int, effort: Effort) -> int:

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -352,6 +353,37 @@ def test_several_callers_at_once_do_not_disturb_each_other() -> None:
         caller.join(timeout=60)
     for state, twin in zip(starts, expected, strict=True):
         assert_same_state(state, twin)
+
+
+def test_updates_that_are_begun_go_on_behind_each_other_with_the_same_bits() -> None:
+    settings, elements, count = Settings(lr=0.1, weight_decay=0.01), 300_000, 12
+    generator = torch.Generator().manual_seed(7)
+    states = [state_of(numbers(elements, generator), is_split=True) for _ in range(count)]
+    twins, gradients = [copy_of(each) for each in states], [numbers(elements, generator) for _ in range(count)]
+    told: list[tuple[float, float]] = []
+    for step in (1, 2):
+        began = time.perf_counter()
+        begun = [adamw(each, of, settings, step, threads=3, waits=False) for each, of in zip(states, gradients, strict=True)]
+        for each in begun:
+            assert (each is not None) == is_native()
+            if each is not None:
+                each.then(told.append)
+                each.synchronize()
+                assert each.query()
+                each.synchronize()
+        assert len(told) == (step * count if is_native() else 0)
+        assert all(began <= start <= end <= time.perf_counter() for start, end in told[(step - 1) * count :])
+        for twin, of in zip(twins, gradients, strict=True):
+            adamw(twin, of, settings, step, threads=1)
+    for each, twin in zip(states, twins, strict=True):
+        pairs = zip(each.tensors, twin.tensors, strict=True)
+        assert all(torch.equal(mine.view(torch.uint8), its.view(torch.uint8)) for mine, its in pairs)
+
+
+def test_an_update_that_nobody_waits_for_keeps_its_memory() -> None:
+    for _ in range(30):
+        masters = torch.randn(200_000)
+        adamw(state_of(masters, is_split=True), masters, Settings(lr=0.1), 1, threads=3, waits=False)
 
 
 def test_threads_treat_denormals_as_their_caller_does() -> None:
