@@ -2,10 +2,10 @@
 
     python -m benchmarks.shared_gpu [--model 1b] [--ranks 2] [--steps 5] [--record NAME]
 
-A GPT-2 of 1.1 billion parameters in fp32 with AdamW and clipping. One process trains it with everything on the device. Then two
-ranks, which share the one GPU and meet over gloo, train it on the same batches, half of each: weights, gradients and the
-optimizer's state divided between them, and all of it on the host. Losses of every step and the weights after the last are
-compared. It is about numbers: collectives of ranks that share a GPU go through the host, and say nothing of speed.
+A GPT-2 of 1.1 billion parameters in fp32 with AdamW and clipping. One process trains it with everything on the device, each batch
+in two passes. Then two ranks, which share the one GPU and meet over gloo, train it on the same batches, half of each: weights,
+gradients and the optimizer's state divided between them, and all of it on the host. Losses of every step and the weights after the
+last are compared. It is about numbers: collectives of ranks that share a GPU go through the host, and say nothing of speed.
 
     --model tiny    on a CPU, to see it run
 """
@@ -57,23 +57,31 @@ def job_for(model: str) -> anyfit.Job:
     return replace(job, model=lambda: with_norms(quickly_built(job).build()))
 
 
-def plan_for(job: anyfit.Job, model: str, ranks: int) -> anyfit.Plan:
+def plan_for(job: anyfit.Job, model: str, ranks: int, passes: int) -> anyfit.Plan:
     placement = Placement()
     if ranks > 1:
         placement = Placement("host", "host", "host", "host", weight_shards=ranks, gradient_shards=ranks, optimizer_shards=ranks)
     blocks = {f"transformer.h.{index}": "recompute" for index in range(CONFIGURATIONS[model]["n_layer"])}
-    options: Any = {"chunk_bytes": CHUNK_BYTES[model], "slots": 6, "prefetch": 2, "activations": blocks, "ranks": ranks}
+    options: Any = {
+        "chunk_bytes": CHUNK_BYTES[model],
+        "slots": 6,
+        "prefetch": 2,
+        "activations": blocks,
+        "ranks": ranks,
+        "accumulation": passes,
+    }
     return hand_written(job, placement, **options, device_bytes=2**36, host_bytes=2**36)
 
 
-def train(rank: int, count: int, model: str, steps: int, folder: str, results: Any) -> None:
-    """A rank. The only one keeps its weights in the folder; the first of several compares its own with them."""
+def train(rank: int, count: int, model: str, steps: int, passes: int, folder: str, results: Any) -> None:
+    """A rank, which goes through its part of a batch in so many passes. The only one keeps its weights in the folder; the first of
+    several compares its own with them."""
     torch.set_num_threads(4 if torch.cuda.is_available() else 1)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if count > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
     job = job_for(model)
-    plan, ranks = plan_for(job, model, count), Ranks.of_process_group() if count > 1 else Ranks()
+    plan, ranks = plan_for(job, model, count, passes), Ranks.of_process_group() if count > 1 else Ranks()
     torch.manual_seed(job.seed)
     with Run(job, plan, place(job, plan, job.build(), device, ranks=ranks)) as run:
         generator = torch.Generator().manual_seed(1)
@@ -114,8 +122,8 @@ def apart(mine: dict[str, torch.Tensor], alone: dict[str, torch.Tensor]) -> dict
 
 def compared(model: str, ranks: int, steps: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
-        alone = in_processes(train, 1, model, steps, folder)
-        together = in_processes(train, ranks, model, steps, folder)
+        alone = in_processes(train, 1, model, steps, ranks, folder)
+        together = in_processes(train, ranks, model, steps, 1, folder)
     distances = together.pop("apart")
     worst = max(distances, key=lambda name: distances[name])
     pairs = zip(alone["losses"], together["losses"], strict=True)
