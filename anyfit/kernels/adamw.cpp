@@ -329,7 +329,8 @@ struct Work {
             int64_t size = (end - from + count - 1) / count;
             size = (size + BLOCK - 1) / BLOCK * BLOCK;
             for (int64_t each = 0; each < count; each++)
-                stretches.emplace_back(node, std::min(from + each * size, end), std::min(from + (each + 1) * size, end), each < owned);
+                stretches.emplace_back(node, std::min(from + each * size, end), std::min(from + (each + 1) * size, end),
+                                       each < owned);
             threads_so_far += owned;
             from = end;
         }
@@ -457,8 +458,8 @@ void go_through(const std::function<void(int64_t, int64_t)>& pass, int64_t eleme
     const int64_t threads = std::min<int64_t>(wanted, useful);
     const std::vector<Node>& nodes = threads == 1 ? ANYWHERE : pool->nodes;
     const auto work = std::make_shared<Work>(pass, elements, threads, nodes);
-    // The calling thread is the first of them; but on several nodes it leaves its share to a worker, and waits: it is the program's,
-    // and not ours to be bound.
+    // The calling thread is the first of them; but on several nodes it leaves its share to a worker and waits: it is the
+    // program's, and not ours to be bound.
     bool helps = nodes.size() == 1;
     try {
         std::vector<size_t> busy(nodes.size());  // workers, by node

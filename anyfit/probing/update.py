@@ -149,10 +149,10 @@ def _adamw(parameters: int) -> Callable[[], object]:
     """Updates the next of some chunks, on as many threads as torch has."""
 
     def generation() -> State:
-        weights, low, m, v = (_touched(size * parameters) for size in (2, 2, 4, 4))
+        weights, low, m, v = (touch(in_huge_pages(size * parameters), nodes()).zero_() for size in (2, 2, 4, 4))
         return State(weights.view(torch.bfloat16), low.view(torch.int16), m.view(torch.float32), v.view(torch.float32))
 
-    gradient = _touched(2 * parameters).view(torch.bfloat16).fill_(1e-3)
+    gradient = touch(in_huge_pages(2 * parameters), nodes()).view(torch.bfloat16).fill_(1e-3)
     chunks = itertools.cycle([(generation(), generation()) for _ in range(CHUNKS)])
     settings = Settings(lr=1e-4, weight_decay=0.01)
 
@@ -161,10 +161,3 @@ def _adamw(parameters: int) -> Callable[[], object]:
         adamw(old, gradient, settings, 1, out=new, threads=torch.get_num_threads())
 
     return step
-
-
-def _touched(size: int) -> torch.Tensor:
-    """Bytes, as the engine's: where the threads are that update them."""
-    memory = in_huge_pages(size)
-    touch(memory, nodes())
-    return memory.zero_()
