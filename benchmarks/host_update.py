@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from anyfit.kernels.adamw import Settings, State, adamw, adamw_in_torch, is_native
-from anyfit.kernels.pages import in_huge_pages
+from anyfit.kernels.cores import nodes
+from anyfit.kernels.pages import in_huge_pages, touch
 
 from . import record
 
@@ -70,7 +71,7 @@ def updates(elements: int) -> dict[str, Call]:
 
 def huge(elements: int, dtype: torch.dtype) -> Tensor:
     """Zeros, touched."""
-    return in_huge_pages(elements * dtype.itemsize).zero_().view(dtype)
+    return touch(in_huge_pages(elements * dtype.itemsize), nodes()).zero_().view(dtype)
 
 
 def split_state(elements: int) -> State:

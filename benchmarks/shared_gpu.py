@@ -4,8 +4,8 @@
 
 A GPT-2 of 1.1 billion parameters in fp32 with AdamW and clipping. One process trains it with everything on the device, each batch
 in two passes. Then two ranks, which share the one GPU and meet over gloo, train it on the same batches, half of each: weights,
-gradients and the optimizer's state divided between them, and all of it on the host. Losses of every step and the weights after the
-last are compared. It is about numbers: collectives of ranks that share a GPU go through the host, and say nothing of speed.
+gradients and the optimizer's state divided between them, and all of it on the host. Losses of every step and the weights after
+the last are compared. It is about numbers: collectives of ranks that share a GPU go through the host, and say nothing of speed.
 
     --model tiny    on a CPU, to see it run
 """
@@ -74,8 +74,8 @@ def plan_for(job: anyfit.Job, model: str, ranks: int, passes: int) -> anyfit.Pla
 
 
 def train(rank: int, count: int, model: str, steps: int, passes: int, folder: str, results: Any) -> None:
-    """A rank, which goes through its part of a batch in so many passes. The only one keeps its weights in the folder; the first of
-    several compares its own with them."""
+    """A rank, which goes through its part of a batch in so many passes. The only one keeps its weights in the folder; the first
+    of several compares its own with them."""
     torch.set_num_threads(4 if torch.cuda.is_available() else 1)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if count > 1:

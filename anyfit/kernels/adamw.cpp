@@ -332,7 +332,8 @@ struct Work {
             int64_t size = (end - from + count - 1) / count;
             size = (size + BLOCK - 1) / BLOCK * BLOCK;
             for (int64_t each = 0; each < count; each++)
-                stretches.emplace_back(node, std::min(from + each * size, end), std::min(from + (each + 1) * size, end), each < owned);
+                stretches.emplace_back(node, std::min(from + each * size, end), std::min(from + (each + 1) * size, end),
+                                       each < owned);
             threads_so_far += owned;
             from = end;
         }

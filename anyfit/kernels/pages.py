@@ -30,17 +30,18 @@ def in_huge_pages(size: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def touch(memory: Tensor, nodes: Nodes) -> None:
-    """Touches all pages, which keep what is written meanwhile; where the kernel cannot, whoever writes first does. Of several
-    nodes each gets the part of the bytes that its threads will update, were they one array."""
+def touch(memory: Tensor, nodes: Nodes) -> Tensor:
+    """The same, all pages touched, which keep what is written meanwhile; where the kernel cannot, whoever writes first does. Of
+    several nodes each gets the part of the bytes that its threads will update, were they one array."""
     if len(nodes) == 1:
         _populate(memory)
-        return
+        return memory
     threads = [threading.Thread(target=_populate_from, args=each, name="anyfit pages") for each in parts(memory, nodes)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    return memory
 
 
 def parts(memory: Tensor, nodes: Nodes) -> Iterator[tuple[tuple[int, ...], Tensor]]:

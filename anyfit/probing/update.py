@@ -14,6 +14,7 @@ import functools
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -22,7 +23,7 @@ import numpy
 import torch
 from torch.nn import functional
 
-from anyfit.kernels.adamw import Settings, State, adamw
+from anyfit.kernels.adamw import Begun, Settings, State, adamw
 from anyfit.kernels.cores import nodes
 from anyfit.kernels.pages import in_huge_pages, touch
 from anyfit.values.machine import update_threads
@@ -161,22 +162,21 @@ def _adamw(parameters: int) -> Callable[[], object]:
     """Updates the next of some chunks, on as many threads as torch has."""
 
     def generation() -> State:
-        weights, low, m, v = (_touched(size * parameters) for size in (2, 2, 4, 4))
+        weights, low, m, v = (touch(in_huge_pages(size * parameters), nodes()).zero_() for size in (2, 2, 4, 4))
         return State(weights.view(torch.bfloat16), low.view(torch.int16), m.view(torch.float32), v.view(torch.float32))
 
-    gradient = _touched(2 * parameters).view(torch.bfloat16).fill_(1e-3)
-    chunks = itertools.cycle([(generation(), generation()) for _ in range(CHUNKS)])
+    def slopes() -> torch.Tensor:
+        return touch(in_huge_pages(2 * parameters), nodes()).view(torch.bfloat16).fill_(1e-3)
+
+    chunks = itertools.cycle([(generation(), slopes(), generation()) for _ in range(CHUNKS)])
     settings = Settings(lr=1e-4, weight_decay=0.01)
+    under_way: deque[Begun | None] = deque()
 
     def step() -> None:
-        old, new = next(chunks)
-        adamw(old, gradient, settings, 1, out=new, threads=torch.get_num_threads())
+        old, gradient, new = next(chunks)
+        under_way.append(adamw(old, gradient, settings, 1, out=new, threads=torch.get_num_threads(), waits=False))
+        last = under_way.popleft() if len(under_way) > 1 else None
+        if last is not None:
+            last.synchronize()
 
     return step
-
-
-def _touched(size: int) -> torch.Tensor:
-    """Bytes, as the engine's: where the threads are that update them."""
-    memory = in_huge_pages(size)
-    touch(memory, nodes())
-    return memory.zero_()
