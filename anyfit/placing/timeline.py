@@ -183,7 +183,8 @@ class Timeline:
         def seconds(moment: Moment) -> float:
             return moment - clock if isinstance(moment, float) else event.elapsed_time(moment) / 1e3
 
-        return [replace(span, start=seconds(span.start), end=seconds(span.end)) for span in spans]
+        found = [replace(span, start=seconds(span.start), end=seconds(span.end)) for span in spans]
+        return sorted(found, key=lambda span: span.start)  # updates of the host are told of by whoever waits for them
 
 
 def _waited_for(span: Span) -> str:

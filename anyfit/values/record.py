@@ -21,13 +21,18 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 
+MOST_NAMED = 30
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` when some known word is close, else `; known: ...`."""
-    options = sorted(known)
-    close = difflib.get_close_matches(word, options, n=1)
+    """`; did you mean 'x'?` when some known word is close, else `; known: ...`, the first of many."""
+    options = list(known)
+    close = difflib.get_close_matches(word, sorted(options), n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(options)}" if options else ""
+    if len(options) > MOST_NAMED:
+        return f"; known: {', '.join(options[:MOST_NAMED])} and {len(options) - MOST_NAMED} more"
+    return f"; known: {', '.join(sorted(options))}" if options else ""
 
 
 class Record:

@@ -163,6 +163,8 @@ def test_the_nearest_word_is_offered_and_all_of_them_when_none_is_near() -> None
     assert nearest("micro_bach", ["batch_size", "micro_batch"]) == "; did you mean 'micro_batch'?"
     assert nearest("zzz", ["b", "a"]) == "; known: a, b"
     assert nearest("zzz", []) == ""
+    assert nearest("zzz", map(str, range(700, 0, -1))).startswith("; known: 700, 699, 698, ")
+    assert nearest("zzz", map(str, range(700, 0, -1))).endswith(", 671 and 670 more")
 
 
 # ---------------------------------------------------------------------- written whole or not at all
