@@ -1,5 +1,5 @@
-"""What a checkpoint does with bytes, on the thread that calls and without Python's lock: adding them up, copying them, and putting
-exact numbers together from their halves (split.py).
+"""What a checkpoint does with bytes, on the thread that calls and without Python's lock: adding them up, copying them, and
+putting exact numbers together from their halves (split.py).
 
 In C++ (bytes.cpp); where that is not built, zlib and numpy do the same. Not torch: it would wake a team of threads for each one
 that copies, and those would take turns with the ones that train.

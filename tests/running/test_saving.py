@@ -51,9 +51,9 @@ class Gate:
         self.is_open = threading.Event()
         write = files.BlockFile._add_up_and_write
 
-        def wait_and_write(file: files.BlockFile, data: memoryview, at: int) -> None:
+        def wait_and_write(file: files.BlockFile, block: Tensor, count: int, at: int) -> None:
             assert self.is_open.wait(60)
-            write(file, data, at)
+            write(file, block, count, at)
 
         monkeypatch.setattr(files.BlockFile, "_add_up_and_write", wait_and_write)
         copy = saving.Copies._copy
@@ -212,7 +212,7 @@ def test_a_copy_that_fails_is_the_saves_concern_and_not_the_updates(tmp_path: Pa
     with started(job, hand_written(job)) as run:
         run.step(batches[0])
         assert run._placed.slabs.has_room(2**17)
-        monkeypatch.setattr(saving.Copies, "has_room", lambda _copies, _saved: True)
+        monkeypatch.setattr(saving.Copies, "has_room", lambda _copies, _content: True)
         run.save(tmp_path / "1", wait=False)
         with pytest.raises(OSError, match=r"could not write .*MemoryError: the plan's host memory"):
             run.finish_saving()
