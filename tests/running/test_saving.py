@@ -25,7 +25,7 @@ from tests.models import Convolutional, Tangled, byte_batches, image_batches, ti
 from tests.oracle import assert_bit_equal, train_plainly
 from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, random_delays, started
 
-from .test_checkpoint import ROWS, job_for
+from .test_checkpoint import OPTIMIZERS, ROWS, job_for
 
 PLACEMENTS = {
     "resident": Placement(),
@@ -129,6 +129,91 @@ def test_the_copy_is_of_what_updates_change_and_its_memory_is_taken_once(tmp_pat
         begun(run, tmp_path / "2")
         run.finish_saving()
         assert run._placed.host_bytes == before + taken
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_that_are_not_trained_take_no_memory_in_the_copy(precision: Any, tmp_path: Path) -> None:
+    job = job_for(Tangled, precision=precision, optimizer=adamw)
+    with started(job, hand_written(job)) as run:
+        run.step(byte_batches(1, ROWS)[0])
+        begun(run, tmp_path / "1")
+        run.finish_saving()
+        copies: Any = run._copies
+        start = len((data := (tmp_path / "1" / "data-00000.safetensors").read_bytes()).partition(b"}}")[0])
+        for at in range(start + 64, len(data)):  # all that is in the image is as in the file
+            held = copies.image.holds(at, at + 1)
+            assert int(copies.image.memory[at]) == (data[at] if held else 0)
+        assert 0 < sum(end - first for first, end in copies.image.ranges) < len(data)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_room_is_made_once_and_a_save_uses_it(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_for(Tangled, precision="bf16", optimizer=OPTIMIZERS[optimizer])
+    batches = byte_batches(3, ROWS)
+    with started(job, hand_written(job, AWAY, slots=16)) as run:
+        run.step(batches[0])
+        before = run._placed.host_bytes
+        run.make_room_to_save()
+        taken = run._placed.host_bytes - before
+        assert taken > 0
+        run.make_room_to_save()
+        monkeypatch.setattr(saving, "in_huge_pages", lambda _size: pytest.fail("taken again"))
+        for batch in batches[1:]:
+            begun(run, tmp_path / str(run.steps))
+            run.step(batch)
+            run.finish_saving()
+            assert run._placed.host_bytes == before + taken
+        assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
+    for steps in (1, 2):
+        weights = {name: each for name, each in tensors_in(tmp_path / str(steps)).items() if "/" not in name}
+        expected = train_plainly(job, batches[:steps])[1]
+        assert_bit_equal(weights, {name: expected[name] for name in weights})
+
+
+def test_no_room_is_made_where_there_is_none(tmp_path: Path) -> None:
+    job = job_for(precision="bf16", optimizer=adamw)
+    with started(job, hand_written(job, AWAY, slots=16)) as run:
+        needed = run._placed.host_bytes
+    with started(job, hand_written(job, AWAY, slots=16, host_bytes=needed + 2**16)) as run:
+        run.make_room_to_save()
+        assert run._placed.host_bytes == needed
+        run.step(byte_batches(1, ROWS)[0])
+        assert not begun(run, tmp_path / "1").is_beside
+
+
+def test_a_save_waits_for_room_that_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch, is_touched = saving.Copies._touch, threading.Event()
+
+    def touch_late(*arguments: Any) -> None:
+        assert is_touched.wait(60)
+        arguments[1].zero_()  # as a kernel that cannot touch without writing
+        touch(*arguments)
+
+    monkeypatch.setattr(saving.Copies, "_touch", touch_late)
+    job = job_for(optimizer=adamw)
+    with started(job, hand_written(job)) as run:
+        run.step(byte_batches(1, ROWS)[0])
+        run.save(tmp_path / "waited for")
+        run.make_room_to_save()
+        under_way = begun(run, tmp_path / "beside")
+        time.sleep(0.1)
+        assert under_way.share == 0
+        is_touched.set()
+        run.finish_saving()
+    assert_bit_equal(tensors_in(tmp_path / "beside"), tensors_in(tmp_path / "waited for"))
+
+
+def test_a_state_that_has_grown_since_gets_more_room(tmp_path: Path) -> None:
+    job = job_for(precision="bf16", optimizer=OPTIMIZERS["sgd"])  # which makes its state in the first step
+    with started(job, hand_written(job)) as run:
+        run.make_room_to_save()
+        small = run._placed.host_bytes
+        run.step(byte_batches(1, ROWS)[0])
+        assert begun(run, tmp_path / "1").is_beside
+        run.finish_saving()
+        assert run._placed.host_bytes > small
+        run.save(tmp_path / "2")
+    assert_bit_equal(tensors_in(tmp_path / "1"), tensors_in(tmp_path / "2"))
 
 
 def test_without_room_for_a_copy_it_is_written_at_once(tmp_path: Path) -> None:
