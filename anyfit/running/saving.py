@@ -43,7 +43,7 @@ from .team import Post, Team
 COPIERS = 8  # threads: one does not keep up with the memory
 WRITERS = 2  # threads that write beside the steps: more would only take cores from those that train
 NICE = 10  # of threads at work beside the steps: those that train come first
-TOUCHED_AT_ONCE = 2**26  # bytes
+TOUCHED_AT_ONCE = 2**24  # bytes
 PAGE_BYTES = 4096
 
 
@@ -263,6 +263,10 @@ class Copies:
             self._take(size, held)
             self._touching = threading.Thread(target=self._touch, args=(self._memory, ranges), name="anyfit room", daemon=True)
             self._touching.start()
+
+    @property
+    def is_touching(self) -> bool:
+        return self._touching is not None and self._touching.is_alive()
 
     def _take(self, size: int, held: int) -> None:
         """Memory as large as that, of which so much counts; what there is, where it is large enough."""
