@@ -70,18 +70,18 @@ class Fetcher:
     """What a thread reads state with: a GPU's on a stream of its own, so that no step is waited for, and through a little pinned
     memory, so that the GPU's own is not needed. `past_cache` is for what is not looked at again soon."""
 
-    def __init__(self, device: torch.device, *, past_cache: bool = False) -> None:
+    def __init__(self, *, past_cache: bool = False) -> None:
         self.past_cache = past_cache
-        self._device = device
         self._stream: Any = None
         self._pinned: Tensor | None = None
 
     def on_host(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """The same numbers on the host, until the next call. They are FETCHED_BYTES at most."""
-        if not any(part.is_cuda for part in parts):
+        device = next((part.device for part in parts if part.is_cuda), None)
+        if device is None:
             return parts
         if self._stream is None:
-            self._stream = _cuda.Stream(self._device, priority=-1)  # torch has few others, which lanes may have as well
+            self._stream = _cuda.Stream(device, priority=-1)  # torch has few others, which lanes may have as well
         found, end = [], 0
         with _cuda.stream(self._stream):
             if self._pinned is None:

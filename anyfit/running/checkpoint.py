@@ -67,7 +67,7 @@ def prepared(folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Pl
     mine = _Exchanged(planner.create_local_plan(), sorted(moments), scalars, _Randoms.now())
     everybody = ranks.objects(mine) if ranks.are_several else [mine]
     plans, metadata = planner.create_global_plan([each.plan for each in everybody])
-    writer = Writer(folder, moments={name for each in everybody for name in each.moments}, device=placed.device)
+    writer = Writer(folder, moments={name for each in everybody for name in each.moments})
     plans = writer.prepare_global_plan(plans)
 
     def begin_aside() -> None:

@@ -193,11 +193,9 @@ def padded(size: int) -> int:
 class BlockFile:
     """A file of this content, written by threads, each of which takes the next block; the first error ends it."""
 
-    def __init__(
-        self, path: Path, content: Content, wrote: Callable[[int], None], device: torch.device, image: Image | None = None
-    ) -> None:
+    def __init__(self, path: Path, content: Content, wrote: Callable[[int], None], image: Image | None = None) -> None:
         assert BLOCK_BYTES % MOST_ITEM_BYTES == 0
-        self._content, self._wrote, self._device, self._image = content, wrote, device, image
+        self._content, self._wrote, self._image = content, wrote, image
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._direct: int | None = None  # the same, past the page cache
         if BLOCK_BYTES % DIRECT_BYTES == 0 and hasattr(os, "O_DIRECT"):
@@ -215,10 +213,12 @@ class BlockFile:
         if self._direct is not None:  # as long as it will be: writes that lengthen a file wait for each other
             os.ftruncate(self._file, padded(self._content.bytes))
         # Not a pool of concurrent.futures: those take no work any more while Python waits, at its end, for a save under way.
-        working = [threading.Thread(target=self._work, name="anyfit saving", daemon=True) for _ in range(threads)]
-        for thread in working:
-            thread.start()
+        working: list[threading.Thread] = []
         try:
+            for _ in range(threads):
+                thread = threading.Thread(target=self._work, name="anyfit saving", daemon=True)
+                thread.start()
+                working.append(thread)
             for thread in working:
                 thread.join()
         except BaseException as error:
@@ -237,7 +237,7 @@ class BlockFile:
 
     def _work(self) -> None:
         try:
-            by, room = Fetcher(self._device), None
+            by, room = Fetcher(), None
             while self._failed is None:
                 with self._lock:
                     start = next(self._left, None)
@@ -285,16 +285,10 @@ class BlockFile:
 
 
 def write_tensors(
-    path: Path,
-    content: Content,
-    wrote: Callable[[int], None],
-    *,
-    device: torch.device,
-    threads: int = THREADS,
-    image: Image | None = None,
+    path: Path, content: Content, wrote: Callable[[int], None], *, threads: int = THREADS, image: Image | None = None
 ) -> FileRecord:
     """A safetensors file, little by little, on so many threads; from the image what that holds."""
-    file = BlockFile(path, content, wrote, device, image)
+    file = BlockFile(path, content, wrote, image)
     try:
         return file.write(threads)
     finally:

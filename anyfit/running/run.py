@@ -554,7 +554,7 @@ class Run:
 
     def _copies_for(self) -> Copies:
         if self._copies is None:
-            self._copies = Copies(self._placed.slabs, self._placed.device)
+            self._copies = Copies(self._placed.slabs)
         return self._copies
 
     def finish_saving(self) -> None:

@@ -45,6 +45,7 @@ WRITERS = 2  # threads that write beside the steps: more would only take cores f
 NICE = 10  # of threads at work beside the steps: those that train come first
 TOUCHED_AT_ONCE = 2**24  # bytes
 PAGE_BYTES = 4096
+MADV_DONTFORK = 10  # of Linux
 
 
 class Saving:
@@ -241,7 +242,7 @@ class Copies:
     that take no memory. An update may change a chunk once `wait_for` it has returned.
     """
 
-    def __init__(self, slabs: HostSlabs, device: torch.device) -> None:
+    def __init__(self, slabs: HostSlabs) -> None:
         self._slabs = slabs
         self._memory: Tensor | None = None
         self._held = 0  # bytes of it that count
@@ -250,7 +251,7 @@ class Copies:
         self._copying: dict[int, Future[None]] = {}
         self._fetchers: queue.SimpleQueue[Fetcher] = queue.SimpleQueue()
         for _ in range(COPIERS):
-            self._fetchers.put(Fetcher(device, past_cache=True))
+            self._fetchers.put(Fetcher(past_cache=True))
         self.image: Image | None = None  # of the file at hand, once `result` has returned
 
     def has_room(self, content: Content) -> bool:
@@ -259,7 +260,7 @@ class Copies:
     def make_room(self, size: int, ranges: Sequence[tuple[int, int]]) -> None:
         """Where there is room: takes memory for a file of so many bytes, of which these are copied, and has a thread touch it."""
         held = sum(end - start for start, end in ranges)
-        if self._memory is None and self._slabs.has_room(held):
+        if self._memory is None and not self._copying and self._slabs.has_room(held):
             self._take(size, held)
             self._touching = threading.Thread(target=self._touch, args=(self._memory, ranges), name="anyfit room", daemon=True)
             self._touching.start()
@@ -277,16 +278,16 @@ class Copies:
         self._held = max(held, self._held)
         if self._memory is None:
             self._memory = in_huge_pages(padded(size))
+            _advise(self._memory, MADV_DONTFORK)  # else the next copy would take as much again while a data loader's workers live
 
     def _touch(self, memory: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
         let_others_first()
-        populate: Any = ctypes.CDLL(None).madvise
         for start, end in ranges:
             for first in range(start - start % PAGE_BYTES, end, TOUCHED_AT_ONCE):
                 part = memory[first : min(first + TOUCHED_AT_ONCE, end)]
                 if self._is_closed:
                     return
-                if populate(ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(len(part)), MADV_POPULATE_WRITE):
+                if not _advise(part, MADV_POPULATE_WRITE):
                     part.numpy()[::PAGE_BYTES] = 0  # a kernel that cannot; nothing is written there yet
 
     def begin(self, content: Content, order: Callable[[int], Any]) -> None:
@@ -337,6 +338,13 @@ class Copies:
     def close(self) -> None:
         """Memory that is being made ready is not wanted any more."""
         self._is_closed = True
+
+
+def _advise(memory: Tensor, advice: int) -> bool:
+    """Whether the kernel has followed it; without Python's lock, which mmap's own would keep."""
+    if sys.platform != "linux":
+        return False
+    return not ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(len(memory)), advice)
 
 
 def _copied(content: Content) -> list[Piece]:

@@ -47,8 +47,6 @@ from .files import (
 )
 from .stored import Opened, StoredBox
 
-CPU = torch.device("cpu")
-
 
 def lie(items: Iterable[WriteItem]) -> list[tuple[WriteItem, Entry]]:
     """Where the boxes of a file lie: each at a multiple of its elements' size, else in their order."""
@@ -77,7 +75,6 @@ class Writer(StorageWriter):
 
     documents    other files of it, JSON, by name
     moments      names of tensors that are an optimizer's
-    device       where tensors are that are not on the host
     threads      that write a rank's file
     wrote        is told of bytes on their way to the disk, from any thread
     """
@@ -85,7 +82,6 @@ class Writer(StorageWriter):
     folder: Path
     documents: Mapping[str, str] = field(default_factory=dict)
     moments: Container[str] = ()
-    device: torch.device = CPU
     threads: int = files.THREADS
     wrote: Callable[[int], None] = lambda _count: None
 
@@ -117,7 +113,7 @@ class Writer(StorageWriter):
         if not self.aside.path.is_dir():
             raise FileNotFoundError(f"{self.aside.path}, which rank 0 has made, is not seen here: all ranks save to one place")
         file = self.aside.path / data_file(plan.storage_data)
-        return write_tensors(file, content, self.wrote, device=self.device, threads=self.threads, image=image)
+        return write_tensors(file, content, self.wrote, threads=self.threads, image=image)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Of all ranks' files: writes the other ones, and puts the checkpoint in its place."""

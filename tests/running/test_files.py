@@ -25,7 +25,6 @@ from anyfit.running.saving import Part
 from anyfit.values.tensor_files import header_bytes
 from tests.conftest import FULL
 
-CPU = torch.device("cpu")
 BLOCK = 8192
 
 
@@ -56,7 +55,7 @@ def with_bytes(size: int) -> tuple[Content, bytes]:
 
 
 def write(path: Path, content: Content, **options: Any) -> FileRecord:
-    return write_tensors(path, content, lambda _count: None, device=CPU, **options)
+    return write_tensors(path, content, lambda _count: None, **options)
 
 
 def is_right(path: Path, record: FileRecord, expected: bytes) -> bool:
@@ -90,7 +89,7 @@ def test_what_lies_in_an_image_is_written_from_there_and_the_rest_from_where_it_
         if is_copied:
             chosen.append(piece)
     for piece in chosen:
-        piece.read(piece.start, piece.end, memory[piece.start : piece.end], Fetcher(CPU))
+        piece.read(piece.start, piece.end, memory[piece.start : piece.end], Fetcher())
     path = tmp_path / "file"
     path.unlink(missing_ok=True)
     assert is_right(path, write(path, content, threads=threads, image=Image(memory, chosen)), expected)
@@ -103,7 +102,7 @@ def test_a_block_that_an_image_holds_is_not_copied_once_more(tmp_path: Path, mon
     header, trained, frozen = content.pieces
     memory = in_huge_pages(padded(content.bytes))
     for piece in (header, trained):
-        piece.read(piece.start, piece.end, memory[piece.start : piece.end], Fetcher(CPU))
+        piece.read(piece.start, piece.end, memory[piece.start : piece.end], Fetcher())
     from_image: dict[int, bool] = {}
     add_up_and_write = BlockFile._add_up_and_write
 

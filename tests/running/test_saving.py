@@ -16,11 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import anyfit
 from anyfit.placing.tiers import HostSlabs
 from anyfit.running import checkpoint, files, saving
+from anyfit.running.launch import Launch, launched
 from anyfit.running.run import Run
 from anyfit.values.plan import Placement
 from tests.conftest import FULL
+from tests.machines import small_machine
 from tests.models import Convolutional, Tangled, byte_batches, image_batches, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
 from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, random_delays, started
@@ -168,6 +171,21 @@ def test_room_is_made_once_and_a_save_uses_it(optimizer: str, tmp_path: Path, mo
         weights = {name: each for name, each in tensors_in(tmp_path / str(steps)).items() if "/" not in name}
         expected = train_plainly(job, batches[:steps])[1]
         assert_bit_equal(weights, {name: expected[name] for name in weights})
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+def test_a_launch_that_will_save_has_room_made_after_the_first_step(save_every: int, tmp_path: Path) -> None:
+    job, batches = job_for(precision="bf16", optimizer=adamw), byte_batches(2, ROWS)
+    with launched(Launch(tmp_path, save_every=save_every)), anyfit.start(job, machine=small_machine()) as run:
+        before = run._placed.host_bytes
+        run.step(batches[0])
+        taken = run._placed.host_bytes - before
+        parameters = sum(each.numel() for each in run.model.parameters())
+        assert (12 * parameters <= taken <= 13 * parameters) if save_every else not taken
+        run._move(hand_written(job, AWAY, slots=16))  # and again, where it is planned anew
+        assert (run._copies is not None) == bool(save_every)
+        run.step(batches[1])
+        assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
 
 
 def test_no_room_is_made_where_there_is_none(tmp_path: Path) -> None:
