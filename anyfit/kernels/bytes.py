@@ -62,8 +62,9 @@ def copy(source: Tensor, out: Tensor, *, past_cache: bool = False) -> None:
 
 
 def _check(what: str, *tensors: Tensor) -> None:
+    count = tensors[0].numel()
     for each in tensors:
-        if each.dim() != 1 or each.shape != tensors[0].shape or not each.is_contiguous() or each.device.type != "cpu":
+        if each.numel() != count or each.dim() != 1 or not each.is_contiguous() or not each.is_cpu:
             shapes = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
             raise ValueError(f"what is {what} is flat, of one length and on the host, each without gaps: {shapes}")
 

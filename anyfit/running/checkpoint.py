@@ -47,7 +47,7 @@ from .team import Team
 
 PROGRESS, PLAN = "progress.json", "plan.json"
 READ_AT_ONCE = 2**22  # elements
-NEARLY = 1.05  # what is left for headers, and where ranks do not divide evenly
+OVER_SHARE, OVER_BYTES = 0.25, 2**20  # addresses, and not memory: for a header, and where ranks do not divide evenly
 
 
 # ---------------------------------------------------------------------- writing
@@ -102,7 +102,7 @@ def room_to_save(placed: Placed) -> tuple[int, list[tuple[int, int]]]:
         shards = 1 if each.chunk == BUFFERS else placed.state.chunks[each.chunk].shards
         part = each.elements * each.dtype.itemsize * shards / placed.ranks.count
         size, copied = size + part, copied + part * each.changes
-    return int(NEARLY * size), [(0, int(copied))]
+    return int((1 + OVER_SHARE) * size) + OVER_BYTES, [(0, int(copied))]
 
 
 @dataclass(frozen=True)
