@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from anyfit.kernels.bytes import is_native
 from anyfit.kernels.pages import in_huge_pages
 from anyfit.placing.stretches import Fetcher, Stretch
 from anyfit.placing.tiers import MADV_POPULATE_WRITE, HostSlabs
@@ -282,6 +283,7 @@ class Copies:
 
     def _touch(self, memory: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
         let_others_first()
+        is_native()  # built now, where it is not yet
         for start, end in ranges:
             for first in range(start - start % PAGE_BYTES, end, TOUCHED_AT_ONCE):
                 part = memory[first : min(first + TOUCHED_AT_ONCE, end)]
