@@ -5,11 +5,12 @@
 A GPT-2 of about a billion parameters, bf16 with exact masters and AdamW, its weights on the device and the rest on the host,
 under a hard cap on the GPU's memory. Two questions, each asked `--repeats` times:
 
-beside    The plan has host memory for one more copy of the state. A save is begun, and steps go on until it is whole and a few
-          longer. What that took more than as many steps take is the delay, in steps. The first time the copy's memory is taken.
+beside    The plan has host memory for one more copy of the state, which is made ready beside the first steps, as `anyfit fit
+          --save-every` does; by how much that delays them is told as well. A save is begun, and steps go on until it is whole and
+          a few longer. What that took more than as many steps take is the delay, in steps.
 waiting   It has not, and training waits. Bytes a second of the save, next to what the disk does: as many bytes written to one
-          file in blocks of 16 MiB and synced, by one thread and by as many as a save has, of which the faster counts; in turn
-          with the saves, on the same disk.
+          file in blocks of 16 MiB and synced, through the page cache and past it, by one thread and by as many as a save has, of
+          which the fastest counts; in turn with the saves, on the same disk.
 
     --model tiny --steps 3    on a CPU, to see it run
 """
@@ -17,6 +18,7 @@ waiting   It has not, and training waits. Bytes a second of the save, next to wh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import statistics
@@ -30,8 +32,10 @@ from typing import Any
 import torch
 
 import anyfit
+from anyfit.kernels.pages import in_huge_pages
 from anyfit.placing import place
-from anyfit.running.files import BLOCK_BYTES, THREADS
+from anyfit.running import saving as saves
+from anyfit.running.files import BLOCK_BYTES, THREADS, padded
 from anyfit.running.run import Run
 from anyfit.values.plan import Placement
 
@@ -50,6 +54,7 @@ CHUNK_BYTES = {"1b": 64 * 2**20, "tiny": 2**14}
 ON_HOST = Placement(gradients="host", optimizer="host", update="host")
 WARMUP = 3
 STEPS_AFTER = 4  # that a save is watched for once it is whole
+WAYS = {"through the page cache": 0, "past it": getattr(os, "O_DIRECT", 0)}
 
 
 def start(model: str, batch: int, host_bytes: int) -> Run:
@@ -90,6 +95,19 @@ class Trained:
             self.step()
             found.append(time.perf_counter() - began)
         return statistics.median(found)
+
+
+def room(trained: Trained, steps: int) -> dict[str, Any]:
+    """Memory for saves beside the steps is made ready: by how much that delays them."""
+    run, usual, count = trained.run, trained.seconds_a_step(steps), 0
+    began = time.perf_counter()
+    run.make_room_to_save()
+    copies: Any = run._copies
+    while copies.is_touching:
+        trained.step()
+        count += 1
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "steps_meanwhile": count, "step_seconds": usual, "delay_steps": seconds / usual - count}
 
 
 def beside(trained: Trained, folder: Path, steps: int) -> dict[str, Any]:
@@ -133,24 +151,34 @@ def waiting(trained: Trained, folder: Path) -> dict[str, Any]:
     size = sum(file.stat().st_size for file in folder.iterdir())
     is_beside = run.saving.is_beside
     shutil.rmtree(folder)
-    disk = {f"disk_bytes_per_second_{threads}": disk_rate(folder.with_name("plain"), size, threads) for threads in (1, THREADS)}
-    return {"is_beside": is_beside, "bytes": size, "bytes_per_second": size / seconds, "seconds": seconds, **disk}
+    disk = {}
+    for name, flags in WAYS.items():
+        for threads in (1, THREADS):
+            with contextlib.suppress(OSError):  # of a file system that refuses to be written so
+                disk[f"{name}, {threads}"] = disk_rate(folder.with_name("plain"), size, threads, flags)
+    return {"is_beside": is_beside, "bytes": size, "bytes_per_second": size / seconds, "seconds": seconds, "disk": disk}
 
 
-def disk_rate(file: Path, size: int, threads: int) -> float:
-    """Bytes a second of one file written in blocks, and synced."""
-    block = memoryview(torch.randint(0, 256, (BLOCK_BYTES,), dtype=torch.uint8).numpy().data)
-    began = time.perf_counter()
-    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+def disk_rate(file: Path, size: int, threads: int, flags: int) -> float:
+    """Bytes a second of one file written in blocks, as long as it will be from the start, and synced."""
+    block = in_huge_pages(BLOCK_BYTES).random_(0, 256).numpy().data
+
+    def write(at: int) -> None:
+        os.pwrite(handle, block[: padded(min(BLOCK_BYTES, size - at))], at)
+
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda at: os.pwrite(handle, block[: min(BLOCK_BYTES, size - at)], at), range(0, size, BLOCK_BYTES)))
-        os.fsync(handle)
+        began = time.perf_counter()
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags)
+        try:
+            os.ftruncate(handle, padded(size))
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(write, range(0, size, BLOCK_BYTES)))
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        return size / (time.perf_counter() - began)
     finally:
-        os.close(handle)
-    seconds = time.perf_counter() - began
-    file.unlink()
-    return size / seconds
+        file.unlink(missing_ok=True)
 
 
 def measure(model: str, batch: int, steps: int, repeats: int, folder: Path) -> dict[str, Any]:
@@ -160,6 +188,7 @@ def measure(model: str, batch: int, steps: int, repeats: int, folder: Path) -> d
         parameters, held = sum(each.numel() for each in run.model.parameters()), placed.host_bytes
         print(f"{model}: {parameters / 1e9:.2f} B parameters, {held / GIB:.1f} GiB on the host", flush=True)
         trained.seconds_a_step(WARMUP)
+        made = shown(room(trained, steps), line_room)
         delayed = [shown(beside(trained, folder / "beside", steps), line_beside) for _ in range(repeats)]
         copy = placed.host_bytes - held
     if torch.cuda.is_available():
@@ -168,15 +197,16 @@ def measure(model: str, batch: int, steps: int, repeats: int, folder: Path) -> d
         trained = Trained(run, model)
         trained.seconds_a_step(WARMUP)
         waited = [shown(waiting(trained, folder / "waiting"), line_waiting) for _ in range(repeats)]
-    keys = [key for key in waited[0] if key.startswith("disk")]
     rate = statistics.median(each["bytes_per_second"] for each in waited)
-    disk = max(statistics.median(each[key] for each in waited) for key in keys)
+    disk = max(statistics.median(each["disk"][way] for each in waited) for way in waited[0]["disk"])
     return {
         "model": model,
         "parameters": parameters,
         "batch": batch,
         "host_bytes": held,
         "copy_bytes": copy,
+        "threads_beside": saves.WRITERS,
+        "room": made,
         "beside": delayed,
         "waiting": waited,
         "most_delay_steps": max(each["delay_steps"] for each in delayed),
@@ -190,6 +220,13 @@ def measure(model: str, batch: int, steps: int, repeats: int, folder: Path) -> d
     }
 
 
+def line_room(each: dict[str, Any]) -> str:
+    return (
+        f"  room: made ready in {each['seconds']:.2f} s, which delayed {each['steps_meanwhile']} steps of "
+        f"{each['step_seconds']:.3f} s by {each['delay_steps']:.2f}"
+    )
+
+
 def line_beside(each: dict[str, Any]) -> str:
     return (
         f"  beside: delayed by {each['delay_steps']:.2f} of {each['steps_meanwhile']} steps of {each['step_seconds']:.3f} s; "
@@ -198,10 +235,10 @@ def line_beside(each: dict[str, Any]) -> str:
 
 
 def line_waiting(each: dict[str, Any]) -> str:
-    disks = [value / 1e9 for key, value in each.items() if key.startswith("disk")]
+    disks = "; ".join(f"{way}: {rate / 1e9:.2f}" for way, rate in each["disk"].items())
     return (
         f"  waiting: {each['bytes'] / GIB:.2f} GiB in {each['seconds']:.2f} s, {each['bytes_per_second'] / 1e9:.2f} GB/s; "
-        f"the disk {disks[0]:.2f} by one thread, {disks[1]:.2f} by {THREADS}"
+        f"the disk by way and threads: {disks}"
     )
 
 
@@ -217,10 +254,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8, help="that make up the usual time of one")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads-beside", type=int, default=saves.WRITERS, help="that write beside the steps")
     parser.add_argument("--cap-gib", type=float, default=12)
     parser.add_argument("--folder", type=Path, help="on the disk that is meant; the current one")
     parser.add_argument("--record", metavar="NAME")
     options = parser.parse_args()
+    saves.WRITERS = options.threads_beside
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction((options.cap_gib * GIB - CONTEXT_BYTES) / total)

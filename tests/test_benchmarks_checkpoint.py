@@ -24,12 +24,16 @@ def test_it_saves_beside_the_steps_with_room_and_waits_without(
     assert [each["is_beside"] for each in figures["beside"]] == [True, True]
     assert [each["is_beside"] for each in figures["waiting"]] == [False, False]
     assert figures["copy_bytes"] == pytest.approx(12 * figures["parameters"], rel=0.1)
+    assert figures["room"]["seconds"] > 0
     for each in figures["beside"]:
         whole = each["call_seconds"] + sum(each["step_seconds_meanwhile"])
         usual = each["steps_meanwhile"] * each["step_seconds"]
         assert each["delay_seconds"] == pytest.approx(whole - usual, abs=0.02)
         assert each["delay_steps"] == pytest.approx(each["delay_seconds"] / each["step_seconds"])
     assert all(each["bytes"] > 12 * figures["parameters"] for each in figures["waiting"])
+    ways = set(figures["waiting"][0]["disk"])
+    assert {"through the page cache, 1", "through the page cache, 4"} <= ways
+    assert figures["disk_bytes_per_second"] > min(figures["waiting"][0]["disk"].values())
     assert figures["share_of_disk"] == pytest.approx(figures["bytes_per_second"] / figures["disk_bytes_per_second"])
     assert [path.name for path in tmp_path.iterdir()] == ["it.json"]
     assert capsys.readouterr().out.count("waiting: ") == 2

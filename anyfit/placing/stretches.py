@@ -5,19 +5,22 @@ A checkpoint is written from these and read into them: nothing here puts a tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from anyfit.kernels.split import merge
+from anyfit.kernels.bytes import copy, merge
 
 from .chunks import put
 from .place import Placed
 
+_cuda: Any = torch.cuda
+
 BUFFERS = -1  # in place of a chunk
+FETCHED_BYTES = 2**22  # from a GPU at once: enough for its link, and little to pin
 
 
 @dataclass(frozen=True)
@@ -41,23 +44,20 @@ class Stretch:
     def dtype(self) -> torch.dtype:
         return self.values.dtype if self.low is None else torch.float32
 
-    def read(self, start: int, end: int, out: Tensor) -> None:
+    def read(self, start: int, end: int, out: Tensor, by: Fetcher) -> None:
         """Some of its elements into a flat tensor on the host."""
-        high = self.values[start:end]
-        low = None if self.low is None else self.low[start:end]
-        if low is None and high.is_cuda:
-            out.copy_(high)
-        elif low is None:
-            copy_on_host(high, out)
-        elif low.is_cuda:
-            exact = torch.empty(end - start, device=low.device)
-            merge(high.to(low.device), low, exact)
-            out.copy_(exact)
-        else:
-            bits = out.view(torch.int32).numpy()
-            np.copyto(bits, high.cpu().view(torch.int16).numpy())
-            np.left_shift(bits, 16, out=bits)
-            np.add(bits, low.numpy(), out=bits)
+        parts = [part.detach() for part in (self.values, self.low) if part is not None]
+        at_once = max(end - start, 1)
+        if any(part.is_cuda for part in parts):
+            at_once = FETCHED_BYTES // sum(part.itemsize for part in parts)
+        for first in range(start, end, at_once):
+            last = min(first + at_once, end)
+            values, *low = by.on_host([part[first:last] for part in parts])
+            place = out[first - start : last - start]
+            if low:
+                merge(values, low[0], place, past_cache=by.past_cache)
+            else:
+                copy(values, place, past_cache=by.past_cache)
 
     def write(self, start: int, values: Tensor) -> None:
         """Sets some of its elements, from `start` of it on."""
@@ -66,10 +66,35 @@ class Stretch:
         put(values, homes, None if self.low is None else self.low[part], is_split=self.low is not None)
 
 
-def copy_on_host(source: Tensor, out: Tensor) -> None:
-    """By this thread alone: torch would wake a team of its own for every thread that copies, and those would take turns with
-    the ones that train."""
-    np.copyto(out.view(torch.uint8).numpy(), source.detach().view(torch.uint8).numpy())
+class Fetcher:
+    """What a thread reads state with: a GPU's on a stream of its own, so that no step is waited for, and through a little pinned
+    memory, so that the GPU's own is not needed. `past_cache` is for what is not looked at again soon."""
+
+    def __init__(self, *, past_cache: bool = False) -> None:
+        self.past_cache = past_cache
+        self._stream: Any = None
+        self._pinned: Tensor | None = None
+
+    def on_host(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The same numbers on the host, until the next call. They are FETCHED_BYTES at most."""
+        device = next((part.device for part in parts if part.is_cuda), None)
+        if device is None:
+            return parts
+        if self._stream is None:
+            self._stream = _cuda.Stream(device, priority=-1)  # torch has few others, which lanes may have as well
+        found, end = [], 0
+        with _cuda.stream(self._stream):
+            if self._pinned is None:
+                self._pinned = torch.empty(FETCHED_BYTES, dtype=torch.uint8, pin_memory=True)
+            for part in parts:
+                if part.is_cuda:
+                    start, end = end, end + part.nbytes
+                    found.append(self._pinned[start:end].view(part.dtype))
+                    found[-1].copy_(part, non_blocking=True)
+                else:
+                    found.append(part)
+        self._stream.synchronize()
+        return found
 
 
 def weights_of(placed: Placed) -> Iterator[Stretch]:

@@ -89,11 +89,15 @@ class HostSlabs:
             )
         self.bytes += size
 
-    def apart(self, size: int, *, crosses: bool) -> torch.Tensor:
-        """Bytes that share a slab with nothing else."""
+    def hold_apart(self, size: int) -> None:
+        """Counts memory that somebody else takes, and does not pin."""
         with self._taking:
             self._take(size)
-            return self._new_slab(size, crosses and self._pins)
+
+    def give_back(self, size: int) -> None:
+        """Counts it no more."""
+        with self._taking:
+            self.bytes -= size
 
     def prepared(self) -> None:
         """Waits until all memory is there, and pinned where it crosses. What is taken later is so at once."""

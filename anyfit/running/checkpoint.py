@@ -34,28 +34,27 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.optim.lr_scheduler import LRScheduler
 
 from anyfit.placing import Placed
-from anyfit.placing.stretches import Stretch, buffers_of, home_of, moments_of, spread, weights_of
+from anyfit.placing.stretches import BUFFERS, Stretch, buffers_of, home_of, moments_of, spread, weights_of
 from anyfit.values.plan import Plan
 from anyfit.values.record import nearest
 
 from .boxes import Box, boxes_of
-from .files import MANIFEST, remove_left_behind
-from .saving import Planner, Saved, Saving, could_not_write
-from .storage import Reader, Writer
+from .files import MANIFEST, Content, remove_left_behind
+from .saving import Planner, Saved, Saving, copied_ranges, could_not_write
+from .storage import Reader, Writer, content_of
 from .stored import Opened
 from .team import Team
 
 PROGRESS, PLAN = "progress.json", "plan.json"
 READ_AT_ONCE = 2**22  # elements
+OVER_SHARE, OVER_BYTES = 0.25, 2**20  # addresses, and not memory: for a header, and where ranks do not divide evenly
 
 
 # ---------------------------------------------------------------------- writing
 
 
-def prepared(
-    folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan, team: Team | None
-) -> tuple[Saving, list[Saved]]:
-    """Everything but the writing, planned by all ranks together; and of what this one writes, what the next step changes."""
+def prepared(folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan, team: Team | None) -> tuple[Saving, Content]:
+    """Everything but the writing, planned by all ranks together; and what this one writes."""
     folder, ranks = folder.absolute(), placed.ranks
     placed.residency.settle_all()
     placed.updates.settle()
@@ -68,7 +67,7 @@ def prepared(
     mine = _Exchanged(planner.create_local_plan(), sorted(moments), scalars, _Randoms.now())
     everybody = ranks.objects(mine) if ranks.are_several else [mine]
     plans, metadata = planner.create_global_plan([each.plan for each in everybody])
-    writer = Writer(folder, moments={name for each in everybody for name in each.moments}, device=placed.device)
+    writer = Writer(folder, moments={name for each in everybody for name in each.moments})
     plans = writer.prepare_global_plan(plans)
 
     def begin_aside() -> None:
@@ -83,9 +82,27 @@ def prepared(
         begin_aside()
     else:
         team.from_first(begin_aside, f"word that {folder.name} can be written")
-    used = {item.index.fqn for item in plans[ranks.index].items}
-    changing = [tensors[name] for name in used if tensors[name].stretch.changes]
-    return Saving(writer, planner, plans, metadata, team), sorted(changing, key=lambda each: each.stretch.name)
+    content = content_of(plans[ranks.index], planner)
+    return Saving(writer, content, plans, metadata, team), content
+
+
+def room_to_save(placed: Placed) -> tuple[int, list[tuple[int, int]]]:
+    """How large this rank's file will be, and which of its bytes a save beside the steps copies. Several ranks know that when
+    they plan together; that those which have the same divide it evenly is near enough."""
+    placed.residency.settle_all()
+    placed.updates.settle()
+    tensors, _ = _state(placed)
+    if not placed.ranks.are_several:
+        planner = Planner()
+        planner.set_up_planner(tensors, is_coordinator=True)
+        content = content_of(planner.create_local_plan(), planner)
+        return content.bytes, copied_ranges(content)
+    size = copied = 0.0
+    for each in (saved.stretch for saved in tensors.values()):
+        shards = 1 if each.chunk == BUFFERS else placed.state.chunks[each.chunk].shards
+        part = each.elements * each.dtype.itemsize * shards / placed.ranks.count
+        size, copied = size + part, copied + part * each.changes
+    return int((1 + OVER_SHARE) * size) + OVER_BYTES, [(0, int(copied))]
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,22 @@
     data-<rank>.safetensors    the boxes that a rank wrote: a whole tensor under its name, a part of one as name@offsets
     …                          JSON of whoever saves
 
-A file is a row of blocks. The writer fills one after another, and threads add them up and write them, so that neither reading the
-state nor checksums wait for the disk, nor it for them; no more of the state than a few blocks is ever held.
+A file is a row of blocks, and each thread takes the next one: puts it together in a buffer, adds it up, and writes it past
+the page cache, so that nothing is copied once more. No more of the state than a few blocks is ever held. What lies in memory as
+it will in the file is written from there.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import errno
 import fcntl
 import os
-import queue
 import re
 import shutil
 import threading
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +29,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from anyfit.kernels.bytes import copy, crc32
+from anyfit.kernels.pages import in_huge_pages
+from anyfit.placing.stretches import Fetcher
 from anyfit.values.tensor_files import header_bytes
 
 from .boxes import Box
@@ -36,11 +40,15 @@ VERSION = 2
 MANIFEST, METADATA = "manifest.json", "metadata.json"
 DATA = re.compile(r"data-\d{5,7}\.safetensors")
 BLOCK_BYTES = 2**24
-THREADS = 4  # that add up and write blocks, or read them
+THREADS = 4  # that write blocks, or read them, while training waits
+DIRECT_BYTES = 4096  # writes past the page cache begin and end at multiples of these
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+
+
+MOST_ITEM_BYTES = max(dtype.itemsize for dtype in DTYPES)
 
 
 @dataclass(frozen=True)
@@ -96,116 +104,193 @@ def header_of(entries: Sequence[Entry]) -> dict[str, Any]:
 class Readable(Protocol):
     """What can be written without being there as a whole."""
 
-    def read(self, start: int, end: int, out: Tensor) -> None:
+    def read(self, start: int, end: int, out: Tensor, by: Fetcher) -> None:
         """Some of its elements, in row-major order, into a flat tensor on the host."""
         ...
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A tensor that is there."""
+
+    tensor: Tensor
+
+    def read(self, start: int, end: int, out: Tensor, _by: Fetcher) -> None:
+        out.copy_(self.tensor.detach().reshape(-1)[start:end])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of a file that come from one place."""
+
+    start: int
+    end: int
+    dtype: torch.dtype
+    source: Readable
+
+    def read(self, start: int, end: int, out: Tensor, by: Fetcher) -> None:
+        """Those from byte `start` of the file to byte `end`: whole elements, since blocks begin at multiples of their sizes."""
+        size = self.dtype.itemsize
+        assert (start - self.start) % size == (end - self.start) % size == 0
+        self.source.read((start - self.start) // size, (end - self.start) // size, out.view(self.dtype), by)
+
+
+class Content:
+    """A data file to be: its header, and its boxes one after another as their entries say."""
+
+    def __init__(self, parts: Sequence[tuple[Entry, Readable]]) -> None:
+        header = header_bytes(header_of([entry for entry, _ in parts]))
+        self.header = Piece(0, len(header), torch.uint8, Whole(torch.frombuffer(bytearray(header), dtype=torch.uint8)))
+        self.pieces = [self.header]
+        for entry, source in parts:
+            start = len(header) + entry.start
+            assert start == self.pieces[-1].end
+            assert start % entry.dtype.itemsize == 0
+            if entry.bytes:
+                self.pieces.append(Piece(start, start + entry.bytes, entry.dtype, source))
+        self._starts = [piece.start for piece in self.pieces]
+
+    @property
+    def bytes(self) -> int:
+        return self.pieces[-1].end
+
+    def between(self, start: int, end: int) -> Sequence[Piece]:
+        """What some of its bytes come from."""
+        return self.pieces[bisect.bisect_right(self._starts, start) - 1 : bisect.bisect_left(self._starts, end)]
+
+
+class Image:
+    """Memory where some of a file's bytes, those of `pieces`, lie as they will in the file."""
+
+    def __init__(self, memory: Tensor, pieces: Iterable[Piece]) -> None:
+        self.memory = memory
+        self.ranges = joined((piece.start, piece.end) for piece in pieces)
+
+    def holds(self, start: int, end: int) -> bool:
+        index = bisect.bisect_right(self.ranges, start, key=lambda each: each[0]) - 1
+        return index >= 0 and end <= self.ranges[index][1]
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """
+    >>> joined([(4, 6), (0, 2), (2, 4), (9, 10)])
+    [(0, 6), (9, 10)]
+    """
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], end
+        else:
+            found.append((start, end))
+    return found
+
+
+def padded(size: int) -> int:
+    """To what writes past the page cache can end at."""
+    return -(-size // DIRECT_BYTES) * DIRECT_BYTES
+
+
 class BlockFile:
-    """A file that is filled block by block; threads write what is full."""
+    """A file of this content, written by threads, each of which takes the next block; the first error ends it."""
 
-    def __init__(self, path: Path, wrote: Callable[[int], None], *, pinned: bool = False) -> None:
+    def __init__(self, path: Path, content: Content, wrote: Callable[[int], None], image: Image | None = None) -> None:
+        assert BLOCK_BYTES % MOST_ITEM_BYTES == 0
+        self._content, self._wrote, self._image = content, wrote, image
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        self._wrote, self._pinned = wrote, pinned
-        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[tuple[Tensor, int, int] | None] = queue.SimpleQueue()
-        # Not a pool of concurrent.futures: those take no work any more while Python waits, at its end, for a save under way.
-        self._threads = [threading.Thread(target=self._work, name="anyfit saving", daemon=True) for _ in range(THREADS)]
-        self._made = 0
-        self._block: Tensor | None = None
-        self._filled = self._bytes = 0
+        self._direct: int | None = None  # the same, past the page cache
+        if BLOCK_BYTES % DIRECT_BYTES == 0 and hasattr(os, "O_DIRECT"):
+            with contextlib.suppress(OSError):  # where the file system does not know it; what else is wrong the first write meets
+                self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        self._left = iter(range(0, content.bytes, BLOCK_BYTES))
         self._sums: dict[int, int] = {}  # by where a block begins
-        self._turn = threading.Lock()  # the kernel takes one at a time as well, and has the others burn their cores meanwhile
+        self._lock = threading.Lock()
+        # Through the page cache the kernel takes one at a time as well, and has the others burn their cores meanwhile.
+        self._turn = threading.Lock()
         self._failed: BaseException | None = None
-        for thread in self._threads:
-            thread.start()
 
-    def room(self) -> Tensor:
-        """What is left of the block at hand."""
+    def write(self, threads: int) -> FileRecord:
+        """All of it, on the disk."""
+        if self._direct is not None:  # as long as it will be: writes that lengthen a file wait for each other
+            os.ftruncate(self._file, padded(self._content.bytes))
+        # Not a pool of concurrent.futures: those take no work any more while Python waits, at its end, for a save under way.
+        working: list[threading.Thread] = []
+        try:
+            for _ in range(threads):
+                thread = threading.Thread(target=self._work, name="anyfit saving", daemon=True)
+                thread.start()
+                working.append(thread)
+            for thread in working:
+                thread.join()
+        except BaseException as error:
+            self._fail(error)
+            for thread in working:
+                thread.join()
         if self._failed is not None:
             raise self._failed
-        if self._block is None:
-            if self._made < 2 * THREADS and self._free.empty():
-                self._made += 1
-                self._free.put(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._pinned))
-            self._block, self._filled = self._free.get(), 0
-        return self._block[self._filled :]
+        os.ftruncate(self._file, self._content.bytes)
+        os.fsync(self._file)
+        return FileRecord(self._content.bytes, tuple(self._sums[at] for at in sorted(self._sums)))
 
-    def fill(self, count: int) -> None:
-        """So many bytes of the room have been filled."""
-        self._filled += count
-        if self._filled == BLOCK_BYTES:
-            self._send()
-
-    def write(self, data: bytes) -> None:
-        while data:
-            room = self.room()
-            part = data[: len(room)]
-            room[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-            self.fill(len(part))
-            data = data[len(part) :]
-
-    def _send(self) -> None:
-        assert self._block is not None
-        self._full.put((self._block, self._filled, self._bytes))
-        self._block, self._bytes = None, self._bytes + self._filled
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failed = self._failed or error
 
     def _work(self) -> None:
-        while (work := self._full.get()) is not None:
-            block, count, at = work
-            try:
-                if self._failed is None:
-                    self._add_up_and_write(block.numpy().data[:count], at)
-            except BaseException as error:
-                self._failed = error
-            finally:
-                self._free.put(block)
+        try:
+            by, room = Fetcher(), None
+            while self._failed is None:
+                with self._lock:
+                    start = next(self._left, None)
+                if start is None:
+                    return
+                end = min(start + BLOCK_BYTES, self._content.bytes)
+                if self._image is not None and self._image.holds(start, end):
+                    block = self._image.memory[start : start + padded(end - start)]
+                else:
+                    room = in_huge_pages(padded(BLOCK_BYTES)) if room is None else room
+                    block = room[: padded(end - start)]
+                    self._put_together(start, end, block, by)
+                self._add_up_and_write(block, end - start, start)
+        except BaseException as error:
+            self._fail(error)
 
-    def _add_up_and_write(self, data: memoryview, at: int) -> None:
-        self._sums[at] = zlib.crc32(data)
-        done = 0
+    def _put_together(self, start: int, end: int, block: Tensor, by: Fetcher) -> None:
+        for piece in self._content.between(start, end):
+            first, last = max(piece.start, start), min(piece.end, end)
+            place = block[first - start : last - start]
+            if self._image is not None and self._image.holds(first, last):
+                copy(self._image.memory[first:last], place)
+            else:
+                piece.read(first, last, place, by)
+
+    def _add_up_and_write(self, block: Tensor, count: int, at: int) -> None:
+        """`block` is longer than `count` where it has to be, to be written past the page cache."""
+        data, done = block.numpy().data, 0
+        self._sums[at] = crc32(data[:count])
+        try:
+            while self._direct is not None and done < count:
+                done += os.pwrite(self._direct, data[done:], at + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # it lets one open a file so, and not write it, or not such a rest
+                raise
         with self._turn:
-            while done < len(data):
-                done += os.pwrite(self._file, data[done:], at + done)
-        self._wrote(len(data))
-
-    def finish(self) -> FileRecord:
-        """All that was filled is on the disk."""
-        if self._block is not None and self._filled:
-            self._send()
-        self._stop()
-        if self._failed is not None:
-            raise self._failed
-        os.fsync(self._file)
-        return FileRecord(self._bytes, tuple(self._sums[at] for at in sorted(self._sums)))
-
-    def _stop(self) -> None:
-        for _ in self._threads:
-            self._full.put(None)
-        while self._threads:
-            self._threads.pop().join()
+            while done < count:
+                done += os.pwrite(self._file, data[done:count], at + done)
+        self._wrote(count)
 
     def close(self) -> None:
-        self._stop()
-        os.close(self._file)
+        for file in (self._file, self._direct):
+            if file is not None:
+                os.close(file)
 
 
 def write_tensors(
-    path: Path, parts: Sequence[tuple[Entry, Readable]], wrote: Callable[[int], None], *, pinned: bool = False
+    path: Path, content: Content, wrote: Callable[[int], None], *, threads: int = THREADS, image: Image | None = None
 ) -> FileRecord:
-    """A safetensors file of these boxes, little by little."""
-    file = BlockFile(path, wrote, pinned=pinned)
+    """A safetensors file, little by little, on so many threads; from the image what that holds."""
+    file = BlockFile(path, content, wrote, image)
     try:
-        file.write(header_bytes(header_of([entry for entry, _ in parts])))
-        for entry, source in parts:
-            done, size = 0, entry.dtype.itemsize
-            while done < entry.box.elements:
-                room = file.room()
-                count = min(len(room) // size, entry.box.elements - done)
-                source.read(done, done + count, room[: count * size].view(entry.dtype))
-                file.fill(count * size)
-                done += count
-        return file.finish()
+        return file.write(threads)
     finally:
         file.close()
 
@@ -217,7 +302,7 @@ def write_text(path: Path, text: str) -> FileRecord:
         file.flush()
         os.fsync(file.fileno())
     starts = range(0, len(data), BLOCK_BYTES)
-    return FileRecord(len(data), tuple(zlib.crc32(data[start : start + BLOCK_BYTES]) for start in starts))
+    return FileRecord(len(data), tuple(crc32(data[start : start + BLOCK_BYTES]) for start in starts))
 
 
 # ---------------------------------------------------------------------- whole or not there

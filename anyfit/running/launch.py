@@ -135,6 +135,8 @@ class Launch:
     def replanned(self, run: Run) -> None:
         """A run that is resumed goes on with the plan that it had last."""
         run.plan.save(self.folder / "plan.json")
+        if self.save_every:
+            run.make_room_to_save()
 
     def unfollow(self) -> None:
         for number, handler in self._before.items():
@@ -151,6 +153,8 @@ class Launch:
     def after_step(self, run: Run) -> None:
         if run not in self.runs:
             self.runs.append(run)
+            if self.save_every:
+                run.make_room_to_save()
         if self.is_first:
             metrics = run.metrics
             alarms = self._alarms.listen(run.steps, metrics.loss, run.skipped)

@@ -435,6 +435,8 @@ class Run:
         """Places the model anew, as this plan says; as it was, where that cannot be done."""
         if self.saving is not None:
             self.saving.wait()
+        if self._copies is not None:
+            self._copies.close()
         self._copies = None
         carried, device, delay = self._placed.lift(), self._placed.device, self._placed.delay
         on_gpu = device.type == "cuda"
@@ -527,23 +529,33 @@ class Run:
         except OSError as error:
             self._say(str(error))  # and here comes another
         before, self._doing = self._doing, f"saving step {self.steps}"
-        self.saving, changing = checkpoint.prepared(folder, self._placed, self._progress(), self.plan, self.team)
+        self.saving, content = checkpoint.prepared(folder, self._placed, self._progress(), self.plan, self.team)
         self.saving.then = then
-        if self._copies is None:
-            self._copies = Copies(self._placed.slabs, self._placed.device)
-        has_room = not wait and self._copies.has_room(changing)
+        copies = self._copies_for()
+        has_room = not wait and copies.has_room(content)
         if not wait and self.ranks.are_several:
             has_room = all(self.ranks.objects(has_room))
         if has_room:
-            self._copies.begin(changing, self._placed.updates.turn_of)
-            self._placed.updates.before_change = self._copies.wait_for
-            self.saving.begin(self._copies)
+            copies.begin(content, self._placed.updates.turn_of)
+            self._placed.updates.before_change = copies.wait_for
+            self.saving.begin(copies)
         else:
             try:
                 self.saving.finish()
             finally:
                 self.saving = None if wait or self.saving.has_failed else self.saving
         self._doing = before
+
+    def make_room_to_save(self) -> None:
+        """Memory for saves with wait=False is made ready beside the steps that follow, where the plan's host memory has room for
+        it; else the first such save does that, and steps wait. Best called after a step: optimizers make state in the first."""
+        self._check_open()
+        self._copies_for().make_room(*checkpoint.room_to_save(self._placed))
+
+    def _copies_for(self) -> Copies:
+        if self._copies is None:
+            self._copies = Copies(self._placed.slabs)
+        return self._copies
 
     def finish_saving(self) -> None:
         """Waits for a checkpoint that is being written beside the steps, and raises what went wrong with it."""
@@ -723,6 +735,8 @@ class Run:
         try:
             self.finish_saving()
         finally:
+            if self._copies is not None:
+                self._copies.close()
             if self._placed.device.type == "cuda":
                 gc.unfreeze()
             self._placed.close()

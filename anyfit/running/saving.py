@@ -1,24 +1,27 @@
 """A checkpoint on its way to the disk: on the thread that asked for it, or beside the steps that follow.
 
 **Beside.** All ranks plan together what each of them writes; after that no collective is needed. What the next update would
-change is copied into host memory that the plan leaves free, chunk by chunk on threads of its own, and an update waits for the
-copy of its chunk alone: forward and backward hide most of it. Then the files are written. That all ranks have theirs is told
-through the key-value store, and rank 0 puts the checkpoint in its place.
+change is copied into host memory that the plan leaves free, each byte where it will lie in the file, chunk by chunk on threads
+of its own; an update waits for the copy of its chunk alone: forward and backward hide most of it. Then the file is written,
+from that image of it with no copy more. That all ranks have theirs is told through the key-value store, and rank 0 puts the
+checkpoint in its place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import os
+import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +29,43 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from anyfit.placing.stretches import Stretch, copy_on_host
-from anyfit.placing.tiers import HostSlabs
+from anyfit.kernels.bytes import is_native
+from anyfit.kernels.pages import in_huge_pages
+from anyfit.placing.stretches import Fetcher, Stretch
+from anyfit.placing.tiers import MADV_POPULATE_WRITE, HostSlabs
 
 from .boxes import boxes_of, whole
-from .files import MANIFEST, FileRecord
-from .storage import Writer, lie, results_of
+from .files import MANIFEST, Content, FileRecord, Image, Piece, joined, padded
+from .storage import Writer, results_of
 from .team import Post, Team
 
 COPIERS = 8  # threads: one does not keep up with the memory
-NICE = 10  # of threads that write beside the steps: those that train come first
-ALIGN_BYTES = 64
+WRITERS = 2  # threads that write beside the steps: more would only take cores from those that train
+NICE = 10  # of threads at work beside the steps: those that train come first
+TOUCHED_AT_ONCE = 2**24  # bytes
+PAGE_BYTES = 4096
+MADV_DONTFORK = 10  # of Linux
 
 
 class Saving:
     """One checkpoint that is being written; `result` waits for it, and raises what went wrong."""
 
-    def __init__(
-        self, writer: Writer, planner: SavePlanner, plans: list[SavePlan], metadata: Metadata, team: Team | None
-    ) -> None:
+    def __init__(self, writer: Writer, content: Content, plans: list[SavePlan], metadata: Metadata, team: Team | None) -> None:
         self.folder: Path = writer.folder
         self.is_beside = False
         self.seconds = 0.0  # that it took in all
         self.then: Callable[[], None] = lambda: None  # on rank 0, once it is in its place
         self.copies: Copies | None = None
-        self._writer, self._planner, self._plans, self._metadata, self._team = writer, planner, plans, metadata, team
+        self._writer, self._plans, self._metadata, self._team = writer, plans, metadata, team
         self._index = 0 if team is None else team.index
         self._post: Post | None = None if team is None else team.post()
         self._done: Future[None] = Future()
         self._written, self._lock = 0, threading.Lock()
         self._began = time.monotonic()
-        self.bytes = sum(entry.bytes for _, entry in lie(self._plan.items))  # of this rank
+        self.bytes = content.bytes  # of this rank's file
+        self._content: Content | None = content  # while it is not written
         writer.wrote = self._wrote
 
     @property
@@ -71,8 +78,8 @@ class Saving:
 
     @property
     def share(self) -> float:
-        """How much of this rank's part is written."""
-        return min(self._written / max(self.bytes, 1), 1.0)
+        """How much of it is written."""
+        return self._written / self.bytes
 
     @property
     def is_done(self) -> bool:
@@ -98,26 +105,22 @@ class Saving:
 
     def finish(self) -> None:
         """Writes it here and now."""
-        self._writer.pinned = self._writer.device.type == "cuda"
         with self._waiting():
             self._run()
         self.result()
 
     def begin(self, copies: Copies) -> None:
         """Writes it beside what comes: once its copies are made, from them."""
-        self.is_beside, self.copies = True, copies
+        self.is_beside, self.copies, self._writer.threads = True, copies, WRITERS
         threading.Thread(target=self._run_beside, name="anyfit saving").start()
 
     def _run_beside(self) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own, as have those it starts
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        let_others_first()
         self._run()
 
     def _run(self) -> None:
         try:
-            with on(self._writer.device):
-                self._write()
+            self._write()
             self.seconds = time.monotonic() - self._began
             self._done.set_result(None)
         except BaseException as error:
@@ -134,10 +137,12 @@ class Saving:
         try:
             if self.copies is not None:
                 self.copies.result()
-            record = self._writer.write(self._plan, self._planner)
+            assert self._content is not None
+            record = self._writer.write(self._plan, self._content, None if self.copies is None else self.copies.image)
             word = {"bytes": record.bytes, "blocks": record.blocks}
         except Exception as error:
             word = {"error": _in_words(error)}
+        self._content = None
         if self._post is None:
             failed = word.get("error") or self._conclude([word])
         else:
@@ -165,6 +170,13 @@ class Saving:
         with contextlib.suppress(OSError):
             self.then()
         return ""
+
+
+def let_others_first() -> None:
+    """Of this thread, and of those it starts, where a thread has a priority of its own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _in_words(error: Exception) -> str:
@@ -200,18 +212,18 @@ class Saved:
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Part:
         assert index.offset is not None
-        return Part(self, self._starts[tuple(index.offset)])
+        return Part(self.stretch, self._starts[tuple(index.offset)])
 
 
 @dataclass(frozen=True)
 class Part:
     """A box of it."""
 
-    saved: Saved
+    stretch: Stretch
     first: int
 
-    def read(self, start: int, end: int, out: Tensor) -> None:
-        self.saved.stretch.read(self.first + start, self.first + end, out)
+    def read(self, start: int, end: int, out: Tensor, by: Fetcher) -> None:
+        self.stretch.read(self.first + start, self.first + end, out, by)
 
 
 class Planner(DefaultSavePlanner):
@@ -227,49 +239,93 @@ class Planner(DefaultSavePlanner):
 class Copies:
     """Host memory for one copy of what updates change of a rank's state, taken once; and what is being copied into it.
 
-    An update may change a chunk once `wait_for` it has returned.
+    It is an image of the rank's file: what is not copied (weights that are not trained) are pages in it that nobody touches, and
+    that take no memory. An update may change a chunk once `wait_for` it has returned.
     """
 
-    def __init__(self, slabs: HostSlabs, device: torch.device) -> None:
-        self._slabs, self._device = slabs, device
-        self._memory: dict[int, Tensor] = {}  # by chunk
+    def __init__(self, slabs: HostSlabs) -> None:
+        self._slabs = slabs
+        self._memory: Tensor | None = None
+        self._held = 0  # bytes of it that count
+        self._touching: threading.Thread | None = None
+        self._is_closed = False
         self._copying: dict[int, Future[None]] = {}
+        self._fetchers: queue.SimpleQueue[Fetcher] = queue.SimpleQueue()
+        for _ in range(COPIERS):
+            self._fetchers.put(Fetcher(past_cache=True))
+        self.image: Image | None = None  # of the file at hand, once `result` has returned
 
-    def has_room(self, saved: Iterable[Saved]) -> bool:
-        needed = {chunk: _bytes(of) for chunk, of in _by_chunk(saved).items()}
-        return self._slabs.has_room(sum(size for chunk, size in needed.items() if self._lacks(chunk, size)))
+    def has_room(self, content: Content) -> bool:
+        return self._slabs.has_room(_bytes(_copied(content)) - self._held)
 
-    def _lacks(self, chunk: int, size: int) -> bool:
-        return chunk not in self._memory or len(self._memory[chunk]) < size
+    def make_room(self, size: int, ranges: Sequence[tuple[int, int]]) -> None:
+        """Where there is room: takes memory for a file of so many bytes, of which these are copied, and has a thread touch it."""
+        held = sum(end - start for start, end in ranges)
+        if self._memory is None and not self._copying and self._slabs.has_room(held):
+            self._take(size, held)
+            self._touching = threading.Thread(target=self._touch, args=(self._memory, ranges), name="anyfit room", daemon=True)
+            self._touching.start()
 
-    def begin(self, saved: Iterable[Saved], order: Callable[[int], Any]) -> None:
-        """Starts to copy what these are read from, in the order in which chunks will be updated."""
-        by_chunk = _by_chunk(saved)
+    @property
+    def is_touching(self) -> bool:
+        return self._touching is not None and self._touching.is_alive()
+
+    def _take(self, size: int, held: int) -> None:
+        """Memory as large as that, of which so much counts; what there is, where it is large enough."""
+        if self._memory is None or len(self._memory) < size:
+            self._slabs.give_back(self._held)
+            self._memory, self._held = None, 0
+        self._slabs.hold_apart(max(held - self._held, 0))
+        self._held = max(held, self._held)
+        if self._memory is None:
+            self._memory = in_huge_pages(padded(size))
+            _advise(self._memory, MADV_DONTFORK)  # else the next copy would take as much again while a data loader's workers live
+
+    def _touch(self, memory: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        let_others_first()
+        is_native()  # built now, where it is not yet
+        for start, end in ranges:
+            for first in range(start - start % PAGE_BYTES, end, TOUCHED_AT_ONCE):
+                part = memory[first : min(first + TOUCHED_AT_ONCE, end)]
+                if self._is_closed:
+                    return
+                if not _advise(part, MADV_POPULATE_WRITE):
+                    part.numpy()[::PAGE_BYTES] = 0  # a kernel that cannot; nothing is written there yet
+
+    def begin(self, content: Content, order: Callable[[int], Any]) -> None:
+        """Starts to copy what updates change, in the order in which they will."""
+        by_chunk: dict[int, list[Piece]] = {}
+        for piece in _copied(content)[1:]:
+            assert isinstance(piece.source, Part)
+            by_chunk.setdefault(piece.source.stretch.chunk, []).append(piece)
+        self.image = None
         pool = ThreadPoolExecutor(COPIERS, "anyfit copying")
-        self._copying = {chunk: pool.submit(self._copy, chunk, by_chunk[chunk]) for chunk in sorted(by_chunk, key=order)}
+        ready = pool.submit(self._make_ready, content)
+        self._copying = {chunk: pool.submit(self._copy, by_chunk[chunk], ready) for chunk in sorted(by_chunk, key=order)}
         pool.shutdown(wait=False)
 
-    def _copy(self, chunk: int, saved: Sequence[Saved]) -> None:
-        parts = [part for each in saved for part in _parts(each)]
-        with on(self._device):
-            if self._lacks(chunk, _bytes(saved)):
-                self._memory[chunk] = self._slabs.apart(_bytes(saved), crosses=any(part.is_cuda for part in parts))
-            memory, at, homes = self._memory[chunk], 0, []
-            stream = torch.cuda.Stream() if any(part.is_cuda for part in parts) else None
-            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-                for part in parts:
-                    homes.append(memory[at : at + part.nbytes].view(part.dtype))
-                    if part.is_cuda:
-                        homes[-1].copy_(part, non_blocking=True)
-                    else:
-                        copy_on_host(part, homes[-1])
-                    at += _aligned(part.nbytes)
-            if stream is not None:
-                stream.synchronize()
-        left = iter(homes)
-        for each in saved:
-            values = next(left)
-            each.stretch = replace(each.stretch, values=values, low=None if each.stretch.low is None else next(left), others=())
+    def _make_ready(self, content: Content) -> Image:
+        if self._touching is not None:
+            self._touching.join()
+            self._touching = None
+        pieces = _copied(content)
+        self._take(padded(content.bytes), _bytes(pieces))
+        assert self._memory is not None
+        image = Image(self._memory, pieces)
+        self._read([content.header], image)
+        self.image = image
+        return image
+
+    def _copy(self, pieces: Sequence[Piece], ready: Future[Image]) -> None:
+        self._read(pieces, ready.result())
+
+    def _read(self, pieces: Sequence[Piece], image: Image) -> None:
+        by = self._fetchers.get()
+        try:
+            for piece in pieces:
+                piece.read(piece.start, piece.end, image.memory[piece.start : piece.end], by)
+        finally:
+            self._fetchers.put(by)
 
     def wait_for(self, chunk: int) -> None:
         """However it ends: a copy that fails is the save's concern, and not the update's."""
@@ -281,26 +337,28 @@ class Copies:
         for each in list(self._copying.values()):
             each.result()
 
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """A thread's own GPU: each begins with the first."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _by_chunk(saved: Iterable[Saved]) -> dict[int, list[Saved]]:
-    found: dict[int, list[Saved]] = {}
-    for each in saved:
-        found.setdefault(each.stretch.chunk, []).append(each)
-    return found
+    def close(self) -> None:
+        """Memory that is being made ready is not wanted any more."""
+        self._is_closed = True
 
 
-def _parts(saved: Saved) -> list[Tensor]:
-    return [part for part in (saved.stretch.values, saved.stretch.low) if part is not None]
+def _advise(memory: Tensor, advice: int) -> bool:
+    """Whether the kernel has followed it; without Python's lock, which mmap's own would keep."""
+    if sys.platform != "linux":
+        return False
+    return not ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(len(memory)), advice)
 
 
-def _bytes(saved: Iterable[Saved]) -> int:
-    return sum(_aligned(part.nbytes) for each in saved for part in _parts(each))
+def _copied(content: Content) -> list[Piece]:
+    """What a save beside the steps copies of a file: its header, and what the next update changes."""
+    changing = (each for each in content.pieces if isinstance(each.source, Part) and each.source.stretch.changes)
+    return [content.header, *changing]
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+def copied_ranges(content: Content) -> list[tuple[int, int]]:
+    """Where that lies in the file."""
+    return joined((piece.start, piece.end) for piece in _copied(content))
+
+
+def _bytes(pieces: Sequence[Piece]) -> int:
+    return sum(piece.end - piece.start for piece in pieces)

@@ -30,10 +30,22 @@ from torch.futures import Future
 
 from . import files
 from .boxes import Box, whole
-from .files import DTYPES, MANIFEST, METADATA, VERSION, Aside, Entry, FileRecord, data_file, write_tensors, write_text
+from .files import (
+    DTYPES,
+    MANIFEST,
+    METADATA,
+    VERSION,
+    Aside,
+    Content,
+    Entry,
+    FileRecord,
+    Image,
+    Whole,
+    data_file,
+    write_tensors,
+    write_text,
+)
 from .stored import Opened, StoredBox
-
-CPU = torch.device("cpu")
 
 
 def lie(items: Iterable[WriteItem]) -> list[tuple[WriteItem, Entry]]:
@@ -57,32 +69,20 @@ def _data(item: WriteItem) -> Any:
     return item.tensor_data
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A tensor that is there."""
-
-    tensor: Tensor
-
-    def read(self, start: int, end: int, out: Tensor) -> None:
-        out.copy_(self.tensor.detach().reshape(-1)[start:end])
-
-
 @dataclass
 class Writer(StorageWriter):
     """Writes a checkpoint to `folder`, where it is whole or is not.
 
     documents    other files of it, JSON, by name
     moments      names of tensors that are an optimizer's
-    device       where tensors are that are not on the host
-    pinned       the blocks that they are written through, so that a GPU's come quickly
+    threads      that write a rank's file
     wrote        is told of bytes on their way to the disk, from any thread
     """
 
     folder: Path
     documents: Mapping[str, str] = field(default_factory=dict)
     moments: Container[str] = ()
-    device: torch.device = CPU
-    pinned: bool = False
+    threads: int = files.THREADS
     wrote: Callable[[int], None] = lambda _count: None
 
     def __post_init__(self) -> None:
@@ -105,18 +105,15 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         found: Future[list[WriteResult]] = Future()
-        found.set_result(results_of(plan, self.write(plan, planner)))
+        found.set_result(results_of(plan, self.write(plan, content_of(plan, planner))))
         return found
 
-    def write(self, plan: SavePlan, planner: SavePlanner) -> FileRecord:
-        """This rank's file."""
+    def write(self, plan: SavePlan, content: Content, image: Image | None = None) -> FileRecord:
+        """This rank's file; from the image what that holds of it."""
         if not self.aside.path.is_dir():
             raise FileNotFoundError(f"{self.aside.path}, which rank 0 has made, is not seen here: all ranks save to one place")
-        parts = []
-        for item, entry in lie(plan.items):
-            data: Any = planner.resolve_data(item)
-            parts.append((entry, Whole(data) if isinstance(data, Tensor) else data))
-        return write_tensors(self.aside.path / data_file(plan.storage_data), parts, self.wrote, pinned=self.pinned)
+        file = self.aside.path / data_file(plan.storage_data)
+        return write_tensors(file, content, self.wrote, threads=self.threads, image=image)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Of all ranks' files: writes the other ones, and puts the checkpoint in its place."""
@@ -145,6 +142,15 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return bool(checkpoint_id)
+
+
+def content_of(plan: SavePlan, planner: SavePlanner) -> Content:
+    """What a rank writes by its plan."""
+    parts = []
+    for item, entry in lie(plan.items):
+        data: Any = planner.resolve_data(item)
+        parts.append((entry, Whole(data) if isinstance(data, Tensor) else data))
+    return Content(parts)
 
 
 def results_of(plan: SavePlan, record: FileRecord) -> list[WriteResult]:

@@ -12,7 +12,6 @@ import mmap
 import os
 import re
 import warnings
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from anyfit.kernels.bytes import crc32
 
 from .boxes import Box, tile, whole
 from .files import DATA, DTYPES, MANIFEST, METADATA, THREADS, VERSION, Entry, FileRecord, data_file, header_of, stepped_aside
@@ -159,7 +160,7 @@ class Opened:
                     if not got:
                         return False
                     done += got
-                return zlib.crc32(data) == self.files[name].blocks[index]
+                return crc32(data) == self.files[name].blocks[index]
 
         with ThreadPoolExecutor(THREADS, "anyfit verifying") as pool:
             for block, fine in zip(blocks, pool.map(is_whole, blocks), strict=True):

@@ -176,10 +176,15 @@ def save_beside(way: Way, folder: Path) -> bool:
     with started(case) as run:
         batches = case.batches(BEFORE + AFTER)
         train_on(run, batches[:BEFORE])
+        run.make_room_to_save()
+        copies: Any = run._copies
+        room, held = copies._memory, run._placed.host_bytes
         run.save(folder, wait=False)
         assert run.saving is not None
         train_on(run, batches[BEFORE:])
         run.finish_saving()
+        assert copies._memory is room
+        assert run._placed.host_bytes - held <= 0.4 * copies._held  # as these few tensors can be divided
         return run.saving is None
 
 

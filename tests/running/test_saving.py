@@ -16,16 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
+import anyfit
 from anyfit.placing.tiers import HostSlabs
 from anyfit.running import checkpoint, files, saving
+from anyfit.running.launch import Launch, launched
 from anyfit.running.run import Run
 from anyfit.values.plan import Placement
 from tests.conftest import FULL
+from tests.machines import small_machine
 from tests.models import Convolutional, Tangled, byte_batches, image_batches, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
 from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, random_delays, started
 
-from .test_checkpoint import ROWS, job_for
+from .test_checkpoint import OPTIMIZERS, ROWS, job_for
 
 PLACEMENTS = {
     "resident": Placement(),
@@ -51,9 +54,9 @@ class Gate:
         self.is_open = threading.Event()
         write = files.BlockFile._add_up_and_write
 
-        def wait_and_write(file: files.BlockFile, data: memoryview, at: int) -> None:
+        def wait_and_write(file: files.BlockFile, block: Tensor, count: int, at: int) -> None:
             assert self.is_open.wait(60)
-            write(file, data, at)
+            write(file, block, count, at)
 
         monkeypatch.setattr(files.BlockFile, "_add_up_and_write", wait_and_write)
         copy = saving.Copies._copy
@@ -129,6 +132,106 @@ def test_the_copy_is_of_what_updates_change_and_its_memory_is_taken_once(tmp_pat
         begun(run, tmp_path / "2")
         run.finish_saving()
         assert run._placed.host_bytes == before + taken
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_that_are_not_trained_take_no_memory_in_the_copy(precision: Any, tmp_path: Path) -> None:
+    job = job_for(Tangled, precision=precision, optimizer=adamw)
+    with started(job, hand_written(job)) as run:
+        run.step(byte_batches(1, ROWS)[0])
+        begun(run, tmp_path / "1")
+        run.finish_saving()
+        copies: Any = run._copies
+        start = len((data := (tmp_path / "1" / "data-00000.safetensors").read_bytes()).partition(b"}}")[0])
+        for at in range(start + 64, len(data)):  # all that is in the image is as in the file
+            held = copies.image.holds(at, at + 1)
+            assert int(copies.image.memory[at]) == (data[at] if held else 0)
+        assert 0 < sum(end - first for first, end in copies.image.ranges) < len(data)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_room_is_made_once_and_a_save_uses_it(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_for(Tangled, precision="bf16", optimizer=OPTIMIZERS[optimizer])
+    batches = byte_batches(3, ROWS)
+    with started(job, hand_written(job, AWAY, slots=16)) as run:
+        run.step(batches[0])
+        before = run._placed.host_bytes
+        run.make_room_to_save()
+        taken = run._placed.host_bytes - before
+        assert taken > 0
+        run.make_room_to_save()
+        monkeypatch.setattr(saving, "in_huge_pages", lambda _size: pytest.fail("taken again"))
+        for batch in batches[1:]:
+            begun(run, tmp_path / str(run.steps))
+            run.step(batch)
+            run.finish_saving()
+            assert run._placed.host_bytes == before + taken
+        assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
+    for steps in (1, 2):
+        weights = {name: each for name, each in tensors_in(tmp_path / str(steps)).items() if "/" not in name}
+        expected = train_plainly(job, batches[:steps])[1]
+        assert_bit_equal(weights, {name: expected[name] for name in weights})
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+def test_a_launch_that_will_save_has_room_made_after_the_first_step(save_every: int, tmp_path: Path) -> None:
+    job, batches = job_for(precision="bf16", optimizer=adamw), byte_batches(2, ROWS)
+    with launched(Launch(tmp_path, save_every=save_every)), anyfit.start(job, machine=small_machine()) as run:
+        before = run._placed.host_bytes
+        run.step(batches[0])
+        taken = run._placed.host_bytes - before
+        parameters = sum(each.numel() for each in run.model.parameters())
+        assert (12 * parameters <= taken <= 13 * parameters) if save_every else not taken
+        run._move(hand_written(job, AWAY, slots=16))  # and again, where it is planned anew
+        assert (run._copies is not None) == bool(save_every)
+        run.step(batches[1])
+        assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
+
+
+def test_no_room_is_made_where_there_is_none(tmp_path: Path) -> None:
+    job = job_for(precision="bf16", optimizer=adamw)
+    with started(job, hand_written(job, AWAY, slots=16)) as run:
+        needed = run._placed.host_bytes
+    with started(job, hand_written(job, AWAY, slots=16, host_bytes=needed + 2**16)) as run:
+        run.make_room_to_save()
+        assert run._placed.host_bytes == needed
+        run.step(byte_batches(1, ROWS)[0])
+        assert not begun(run, tmp_path / "1").is_beside
+
+
+def test_a_save_waits_for_room_that_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch, is_touched = saving.Copies._touch, threading.Event()
+
+    def touch_late(*arguments: Any) -> None:
+        assert is_touched.wait(60)
+        arguments[1].zero_()  # as a kernel that cannot touch without writing
+        touch(*arguments)
+
+    monkeypatch.setattr(saving.Copies, "_touch", touch_late)
+    job = job_for(optimizer=adamw)
+    with started(job, hand_written(job)) as run:
+        run.step(byte_batches(1, ROWS)[0])
+        run.save(tmp_path / "waited for")
+        run.make_room_to_save()
+        under_way = begun(run, tmp_path / "beside")
+        time.sleep(0.1)
+        assert under_way.share == 0
+        is_touched.set()
+        run.finish_saving()
+    assert_bit_equal(tensors_in(tmp_path / "beside"), tensors_in(tmp_path / "waited for"))
+
+
+def test_a_state_that_has_grown_since_gets_more_room(tmp_path: Path) -> None:
+    job = job_for(precision="bf16", optimizer=OPTIMIZERS["sgd"])  # which makes its state in the first step
+    with started(job, hand_written(job)) as run:
+        run.make_room_to_save()
+        small = run._placed.host_bytes
+        run.step(byte_batches(1, ROWS)[0])
+        assert begun(run, tmp_path / "1").is_beside
+        run.finish_saving()
+        assert run._placed.host_bytes > small
+        run.save(tmp_path / "2")
+    assert_bit_equal(tensors_in(tmp_path / "1"), tensors_in(tmp_path / "2"))
 
 
 def test_without_room_for_a_copy_it_is_written_at_once(tmp_path: Path) -> None:
@@ -212,7 +315,7 @@ def test_a_copy_that_fails_is_the_saves_concern_and_not_the_updates(tmp_path: Pa
     with started(job, hand_written(job)) as run:
         run.step(batches[0])
         assert run._placed.slabs.has_room(2**17)
-        monkeypatch.setattr(saving.Copies, "has_room", lambda _copies, _saved: True)
+        monkeypatch.setattr(saving.Copies, "has_room", lambda _copies, _content: True)
         run.save(tmp_path / "1", wait=False)
         with pytest.raises(OSError, match=r"could not write .*MemoryError: the plan's host memory"):
             run.finish_saving()

@@ -1,0 +1,162 @@
+// What a checkpoint does with bytes: adds them up (CRC-32, as zlib does), and puts exact numbers together from their halves.
+// Plain C++ and a C interface; it starts no threads.
+//
+// CRC-32 by folding (V. Gopal et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ, Intel 2009): the message is a
+// polynomial over GF(2); 64 bytes of it are multiplied by x^512 modulo the CRC's and added to the next 64, until few are left.
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+constexpr uint32_t POLYNOMIAL = 0xEDB88320;  // its bits reversed, as everything here
+constexpr int64_t LINE = 64;                 // bytes
+
+#if defined(__x86_64__)
+const struct Processor {
+    bool folds, has_avx2;
+    Processor() {
+        __builtin_cpu_init();
+        folds = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+        has_avx2 = __builtin_cpu_supports("avx2");
+    }
+} PROCESSOR;
+
+#define FOLDING __attribute__((target("pclmul,sse4.1")))
+
+// Multiplies 128 bits by the powers of x that `keys` stand for, and adds the next 128.
+FOLDING INLINE __m128i fold(__m128i sum, __m128i keys, __m128i next) {
+    const __m128i low = _mm_clmulepi64_si128(sum, keys, 0x00), high = _mm_clmulepi64_si128(sum, keys, 0x11);
+    return _mm_xor_si128(_mm_xor_si128(low, high), next);
+}
+
+FOLDING INLINE __m128i at(const uint8_t* data) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data)); }
+
+// Of a whole number of 16 bytes, at least 64.
+FOLDING uint32_t folded(uint32_t crc, const uint8_t* data, int64_t count) {
+    const __m128i by_64 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4), by_16 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
+    const __m128i by_8 = _mm_set_epi64x(0, 0x0163cd6124), barrett = _mm_set_epi64x(0x01f7011641, 0x01db710641);
+    const __m128i words = _mm_setr_epi32(-1, 0, -1, 0);
+    __m128i a = _mm_xor_si128(at(data), _mm_cvtsi32_si128(static_cast<int>(crc)));
+    __m128i b = at(data + 16), c = at(data + 32), d = at(data + 48);
+    for (data += 64, count -= 64; count >= 64; data += 64, count -= 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(data + 1024), _MM_HINT_T0);
+        a = fold(a, by_64, at(data));
+        b = fold(b, by_64, at(data + 16));
+        c = fold(c, by_64, at(data + 32));
+        d = fold(d, by_64, at(data + 48));
+    }
+    a = fold(fold(fold(a, by_16, b), by_16, c), by_16, d);
+    for (; count >= 16; data += 16, count -= 16) a = fold(a, by_16, at(data));
+    a = _mm_xor_si128(_mm_srli_si128(a, 8), _mm_clmulepi64_si128(a, by_16, 0x10));
+    a = _mm_xor_si128(_mm_srli_si128(a, 4), _mm_clmulepi64_si128(_mm_and_si128(a, words), by_8, 0x00));
+    const __m128i quotient = _mm_and_si128(_mm_clmulepi64_si128(_mm_and_si128(a, words), barrett, 0x10), words);
+    a = _mm_xor_si128(a, _mm_clmulepi64_si128(quotient, barrett, 0x00));
+    return static_cast<uint32_t>(_mm_extract_epi32(a, 1));
+}
+#endif
+
+const std::array<uint32_t, 256> TABLE = [] {
+    std::array<uint32_t, 256> found{};
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+        uint32_t rest = byte;
+        for (int bit = 0; bit < 8; ++bit) rest = rest & 1 ? rest >> 1 ^ POLYNOMIAL : rest >> 1;
+        found[byte] = rest;
+    }
+    return found;
+}();
+
+INLINE void merge_one(const uint16_t* high, const int16_t* low, uint32_t* out, int64_t i) {
+    out[i] = (static_cast<uint32_t>(high[i]) << 16) + static_cast<uint32_t>(static_cast<int32_t>(low[i]));
+}
+
+INLINE void merge_plainly(const uint16_t* high, const int16_t* low, uint32_t* out, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) merge_one(high, low, out, i);
+}
+
+// How many bytes lie before the next cache line, at most `count`.
+INLINE int64_t before_line(const void* address, int64_t count) {
+    const int64_t before = -reinterpret_cast<intptr_t>(address) & (LINE - 1);
+    return before < count ? before : count;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) void merge_in_vectors(const uint16_t* high, const int16_t* low, uint32_t* out, int64_t count) {
+    merge_plainly(high, low, out, count);  // which the compiler makes vectors of
+}
+
+// Past the cache, for what is not read again soon: memory is then written without being read before.
+__attribute__((target("avx2"))) void merge_past(const uint16_t* high, const int16_t* low, uint32_t* out, int64_t count) {
+    int64_t i = 0;
+    for (const int64_t before = before_line(out, 4 * count) / 4; i < before; ++i) merge_one(high, low, out, i);
+    for (; i + 16 <= count; i += 16) {
+        for (int64_t half = i; half < i + 16; half += 8) {
+            const __m256i h = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(high + half)));
+            const __m256i l = _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(low + half)));
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(out + half), _mm256_add_epi32(_mm256_slli_epi32(h, 16), l));
+        }
+    }
+    for (; i < count; ++i) merge_one(high, low, out, i);
+    _mm_sfence();
+}
+
+__attribute__((target("avx2"))) void copy_past(const uint8_t* from, uint8_t* to, int64_t count) {
+    int64_t i = before_line(to, count);
+    std::memcpy(to, from, static_cast<size_t>(i));
+    for (; i + LINE <= count; i += LINE) {
+        const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+        const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + 32));
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), first);
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i + 32), second);
+    }
+    std::memcpy(to + i, from + i, static_cast<size_t>(count - i));
+    _mm_sfence();
+}
+#endif
+
+}  // namespace
+
+// Whether adding up is quicker here than zlib.
+extern "C" int32_t anyfit_folds() {
+#if defined(__x86_64__)
+    return PROCESSOR.folds;
+#else
+    return 0;
+#endif
+}
+
+extern "C" uint32_t anyfit_crc32(const uint8_t* data, int64_t count, uint32_t value) {
+    uint32_t crc = ~value;
+#if defined(__x86_64__)
+    if (PROCESSOR.folds && count >= 64) {
+        const int64_t whole = count & ~int64_t{15};
+        crc = folded(crc, data, whole);
+        data += whole;
+        count -= whole;
+    }
+#endif
+    for (; count > 0; ++data, --count) crc = crc >> 8 ^ TABLE[(crc ^ *data) & 255];
+    return ~crc;
+}
+
+// out[i] = (high[i] << 16) + low[i]; none of them overlap.
+extern "C" void anyfit_merge(const uint16_t* high, const int16_t* low, uint32_t* out, int64_t count, int32_t past) {
+#if defined(__x86_64__)
+    if (PROCESSOR.has_avx2) return past ? merge_past(high, low, out, count) : merge_in_vectors(high, low, out, count);
+#endif
+    merge_plainly(high, low, out, count);
+}
+
+extern "C" void anyfit_copy(const uint8_t* from, uint8_t* to, int64_t count, int32_t past) {
+#if defined(__x86_64__)
+    if (PROCESSOR.has_avx2 && past) return copy_past(from, to, count);
+#endif
+    std::memcpy(to, from, static_cast<size_t>(count));
+}
