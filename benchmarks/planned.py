@@ -16,7 +16,6 @@ version of torch finds its own (benchmarks/profiler.py does the same).
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import math
@@ -37,9 +36,9 @@ import torch
 import anyfit
 from anyfit.costing import cost
 from anyfit.costing.memory import chunk_costs, chunks_of
-from anyfit.kernels.pages import in_huge_pages
+from anyfit.kernels.cores import nodes
+from anyfit.kernels.pages import in_huge_pages, touch
 from anyfit.placing import place
-from anyfit.placing.tiers import MADV_POPULATE_WRITE
 from anyfit.planning import search
 from anyfit.planning.offload import Knobs, Offer, Space
 from anyfit.planning.search import fastest, settled
@@ -244,14 +243,8 @@ def about(plan: Plan) -> Row:
 def pinned_arena(size: int) -> torch.Tensor:
     """Host memory that all plans share: it takes longest to get."""
     arena = in_huge_pages(size)
-    library: Any = ctypes.CDLL(None)
-
-    def touch(start: int) -> None:
-        part = arena[start : start + GIB]
-        library.madvise(ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.numel()), MADV_POPULATE_WRITE)
-
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(touch, range(0, size, GIB)))
+        list(pool.map(lambda start: touch(arena[start : start + GIB], nodes()), range(0, size, GIB)))
     error = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
     if error:
         raise MemoryError(f"{size / GIB:.0f} GiB could not be pinned (CUDA error {error})")

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -64,4 +65,11 @@ def _populate_from(processors: tuple[int, ...], memory: Tensor) -> None:
 
 
 def _populate(memory: Tensor) -> None:
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), MADV_POPULATE_WRITE)
+    advise(memory, MADV_POPULATE_WRITE)
+
+
+def advise(memory: Tensor, advice: int) -> bool:
+    """Whether the kernel has followed it; without Python's lock, which mmap's own would keep."""
+    if sys.platform != "linux":
+        return False
+    return not ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(len(memory)), advice)

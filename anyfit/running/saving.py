@@ -10,7 +10,6 @@ checkpoint in its place.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
@@ -32,9 +31,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from anyfit.kernels.bytes import is_native
-from anyfit.kernels.pages import in_huge_pages
+from anyfit.kernels.pages import MADV_POPULATE_WRITE, advise, in_huge_pages
 from anyfit.placing.stretches import Fetcher, Stretch
-from anyfit.placing.tiers import MADV_POPULATE_WRITE, HostSlabs
+from anyfit.placing.tiers import HostSlabs
 
 from .boxes import boxes_of, whole
 from .files import MANIFEST, Content, FileRecord, Image, Piece, joined, padded
@@ -279,7 +278,7 @@ class Copies:
         self._held = max(held, self._held)
         if self._memory is None:
             self._memory = in_huge_pages(padded(size))
-            _advise(self._memory, MADV_DONTFORK)  # else the next copy would take as much again while a data loader's workers live
+            advise(self._memory, MADV_DONTFORK)  # else the next copy would take as much again while a data loader's workers live
 
     def _touch(self, memory: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
         let_others_first()
@@ -289,7 +288,7 @@ class Copies:
                 part = memory[first : min(first + TOUCHED_AT_ONCE, end)]
                 if self._is_closed:
                     return
-                if not _advise(part, MADV_POPULATE_WRITE):
+                if not advise(part, MADV_POPULATE_WRITE):
                     part.numpy()[::PAGE_BYTES] = 0  # a kernel that cannot; nothing is written there yet
 
     def begin(self, content: Content, order: Callable[[int], Any]) -> None:
@@ -340,13 +339,6 @@ class Copies:
     def close(self) -> None:
         """Memory that is being made ready is not wanted any more."""
         self._is_closed = True
-
-
-def _advise(memory: Tensor, advice: int) -> bool:
-    """Whether the kernel has followed it; without Python's lock, which mmap's own would keep."""
-    if sys.platform != "linux":
-        return False
-    return not ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(len(memory)), advice)
 
 
 def _copied(content: Content) -> list[Piece]:
