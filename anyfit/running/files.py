@@ -116,7 +116,11 @@ class Whole:
     tensor: Tensor
 
     def read(self, start: int, end: int, out: Tensor, _by: Fetcher) -> None:
-        out.copy_(self.tensor.detach().reshape(-1)[start:end])
+        part = self.tensor.detach().reshape(-1)[start:end]
+        if part.is_cpu:
+            copy(part, out)
+        else:  # after whatever has been asked of the device so far
+            out.copy_(part)
 
 
 @dataclass(frozen=True)
