@@ -9,8 +9,8 @@ beside    The plan has host memory for one more copy of the state, which is made
           --save-every` does; by how much that delays them is told as well. A save is begun, and steps go on until it is whole and
           a few longer. What that took more than as many steps take is the delay, in steps.
 waiting   It has not, and training waits. Bytes a second of the save, next to what the disk does: as many bytes written to one
-          file in blocks of 16 MiB and synced, through the page cache and past it, by one thread and by as many as a save has, of
-          which the fastest counts; in turn with the saves, on the same disk.
+          file in blocks of 16 MiB and synced, through the page cache and past it, by one thread and by several, up to as many as
+          a save has, of which the fastest counts; in turn with the saves, on the same disk.
 
     --model tiny --steps 3    on a CPU, to see it run
 """
@@ -54,7 +54,7 @@ CHUNK_BYTES = {"1b": 64 * 2**20, "tiny": 2**14}
 ON_HOST = Placement(gradients="host", optimizer="host", update="host")
 WARMUP = 3
 STEPS_AFTER = 4  # that a save is watched for once it is whole
-WAYS = {"through the page cache": 0, "past it": getattr(os, "O_DIRECT", 0)}
+WAYS = {"through the page cache": (0, (1, 4)), "past it": (getattr(os, "O_DIRECT", 0), (1, 4, THREADS))}  # and threads
 
 
 def start(model: str, batch: int, host_bytes: int) -> Run:
@@ -152,8 +152,8 @@ def waiting(trained: Trained, folder: Path) -> dict[str, Any]:
     is_beside = run.saving.is_beside
     shutil.rmtree(folder)
     disk = {}
-    for name, flags in WAYS.items():
-        for threads in (1, THREADS):
+    for name, (flags, counts) in WAYS.items():
+        for threads in counts:
             with contextlib.suppress(OSError):  # of a file system that refuses to be written so
                 disk[f"{name}, {threads}"] = disk_rate(folder.with_name("plain"), size, threads, flags)
     return {"is_beside": is_beside, "bytes": size, "bytes_per_second": size / seconds, "seconds": seconds, "disk": disk}
