@@ -1,18 +1,18 @@
-"""What does saving cost a run whose optimizer is on the host?
+"""What does saving cost a run that does not fit on its GPU?
 
     python -m benchmarks.checkpoint [--model 1b] [--cap-gib 12] [--repeats 3] [--folder FOLDER] [--record NAME]
 
-A GPT-2 of about a billion parameters, bf16 with exact masters and AdamW, its weights on the device and the rest on the host,
-under a hard cap on the GPU's memory. Two questions, each asked `--repeats` times:
+A GPT-2 of about a billion parameters, bf16 with exact masters and AdamW, as it is planned for a part of the GPU's memory, which
+is also a hard cap. Two questions, each asked `--repeats` times; the file is written anew after every answer:
 
 beside    The plan has host memory for one more copy of the state, which is made ready beside the first steps, as `anyfit fit
           --save-every` does; by how much that delays them is told as well. A save is begun, and steps go on until it is whole and
-          a few longer. What that took more than as many steps take is the delay, in steps.
+          a few longer. What that took more than as many steps take, just before and just after, is the delay, in steps.
 waiting   It has not, and training waits. Bytes a second of the save, next to what the disk does: as many bytes written to one
           file in blocks of 16 MiB and synced, through the page cache and past it, by one thread and by several, up to as many as
           a save has, of which the fastest counts; in turn with the saves, on the same disk.
 
-    --model tiny --steps 3    on a CPU, to see it run
+    --model tiny --steps 3    on a CPU, to see it run: with all state on the host
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,11 +55,12 @@ CHUNK_BYTES = {"1b": 64 * 2**20, "tiny": 2**14}
 ON_HOST = Placement(gradients="host", optimizer="host", update="host")
 WARMUP = 3
 STEPS_AFTER = 4  # that a save is watched for once it is whole
-WAYS = {"through the page cache": (0, (1, 4)), "past it": (getattr(os, "O_DIRECT", 0), (1, 4, THREADS))}  # and threads
+WAYS = {"through the page cache": (0, (1,)), "past it": (getattr(os, "O_DIRECT", 0), (1, THREADS))}  # and threads
+Figures = dict[str, Any]
 
 
-def start(model: str, batch: int, host_bytes: int) -> Run:
-    """The run, whose plan may use so much of the host's memory."""
+def start(model: str, batch: int, cap_bytes: float, host_bytes: int | None) -> Run:
+    """The run, whose plan may use so much of the host's memory; None is all of it."""
     from transformers import AutoConfig
 
     configuration = CONFIGURATIONS[model]
@@ -71,10 +73,12 @@ def start(model: str, batch: int, host_bytes: int) -> Run:
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY),
     )
     job = _quickly_built(job)
+    if torch.cuda.is_available():
+        machine = anyfit.probe().with_limits(device_memory=int(cap_bytes), host_memory=host_bytes)
+        return anyfit.start(job, machine=machine)
     blocks = {f"transformer.h.{index}": "recompute" for index in range(configuration["n_layer"])}
-    plan = hand_written(job, ON_HOST, chunk_bytes=CHUNK_BYTES[model], activations=blocks, host_bytes=host_bytes)  # type: ignore[arg-type]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Run(job, plan, place(job, plan, job.build(), device))
+    plan = hand_written(job, ON_HOST, chunk_bytes=CHUNK_BYTES[model], activations=blocks, host_bytes=host_bytes or 2**44)  # type: ignore[arg-type]
+    return Run(job, plan, place(job, plan, job.build(), torch.device("cpu")))
 
 
 class Trained:
@@ -88,18 +92,18 @@ class Trained:
     def step(self) -> None:
         float(self.run.step(self.batch))
 
-    def seconds_a_step(self, steps: int) -> float:
+    def seconds_of(self, steps: int) -> list[float]:
         found = []
         for _ in range(steps):
             began = time.perf_counter()
             self.step()
             found.append(time.perf_counter() - began)
-        return statistics.median(found)
+        return found
 
 
-def room(trained: Trained, steps: int) -> dict[str, Any]:
+def room(trained: Trained, steps: int) -> Figures:
     """Memory for saves beside the steps is made ready: by how much that delays them."""
-    run, usual, count = trained.run, trained.seconds_a_step(steps), 0
+    run, usual, count = trained.run, statistics.median(trained.seconds_of(steps)), 0
     began = time.perf_counter()
     run.make_room_to_save()
     copies: Any = run._copies
@@ -110,9 +114,9 @@ def room(trained: Trained, steps: int) -> dict[str, Any]:
     return {"seconds": seconds, "steps_meanwhile": count, "step_seconds": usual, "delay_steps": seconds / usual - count}
 
 
-def beside(trained: Trained, folder: Path, steps: int) -> dict[str, Any]:
+def beside(trained: Trained, folder: Path, steps: int) -> Figures:
     """One save while training goes on: by how much it delays that, and how."""
-    run, usual = trained.run, trained.seconds_a_step(steps)
+    run, usually = trained.run, trained.seconds_of(steps)
     seconds, after = [], 0
     began = time.perf_counter()
     run.save(folder, wait=False)
@@ -126,6 +130,7 @@ def beside(trained: Trained, folder: Path, steps: int) -> dict[str, Any]:
         after += saving.is_done
     whole = time.perf_counter() - began
     run.finish_saving()
+    usual = statistics.median(usually + trained.seconds_of(steps))
     shutil.rmtree(folder)
     return {
         "is_beside": saving.is_beside,
@@ -139,7 +144,7 @@ def beside(trained: Trained, folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def waiting(trained: Trained, folder: Path) -> dict[str, Any]:
+def waiting(trained: Trained, folder: Path) -> Figures:
     """One save while training waits, between two looks at the disk."""
     run = trained.run
     trained.step()
@@ -181,34 +186,35 @@ def disk_rate(file: Path, size: int, threads: int, flags: int) -> float:
         file.unlink(missing_ok=True)
 
 
-def measure(model: str, batch: int, steps: int, repeats: int, folder: Path) -> dict[str, Any]:
-    with start(model, batch, 2**44) as run:
+def measure(
+    model: str, batch: int, cap_bytes: float, steps: int, repeats: int, folder: Path, keep: Callable[[Figures], None]
+) -> Figures:
+    found: Figures = {"model": model, "batch": batch, "threads_beside": saves.WRITERS, "beside": [], "waiting": []}
+    with start(model, batch, cap_bytes, None) as run:
         trained = Trained(run, model)
         placed: Any = run._placed
-        parameters, held = sum(each.numel() for each in run.model.parameters()), placed.host_bytes
-        print(f"{model}: {parameters / 1e9:.2f} B parameters, {held / GIB:.1f} GiB on the host", flush=True)
-        trained.seconds_a_step(WARMUP)
-        made = shown(room(trained, steps), line_room)
-        delayed = [shown(beside(trained, folder / "beside", steps), line_beside) for _ in range(repeats)]
-        copy = placed.host_bytes - held
+        held = found["host_bytes"] = placed.host_bytes
+        found["parameters"] = sum(each.numel() for each in run.model.parameters())
+        found["updated_on"] = dict(Counter(each.route for each in run.plan.chunks))
+        print(f"{model}: {found['parameters'] / 1e9:.2f} B parameters, {held / GIB:.1f} GiB on the host", flush=True)
+        trained.seconds_of(WARMUP)
+        found["room"] = shown(room(trained, steps), line_room)
+        for _ in range(repeats):
+            found["beside"].append(shown(beside(trained, folder / "beside", steps), line_beside))
+            found["copy_bytes"] = placed.host_bytes - held
+            keep(found)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    with start(model, batch, held + copy // 2) as run:
+    with start(model, batch, cap_bytes, held + found["copy_bytes"] // 2) as run:
         trained = Trained(run, model)
-        trained.seconds_a_step(WARMUP)
-        waited = [shown(waiting(trained, folder / "waiting"), line_waiting) for _ in range(repeats)]
+        trained.seconds_of(WARMUP)
+        for _ in range(repeats):
+            found["waiting"].append(shown(waiting(trained, folder / "waiting"), line_waiting))
+            keep(found)
+    delayed, waited = found["beside"], found["waiting"]
     rate = statistics.median(each["bytes_per_second"] for each in waited)
     disk = max(statistics.median(each["disk"][way] for each in waited) for way in waited[0]["disk"])
-    return {
-        "model": model,
-        "parameters": parameters,
-        "batch": batch,
-        "host_bytes": held,
-        "copy_bytes": copy,
-        "threads_beside": saves.WRITERS,
-        "room": made,
-        "beside": delayed,
-        "waiting": waited,
+    found |= {
         "most_delay_steps": max(each["delay_steps"] for each in delayed),
         "bytes_per_second": rate,
         "disk_bytes_per_second": disk,
@@ -218,23 +224,25 @@ def measure(model: str, batch: int, steps: int, repeats: int, folder: Path) -> d
             "waiting": not any(each["is_beside"] for each in waited) and rate >= 0.8 * disk,
         },
     }
+    keep(found)
+    return found
 
 
-def line_room(each: dict[str, Any]) -> str:
+def line_room(each: Figures) -> str:
     return (
         f"  room: made ready in {each['seconds']:.2f} s, which delayed {each['steps_meanwhile']} steps of "
         f"{each['step_seconds']:.3f} s by {each['delay_steps']:.2f}"
     )
 
 
-def line_beside(each: dict[str, Any]) -> str:
+def line_beside(each: Figures) -> str:
     return (
         f"  beside: delayed by {each['delay_steps']:.2f} of {each['steps_meanwhile']} steps of {each['step_seconds']:.3f} s; "
         f"the call took {each['call_seconds']:.3f} s, the save {each['saving_seconds']:.2f} s"
     )
 
 
-def line_waiting(each: dict[str, Any]) -> str:
+def line_waiting(each: Figures) -> str:
     disks = "; ".join(f"{way}: {rate / 1e9:.2f}" for way, rate in each["disk"].items())
     return (
         f"  waiting: {each['bytes'] / GIB:.2f} GiB in {each['seconds']:.2f} s, {each['bytes_per_second'] / 1e9:.2f} GB/s; "
@@ -242,7 +250,7 @@ def line_waiting(each: dict[str, Any]) -> str:
     )
 
 
-def shown(figures: dict[str, Any], line: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
+def shown(figures: Figures, line: Callable[[Figures], str]) -> Figures:
     """The same, after its line was printed."""
     print(line(figures), flush=True)
     return figures
@@ -251,7 +259,7 @@ def shown(figures: dict[str, Any], line: Callable[[dict[str, Any]], str]) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(CONFIGURATIONS), default="1b")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=8, help="that make up the usual time of one")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads-beside", type=int, default=saves.WRITERS, help="that write beside the steps")
@@ -263,11 +271,15 @@ def main() -> None:
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction((options.cap_gib * GIB - CONTEXT_BYTES) / total)
+
+    def keep(figures: Figures) -> None:
+        if options.record:
+            record.write(options.record, figures)
+
     with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd(), prefix=".checkpoint-") as folder:
-        figures = measure(options.model, options.batch, options.steps, options.repeats, Path(folder))
+        cap = options.cap_gib * GIB
+        figures = measure(options.model, options.batch, cap, options.steps, options.repeats, Path(folder), keep)
     print(f"  {figures['share_of_disk']:.0%} of the disk's rate; delayed by {figures['most_delay_steps']:.2f} steps at most")
-    if options.record:
-        record.write(options.record, figures)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def test_it_saves_beside_the_steps_with_room_and_waits_without(
         assert each["delay_steps"] == pytest.approx(each["delay_seconds"] / each["step_seconds"])
     assert all(each["bytes"] > 12 * figures["parameters"] for each in figures["waiting"])
     ways = set(figures["waiting"][0]["disk"])
-    assert {"through the page cache, 1", "through the page cache, 4"} <= ways
+    assert "through the page cache, 1" in ways
     assert figures["disk_bytes_per_second"] > min(figures["waiting"][0]["disk"].values())
     assert figures["share_of_disk"] == pytest.approx(figures["bytes_per_second"] / figures["disk_bytes_per_second"])
     assert [path.name for path in tmp_path.iterdir()] == ["it.json"]
