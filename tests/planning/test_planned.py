@@ -41,6 +41,7 @@ LEFT_OUT = {
     "planned": ("4b batch 8 cap 24 clipping", "llama-1b batch 4 cap 12 not micro-batch"),
     "planned-regret": ("micro-batches of",),
     "planned-more": ("4b batch 8 cap 24 clipping", "llama-1b batch 4 cap 12 not micro-batch"),
+    "planned-third": ("4b batch 8 cap 24 clipping",),
 }
 RECORDS = [
     (name, row)
@@ -104,11 +105,12 @@ def test_a_step_takes_what_is_forecast_within_its_band(index: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "median", "most"), [("planned-regret", 0.04, 0.10), ("planned", 0.04, 0.18), ("planned-more", 0.09, 0.26)]
+    ("name", "median", "most"),
+    [("planned-regret", 0.04, 0.10), ("planned", 0.04, 0.18), ("planned-more", 0.09, 0.26), ("planned-third", 0.13, 0.25)],
 )
 def test_steps_are_forecast_well(name: str, median: float, most: float) -> None:
-    """All were measured on the very machine that was probed, in full, before. On the last one the host's memory is fast, and what
-    computes beside updates is slowed down by more than elsewhere."""
+    """All were measured on the very machine that was probed, in full, before. On the last two the host updates more slowly in
+    a step than alone, by more than copies explain."""
     off = off_by(name, "")
     assert statistics.median(off.values()) <= median, off
     assert max(off.values()) <= most, off
@@ -147,6 +149,7 @@ def _then(row: Row) -> float:
         ("planned", "4b batch 8 cap 24", 17, 1.03),
         ("planned-more", "llama-1b batch 4 cap 12", 18, 1.0),
         ("planned-more", "4b batch 8 cap 40", 18, 1.09),
+        ("planned-third", "4b batch 8 cap 40", 16, 1.10),
     ],
 )
 def test_no_plan_of_many_was_much_faster_than_the_planner_s(name: str, job: str, plans: int, most: float) -> None:
