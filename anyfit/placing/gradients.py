@@ -28,6 +28,7 @@ from .chunks import ChunkState, ModelState, quietly
 from .lanes import Lanes, Ticket
 from .tiers import HostSlabs
 
+Views = dict[str, Tensor]  # made once: a step has many, and each costs the thread that launches
 STAGES = 5  # staging buffers: one fills while others go down, behind whatever else is on its way
 
 
@@ -35,8 +36,16 @@ STAGES = 5  # staging buffers: one fills while others go down, behind whatever e
 class Stage:
     flat: Tensor  # bytes, on the device
     state: ChunkState | None = None
-    slots: list[Slot] = field(default_factory=list)  # of parameters whose gradient is in it
+    slots: dict[str, Slot] = field(default_factory=dict)  # of parameters whose gradient is in it
     ticket: Ticket | None = None  # of the copy that empties it
+    _known: dict[int, tuple[Tensor, Views]] = field(default_factory=dict)
+
+    def filled_by(self, state: ChunkState) -> tuple[Tensor, Views]:
+        """The buffer as a chunk's gradients fill it: all of them, and each by name."""
+        if state.index not in self._known:
+            filled = self.flat[: state.chunk.bytes].view(state.dtype)
+            self._known[state.index] = filled, views_of(state, filled)
+        return self._known[state.index]
 
 
 @dataclass(eq=False)
@@ -44,6 +53,7 @@ class HostGradients:
     """What one chunk's gradients come to on the host."""
 
     flat: Tensor  # as they came, or in fp32 where micro-batches add up
+    views: Views  # of it, by name
     names: set[str] = field(default_factory=set)  # of parameters that have one
     ticket: Ticket | None = None  # of the last that came
 
@@ -73,7 +83,8 @@ class Gradients:
                 continue
             if each.placement.gradients == "host":
                 dtype = torch.float32 if self.adds_up else each.dtype
-                self._on_host[each.index] = HostGradients(slabs.zeros(each.chunk.elements, dtype, crosses=not self.adds_up))
+                flat = slabs.zeros(each.chunk.elements, dtype, crosses=not self.adds_up)
+                self._on_host[each.index] = HostGradients(flat, views_of(each, flat))
                 for slot in each.chunk.slots:
                     self._hook(slot.name, self._sender(each, slot))
             elif self.adds_up and each.is_split:
@@ -150,15 +161,15 @@ class Gradients:
                     self._add_late(state, slot, gradient)
                     return
                 stage = self._stage_for(state)
-                if slot in stage.slots and self.adds_up:  # of the micro-batch before, in which the chunk was not complete
+                if slot.name in stage.slots and self.adds_up:  # of the micro-batch before, in which the chunk was not complete
                     self._go_down(stage)
                     stage = self._stage_for(state)
-                staged = state.view(stage.flat[: state.chunk.bytes].view(state.dtype), slot)
-                if slot in stage.slots:
+                staged = stage.filled_by(state)[1][slot.name]
+                if slot.name in stage.slots:
                     staged.add_(gradient)
                     return
                 staged.copy_(gradient)
-                stage.slots.append(slot)
+                stage.slots[slot.name] = slot
                 if len(stage.slots) == len(state.chunk.slots):
                     self._go_down(stage)
 
@@ -171,7 +182,7 @@ class Gradients:
         home = self._on_host[state.index]
         if home.ticket is not None:
             home.ticket.wait()
-        total = state.view(home.flat, slot)
+        total = home.views[slot.name]
         total.add_(gradient.to(total.device))
         self._norms |= _norms({slot.name: total})
 
@@ -189,16 +200,16 @@ class Gradients:
         return stage
 
     def _go_down(self, stage: Stage) -> None:
-        state, slots = stage.state, stage.slots
+        state, slots = stage.state, list(stage.slots.values())
         assert state is not None
-        stage.state, stage.slots = None, []
+        stage.state, stage.slots = None, {}
         home = self._on_host[state.index]
-        filled = stage.flat[: state.chunk.bytes].view(state.dtype)
+        filled, views = stage.filled_by(state)
         if self.adds_up:
             stage.ticket = self._land(home, state, slots, filled)
             return
         flat = home.flat
-        self._norms |= _norms({slot.name: state.view(filled, slot) for slot in slots})
+        self._norms |= _norms({slot.name: views[slot.name] for slot in slots})
 
         def copy() -> None:
             for start, end in _stretches(slots):
@@ -258,7 +269,7 @@ class Gradients:
             home = self._on_host[index]
             if home.ticket is not None:
                 home.ticket.wait()
-            own = self._views(self._state.chunks[index], home)
+            own = _there(home)
             if divisor is not None:
                 for gradient in own.values():
                     numpy.divide(gradient.numpy(), divisor, out=gradient.numpy())  # on this thread alone, as the norm is
@@ -280,14 +291,11 @@ class Gradients:
                     found[name] = parameter.grad
         return found
 
-    def _views(self, state: ChunkState, home: HostGradients) -> dict[str, Tensor]:
-        return {slot.name: state.view(home.flat, slot) for slot in state.chunk.slots if slot.name in home.names}
-
     def of(self, state: ChunkState) -> tuple[dict[str, Tensor], Ticket | None]:
         """A chunk's gradients by name, in the tier its placement says, and the ticket of what is still on its way."""
         home = self._on_host.get(state.index)
         if home is not None:
-            return self._views(state, home), home.ticket
+            return _there(home), home.ticket
         own = {}
         with quietly():
             for slot in state.chunk.slots:
@@ -308,12 +316,23 @@ class Gradients:
         self._norms.clear()
         self._moved.clear()
         for stage in self._stages:
-            stage.state, stage.slots = None, []
+            stage.state, stage.slots = None, {}
         for home in self._on_host.values():
             home.names.clear()
         with quietly():
             for parameter in self._parameters.values():
                 parameter.grad = None
+
+
+def views_of(state: ChunkState, flat: Tensor) -> Views:
+    return {slot.name: state.view(flat, slot) for slot in state.chunk.slots}
+
+
+def _there(home: HostGradients) -> Views:
+    """Those that came, for the caller to keep."""
+    if len(home.names) == len(home.views):
+        return dict(home.views)
+    return {name: view for name, view in home.views.items() if name in home.names}
 
 
 def _norms(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
