@@ -54,6 +54,7 @@ class HostGradients:
 
     flat: Tensor  # as they came, or in fp32 where micro-batches add up
     views: Views  # of it, by name
+    stretches: tuple[tuple[int, int], ...]  # that all of them take
     names: set[str] = field(default_factory=set)  # of parameters that have one
     ticket: Ticket | None = None  # of the last that came
 
@@ -84,7 +85,7 @@ class Gradients:
             if each.placement.gradients == "host":
                 dtype = torch.float32 if self.adds_up else each.dtype
                 flat = slabs.zeros(each.chunk.elements, dtype, crosses=not self.adds_up)
-                self._on_host[each.index] = HostGradients(flat, views_of(each, flat))
+                self._on_host[each.index] = HostGradients(flat, views_of(each, flat), tuple(_stretches(each.chunk.slots)))
                 for slot in each.chunk.slots:
                     self._hook(slot.name, self._sender(each, slot))
             elif self.adds_up and each.is_split:
@@ -211,8 +212,10 @@ class Gradients:
         flat = home.flat
         self._norms |= _norms({slot.name: views[slot.name] for slot in slots})
 
+        stretches = home.stretches if len(slots) == len(home.views) else tuple(_stretches(slots))
+
         def copy() -> None:
-            for start, end in _stretches(slots):
+            for start, end in stretches:
                 flat[start:end].copy_(filled[start:end], non_blocking=True)
 
         label, after = f"gradients of chunk {state.index}", (self._lanes.so_far(), state.fresh)
