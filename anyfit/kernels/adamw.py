@@ -17,6 +17,7 @@ be built. Both give the bits that torch.optim.AdamW(foreach=False) gives on the 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -315,6 +316,7 @@ class Begun:
         self._lock = threading.Lock()
         self._times = (ctypes.c_double * 2)()
         self._is_known = False
+        self._process = os.getpid()
         self._then: Callable[[tuple[float, float]], None] | None = None
 
     def then(self, call: Callable[[tuple[float, float]], None]) -> None:
@@ -333,6 +335,8 @@ class Begun:
         return bool(self._library.anyfit_is_over(self._handle))
 
     def __del__(self) -> None:
+        if self._process != os.getpid():  # a forked child, which has none of the threads
+            return
         self.synchronize()
         self._library.anyfit_forget(self._handle)
 

@@ -402,6 +402,25 @@ def test_threads_treat_denormals_as_their_caller_does() -> None:
 
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="needs fork")
+def test_a_forked_child_does_not_wait_for_what_its_parent_has_begun(root: Path) -> None:
+    code = """
+import os, torch
+from anyfit.kernels.adamw import Settings, State, adamw
+n = 20_000_000
+state = State(torch.ones(n), None, torch.zeros(n), torch.zeros(n))
+begun = adamw(state, torch.ones(n), Settings(lr=0.1), 1, threads=2, waits=False)
+child = os.fork()
+if child == 0:
+    del begun
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+begun is None or begun.synchronize()
+assert float(state.weights[-1]) < 1
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_forked_child_has_threads_of_its_own(root: Path) -> None:
     code = """
 import os, torch
