@@ -41,7 +41,6 @@ MOST_AT_ONCE = 192 * 2**20  # bytes of a copy that yields
 Work = Callable[[], Begun | None]  # what it returns is under way on the host when the thread goes on
 Part = tuple[Work, str]  # and its label
 Ended = Callable[[tuple[float, float] | None], None]  # with the host's times of it, where the clock is not to be asked
-NOT_MARKED = nullcontext()
 Mark = Callable[[str], Ended]  # told of a label that it begins; gives what is to be called when it ends
 
 
@@ -109,7 +108,6 @@ class Track:
     def __init__(self, name: str, stream: Any) -> None:
         self.name, self.stream = name, stream
         self.mark: Mark | None = None
-        self.is_current = False  # its stream is the thread's
 
     def uses(self, tensors: Iterable[Tensor]) -> None:
         """To be said inside a job of tensors that the computation made: their memory is not reused before the job is done."""
@@ -142,7 +140,7 @@ class Track:
             return self._on_host(work, label)
         for event in events:
             _hold(self.stream, event)
-        with NOT_MARKED if self.is_current else _cuda.stream(self.stream), _marked(self.mark, label):
+        with _cuda.stream(self.stream), _marked(self.mark, label):
             work()
         done = _cuda.Event(blocking=True)  # whoever waits on the host leaves its core to others
         done.record(self.stream)
@@ -214,8 +212,6 @@ class Lane:
         torch.set_grad_enabled(False)  # on this thread
         if stream is not None:
             _cuda.set_device(stream.device)
-            _cuda.set_stream(stream)
-            self.tracks[0].is_current = len(self.tracks) == 1
         while (job := self._next()) is not None:
             ticket, events, error = job.ticket, [], None
             try:
@@ -321,6 +317,9 @@ class Lanes:
 def _close(lanes: Sequence[Lane]) -> None:
     for lane in lanes:
         lane.close()
+
+
+NOT_MARKED = nullcontext()
 
 
 def _marked(mark: Mark | None, label: str) -> AbstractContextManager[None]:
