@@ -584,7 +584,7 @@ class Updates:
         out = None
         if second is not None:
             out = State(second.weights, second.low if state.is_split else None, *(second.moments[key] for key in ADAM_KEYS))
-        return self._in_one_pass(each, own, now, out, flat, factor, settings)
+        return self._in_one_pass(each, own, now, out, flat, factor, settings, waits=False)
 
     def _host_step(
         self,
@@ -676,9 +676,11 @@ class Updates:
         gradient: Tensor,
         factor: float | None,
         settings: Settings,
+        *,
+        waits: bool = True,
     ) -> tuple[dict[str, dict[str, Any]], Begun | None]:
-        """Steps these parameters of a chunk by the kernel of where they lie; what is then known of each, and the host's update
-        that is still under way."""
+        """Steps these parameters of a chunk by the kernel of where they lie; what is then known of each, and, where it is not
+        waited for, the host's update that is still under way."""
         made: dict[str, dict[str, Any]] = {}
         ranges: dict[int, list[tuple[int, int]]] = {}  # by step count: a parameter without a gradient has stayed behind
         slots = each.state.own.slots
@@ -695,7 +697,7 @@ class Updates:
                 adamw_on_gpu(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
             else:
                 on_gpu = self._device.type == "cuda"  # the same bits, wherever it is updated
-                how = functools.partial(adamw, threads=self._threads, as_on_gpu=on_gpu, waits=left > 0)
+                how = functools.partial(adamw, threads=self._threads, as_on_gpu=on_gpu, waits=waits or left > 0)
                 begun = how(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
             now, out = out or now, None
         return made, begun
