@@ -9,6 +9,7 @@ checkpoint in its place.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -91,7 +92,13 @@ class Saving:
     def result(self) -> None:
         """Waits until it is in its place."""
         self.wait()
+        atexit.unregister(self._last_word)
         self._done.result()
+
+    def _last_word(self) -> None:
+        """A script that has ended without asking is told what went wrong: Python ends when the writing has."""
+        if self.has_failed:
+            print(f"anyfit: {self._done.exception()}", file=sys.stderr, flush=True)
 
     def wait(self) -> None:
         """However it ends."""
@@ -111,6 +118,7 @@ class Saving:
     def begin(self, copies: Copies) -> None:
         """Writes it beside what comes: once its copies are made, from them."""
         self.is_beside, self.copies, self._writer.threads = True, copies, WRITERS
+        atexit.register(self._last_word)
         threading.Thread(target=self._run_beside, name="anyfit saving").start()
 
     def _run_beside(self) -> None:
@@ -126,8 +134,6 @@ class Saving:
             if self._index == 0:
                 self._writer.aside.remove()
             self._done.set_exception(error)
-            if self.is_beside and not threading.main_thread().is_alive():
-                print(f"anyfit: {error}", file=sys.stderr, flush=True)  # nobody else will say it
             if not isinstance(error, Exception):
                 raise
 
