@@ -243,8 +243,9 @@ def about(plan: Plan) -> Row:
 def pinned_arena(size: int) -> torch.Tensor:
     """Host memory that all plans share: it takes longest to get."""
     arena = in_huge_pages(size)
+    here = nodes()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda start: touch(arena[start : start + GIB], nodes()), range(0, size, GIB)))
+        list(pool.map(lambda start: touch(arena[start : start + GIB], here), range(0, size, GIB)))
     error = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
     if error:
         raise MemoryError(f"{size / GIB:.0f} GiB could not be pinned (CUDA error {error})")

@@ -690,14 +690,14 @@ class Updates:
                 step = int(entry["step"]) + 1
                 made[slot.name] = {**entry, "step": self._count(step)}
                 ranges.setdefault(step, []).append((slot.offset, slot.offset + slot.elements))
-        begun = None
-        for left, (step, stretches) in zip(reversed(range(len(ranges))), ranges.items(), strict=True):
+        begun, last = None, next(reversed(ranges), None)
+        for step, stretches in ranges.items():
             parts = stretches if len(stretches) < len(slots) else None  # all of it, and the padding between
             if now.weights.is_cuda:
                 adamw_on_gpu(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
             else:
                 on_gpu = self._device.type == "cuda"  # the same bits, wherever it is updated
-                how = functools.partial(adamw, threads=self._threads, as_on_gpu=on_gpu, waits=waits or left > 0)
+                how = functools.partial(adamw, threads=self._threads, as_on_gpu=on_gpu, waits=waits or step != last)
                 begun = how(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
             now, out = out or now, None
         return made, begun

@@ -160,13 +160,14 @@ def _under(load: Callable[[], AbstractContextManager[None]], threads: int, read:
 
 def _adamw(parameters: int) -> Callable[[], object]:
     """Updates the next of some chunks, on as many threads as torch has."""
+    here = nodes()
 
     def generation() -> State:
-        weights, low, m, v = (touch(in_huge_pages(size * parameters), nodes()).zero_() for size in (2, 2, 4, 4))
+        weights, low, m, v = (touch(in_huge_pages(size * parameters), here).zero_() for size in (2, 2, 4, 4))
         return State(weights.view(torch.bfloat16), low.view(torch.int16), m.view(torch.float32), v.view(torch.float32))
 
     def slopes() -> torch.Tensor:
-        return touch(in_huge_pages(2 * parameters), nodes()).view(torch.bfloat16).fill_(1e-3)
+        return touch(in_huge_pages(2 * parameters), here).view(torch.bfloat16).fill_(1e-3)
 
     chunks = itertools.cycle([(generation(), slopes(), generation()) for _ in range(CHUNKS)])
     settings = Settings(lr=1e-4, weight_decay=0.01)
