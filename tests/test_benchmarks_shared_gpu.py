@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from benchmarks import shared_gpu
 
 RECORD = Path(__file__).parents[1] / "benchmarks/results/shared-gpu.json"
@@ -20,7 +18,6 @@ def test_two_ranks_train_as_one() -> None:
     assert found["together"]["held_bytes"]["host"] > 0 == found["alone"]["held_bytes"]["host"]
 
 
-@pytest.mark.skipif(not RECORD.exists(), reason="not measured yet")
 def test_two_ranks_of_a_gpu_trained_as_one() -> None:
     found = json.loads(RECORD.read_text())["figures"]
     assert found["model"] == "1b"
