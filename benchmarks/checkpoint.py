@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import shutil
 import statistics
@@ -27,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,27 +192,11 @@ def measure(
     model: str, batch: int, cap_bytes: float, steps: int, repeats: int, folder: Path, keep: Callable[[Figures], None]
 ) -> Figures:
     found: Figures = {"model": model, "batch": batch, "threads_beside": saves.WRITERS, "beside": [], "waiting": []}
-    with start(model, batch, cap_bytes, None) as run:
-        trained = Trained(run, model)
-        placed: Any = run._placed
-        held = found["host_bytes"] = placed.host_bytes
-        found["parameters"] = sum(each.numel() for each in run.model.parameters())
-        found["updated_on"] = dict(Counter(each.route for each in run.plan.chunks))
-        print(f"{model}: {found['parameters'] / 1e9:.2f} B parameters, {held / GIB:.1f} GiB on the host", flush=True)
-        trained.seconds_of(WARMUP)
-        found["room"] = shown(room(trained, steps), line_room)
-        for _ in range(repeats):
-            found["beside"].append(shown(beside(trained, folder / "beside", steps), line_beside))
-            found["copy_bytes"] = placed.host_bytes - held
-            keep(found)
+    _all_beside(found, partial(start, model, batch, cap_bytes), steps, repeats, folder / "beside", keep)
+    gc.collect()  # the first run is gone: the cap has room for one
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    with start(model, batch, cap_bytes, held + found["copy_bytes"] // 2) as run:
-        trained = Trained(run, model)
-        trained.seconds_of(WARMUP)
-        for _ in range(repeats):
-            found["waiting"].append(shown(waiting(trained, folder / "waiting"), line_waiting))
-            keep(found)
+    _all_waiting(found, partial(start, model, batch, cap_bytes), repeats, folder / "waiting", keep)
     delayed, waited = found["beside"], found["waiting"]
     rate = statistics.median(each["bytes_per_second"] for each in waited)
     disk = max(statistics.median(each["disk"][way] for each in waited) for way in waited[0]["disk"])
@@ -226,6 +212,35 @@ def measure(
     }
     keep(found)
     return found
+
+
+def _all_beside(
+    found: Figures, started: Callable[[int | None], Run], steps: int, repeats: int, folder: Path, keep: Callable[[Figures], None]
+) -> None:
+    with started(None) as run:
+        trained = Trained(run, found["model"])
+        placed: Any = run._placed
+        held = found["host_bytes"] = placed.host_bytes
+        found["parameters"] = sum(each.numel() for each in run.model.parameters())
+        found["updated_on"] = dict(Counter(each.route for each in run.plan.chunks))
+        print(f"{found['model']}: {found['parameters'] / 1e9:.2f} B parameters, {held / GIB:.1f} GiB on the host", flush=True)
+        trained.seconds_of(WARMUP)
+        found["room"] = shown(room(trained, steps), line_room)
+        for _ in range(repeats):
+            found["beside"].append(shown(beside(trained, folder, steps), line_beside))
+            found["copy_bytes"] = placed.host_bytes - held
+            keep(found)
+
+
+def _all_waiting(
+    found: Figures, started: Callable[[int | None], Run], repeats: int, folder: Path, keep: Callable[[Figures], None]
+) -> None:
+    with started(found["host_bytes"] + found["copy_bytes"] // 2) as run:
+        trained = Trained(run, found["model"])
+        trained.seconds_of(WARMUP)
+        for _ in range(repeats):
+            found["waiting"].append(shown(waiting(trained, folder), line_waiting))
+            keep(found)
 
 
 def line_room(each: Figures) -> str:
