@@ -51,16 +51,20 @@ def adamw_on_gpu(
     step: int,
     *,
     out: State | None = None,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     ranges: Ranges | None = None,
 ) -> None:
     """One update of a chunk, as `adamw` does it, on the current stream of the GPU that holds the tensors. Ranges that touch take
-    one launch together.
+    one launch together. A scale that is a tensor there, of one fp32, is looked at when the GPU comes to it; where it is nan then,
+    the chunk stays as it is.
 
     Never waits for the GPU. Written behind autograd's back, as in `adamw`.
     """
     out = out or state
     stretches = _checked(state, out, gradient, step, ranges)
+    known, asked = (1.0, scale) if isinstance(scale, Tensor) else (1.0 if scale is None else scale, None)
+    if asked is not None and (out is not state or asked.dtype != torch.float32 or asked.numel() != 1):
+        raise ValueError("a scale that is a tensor is one fp32, of an update in place")
     decoupled, lerp_weight = settings.decoupled, ctypes.c_float(1 - settings.beta1).value
     leans_on_old = lerp_weight < 0.5
     l2 = 0.0 if decoupled else settings.weight_decay
@@ -81,7 +85,8 @@ def adamw_on_gpu(
                 first_block,
                 start,
                 end,
-                (-1.0 if settings.maximize else 1.0) * (1.0 if scale is None else scale),
+                asked,
+                (-1.0 if settings.maximize else 1.0) * known,
                 1 - settings.lr * settings.weight_decay if decoupled else 1.0,
                 l2,
                 lerp_weight if leans_on_old else lerp_weight - 1,
@@ -168,6 +173,7 @@ def _update(
     first_block: int64,
     start: int64,
     end: int64,
+    asked: pointer,
     factor: float32,
     decay: float32,
     l2: float32,
@@ -184,6 +190,9 @@ def _update(
     """Blocks begin at multiples of their size, wherever a stretch does: loads and stores stay wide but at its two ends."""
     first = (first_block + tl.program_id(0)) * size
     part = first + tl.arange(0, size)
+    if asked is not None:
+        factor = factor * tl.load(asked)
+        end = tl.where(factor == factor, end, start)  # of nan: nothing
     # fmt: off
     if (first >= start) & (first + size <= end):
         _update_part(
@@ -267,7 +276,8 @@ def _works(gpu: int) -> bool:
     high, low, m, v, gradient = torch.zeros(5, BLOCK, device=f"cuda:{gpu}").unbind()
     state = State(high.bfloat16(), low.short(), m, v)
     try:
-        adamw_on_gpu(state, gradient.bfloat16(), Settings(lr=1.0), 1)
+        for scale in (None, gradient[0]):
+            adamw_on_gpu(state, gradient.bfloat16(), Settings(lr=1.0), 1, scale=scale)
     except Exception as why:
         line = f"anyfit: Triton's kernels do not run on cuda:{gpu} ({why}); the update there takes torch's own operations"
         print(line, file=sys.stderr, flush=True)

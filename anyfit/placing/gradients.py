@@ -264,7 +264,7 @@ class Gradients:
         return {name: norms[name] for name in self._parameters if name in norms}
 
     def _finish_sums(self, weight: Tensor | None) -> dict[str, Tensor]:
-        divisor = None if weight is None else weight.cpu().numpy()
+        divisor = None if weight is None else self._lanes.reading(weight)().numpy()
         found: dict[str, Tensor] = {}
 
         @torch.no_grad()

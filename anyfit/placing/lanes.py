@@ -305,6 +305,22 @@ class Lanes:
             with _marked(self.mark, f"wait for {ticket.label}"):
                 ticket.wait()
 
+    def reading(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begins to bring what the computation made to the host; what it returns waits for it. By way of pinned memory: a copy to
+        any other keeps all threads from the driver until the GPU has come to it, and no lane would be given more meanwhile."""
+        if not tensor.is_cuda:
+            return lambda: tensor
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        found.copy_(tensor, non_blocking=True)
+        done = _cuda.Event(blocking=True)
+        done.record()
+
+        def there() -> Tensor:
+            done.synchronize()
+            return found
+
+        return there
+
     def computing(self, label: str) -> AbstractContextManager[None]:
         """Around a part of the computation, for whoever records it."""
         return _marked(self.mark, label)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from anyfit.values.layout import Slot
 from anyfit.values.machine import update_threads
 
 from .chunks import Carried, ChunkState, ModelState
-from .gradients import Gradients
+from .gradients import Gradients, clip_factor
 from .lanes import STREAMED_DEPTH, Lanes, Over, Ticket, Work
 from .reduction import Reduction
 from .residency import Residency
@@ -197,6 +198,8 @@ class Updates:
         self.names = {slot.name: each for each in self.chunks for slot in each.state.chunk.slots}
         self._working: dict[tuple[str, int], list[nn.Parameter]] = {}
         self._broken: str | None = None
+        self._begun: dict[int, dict[str, dict[str, Any]]] = {}  # resident chunks that the GPU updates, if the norm is a number
+        self._before: Ticket | None = None  # what was computed before these
         self._threads = update_threads(torch.get_num_threads())
         self._clipped = 0.0  # share of late steps
         self.before_change: Callable[[int], None] = lambda _chunk: None  # waits where somebody still reads a chunk's state
@@ -289,6 +292,31 @@ class Updates:
 
     # ------------------------------------------------------------------ a step
 
+    def begin(self, norm: Tensor, clip_norm: float | None) -> None:
+        """Gives the GPU the updates of resident chunks before the host knows the norm, which the GPU will: it goes on with them
+        while the host waits, and then starts the others. `apply` or `leave_out` has to follow."""
+        self.check()
+        groups = self._settings()
+        begun = [each for each in self.chunks if self._can_begin(each.state, groups)]
+        if not begun:
+            return
+        self._before = self._lanes.so_far()
+        factor = torch.ones_like(norm) if clip_norm is None else clip_factor(norm, clip_norm)
+        factor = torch.where(norm.isfinite(), factor, math.nan)  # with which an update changes nothing
+        for each in begun:
+            own, _ = self._gradients.of(each.state)
+            self.before_change(each.state.index)
+            if own:
+                self._update_resident(each, own, None, factor, groups)
+
+    def _can_begin(self, state: ChunkState, groups: Groups) -> bool:
+        is_there = state.placement.route == "resident" and state.placement.gradients == "device" and self._device.type == "cuda"
+        return is_there and self._settings_of(state, groups) is not None
+
+    def leave_out(self) -> None:
+        """Nothing is to change in this step."""
+        self._begun.clear()
+
     def apply(self, factor: float | None) -> None:
         """One optimizer step with the gradients at hand (times `factor`) on every parameter that has one."""
         self.check()
@@ -298,19 +326,17 @@ class Updates:
         if self._ranks.are_several:
             for each in self.chunks:
                 self._residency.settle(each.state)  # one that only other ranks used may still be at its last update
-        before = self._lanes.so_far()  # the old weights have been read
+        before = self._before or self._lanes.so_far()  # the old weights have been read
+        begun, self._begun = self._begun, {}
         for each in self.chunks:
             own, arrived = self._gradients.of(each.state)
             if each.state.placement.route == "resident":
+                if each.state.index in begun:
+                    each.rest |= begun[each.state.index]
+                    continue
                 self.before_change(each.state.index)
                 if own:
-                    with self._lanes.computing(f"update chunk {each.state.index}"):
-                        self._lanes.hold_computation(arrived)
-                        try:
-                            self._resident(each, own, factor, groups)
-                        except BaseException as error:
-                            self._broken = f"the update failed half-way ({type(error).__name__}: {error})"
-                            raise
+                    self._update_resident(each, own, arrived, factor, groups)
                 self._share(each.state, None)
         for each in self.chunks:
             state, second = each.state, each.second
@@ -358,6 +384,9 @@ class Updates:
 
     def forget(self) -> None:
         """The step is over, however it ended: what was speculated in it is not to be used by another."""
+        if self._begun:
+            self._broken = self._broken or "the update was broken off half-way"
+        self._begun, self._before = {}, None
         for each in self.chunks:
             each.lifted = None
             if each.second is not None:
@@ -367,7 +396,23 @@ class Updates:
         if self._broken is not None:
             raise RuntimeError(f"{self._broken}; go on from the last checkpoint: anyfit.start(job, resume=...)")
 
-    def _resident(self, each: OptimizerState, own: Mapping[str, Tensor], factor: float | None, groups: Groups) -> None:
+    def _update_resident(
+        self,
+        each: OptimizerState,
+        own: Mapping[str, Tensor],
+        arrived: Ticket | None,
+        factor: float | Tensor | None,
+        groups: Groups,
+    ) -> None:
+        with self._lanes.computing(f"update chunk {each.state.index}"):
+            self._lanes.hold_computation(arrived)
+            try:
+                self._resident(each, own, factor, groups)
+            except BaseException as error:
+                self._broken = f"the update failed half-way ({type(error).__name__}: {error})"
+                raise
+
+    def _resident(self, each: OptimizerState, own: Mapping[str, Tensor], factor: float | Tensor | None, groups: Groups) -> None:
         state, bench, on_device = each.state, self._benches["resident"], each.state.own_on_device
         assert on_device is not None
         flat = self._gradients.flat(state)
@@ -379,8 +424,12 @@ class Updates:
             flat = self._gathered(state, own, bench) if flat is None else flat
             now = State(on_device, state.low if state.is_split else None, *(each.moments[key] for key in ADAM_KEYS))
             made, _ = self._in_one_pass(each, own, now, None, flat, factor, settings)
-            each.rest |= made
+            if isinstance(factor, Tensor):
+                self._begun[state.index] = made
+            else:
+                each.rest |= made
             return
+        assert not isinstance(factor, Tensor)
         weights = exact = on_device
         if state.is_split:
             exact = bench.flat("exact", state.own.elements)
@@ -674,7 +723,7 @@ class Updates:
         now: State,
         out: State | None,
         gradient: Tensor,
-        factor: float | None,
+        factor: float | Tensor | None,
         settings: Settings,
         *,
         waits: bool = True,
@@ -696,6 +745,7 @@ class Updates:
             if now.weights.is_cuda:
                 adamw_on_gpu(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
             else:
+                assert not isinstance(factor, Tensor)
                 on_gpu = self._device.type == "cuda"  # the same bits, wherever it is updated
                 how = functools.partial(adamw, threads=self._threads, as_on_gpu=on_gpu, waits=waits or step != last)
                 begun = how(now, gradient, settings, step, out=out, scale=factor, ranges=parts)

@@ -228,24 +228,30 @@ class Run:
             )
         placed, scale = self._placed, 1.0
         self._doing = f"in the update of step {self.steps + 1}"
-        with placed.lanes.computing("norm"):  # what the host decides by: the one wait of a step
-            if isinstance(placed.gradients, Reduction):
-                norm, scale = self._agree(placed.gradients)
-            else:
-                norms = placed.gradients.finish(self._weight)
+        updates, gradients = placed.updates, placed.gradients
+        if isinstance(gradients, Reduction):
+            with placed.lanes.computing("norm"):
+                norm, scale = self._agree(gradients)
+        else:
+            with placed.lanes.computing("norm"):
+                norms = gradients.finish(self._weight)
                 if not norms:
                     raise RuntimeError(NO_GRADIENT)
-                norm = total_norm(norms, placed.device).cpu()
+                total = total_norm(norms, placed.device)
+                known = placed.lanes.reading(total)
+            updates.begin(total, self.job.clip_norm)
+            norm = known()  # what the host decides by: the one wait of a step
         if bool(torch.isfinite(norm)):
             factor = scale if self.job.clip_norm is None else scale * float(clip_factor(norm, self.job.clip_norm))
             self._is_updating = True
             try:
-                placed.updates.apply(None if factor == 1.0 else factor)
+                updates.apply(None if factor == 1.0 else factor)
             finally:
                 self._is_updating = False
             if self.scheduler is not None:
                 self.scheduler.step()
         else:
+            updates.leave_out()
             self.skipped += 1
         loss = self._last.pop("loss_so_far", None)
         if loss is not None:
@@ -262,16 +268,18 @@ class Run:
         """With all ranks: the norm of the gradients, and what they still are to be scaled by. In one exchange, which also carries
         the loss, and tells ranks that went different ways."""
         device, ranks = self._placed.device, self.ranks
-        loss = self._last.get("loss_so_far", torch.zeros(()))
-        weight = torch.zeros(()) if self._weight is None else self._weight
+        nothing = torch.zeros((), device=device)
+        loss = self._last.get("loss_so_far", nothing)
+        weight = nothing if self._weight is None else self._weight
         if self._is_mute:
             gradients.count_out()
-            loss, weight = torch.zeros(()), torch.zeros(())
+            loss = weight = nothing
         missing = gradients.missing()
         known = [float(ranks.asked()), len(missing), 0 if self._is_mute else self._rows, self._asked(), self._lacks_host_bytes()]
         known.append(self.saving is not None and self.saving.has_failed)
         figures = [each.detach().to(device, torch.float64).reshape(1) for each in (gradients.finish(), weight, loss)]
-        rows = ranks.of_all(torch.cat([*figures, torch.tensor(known, dtype=torch.float64, device=device)])).cpu()
+        told = torch.tensor(known, dtype=torch.float64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        rows = self._placed.lanes.reading(ranks.of_all(torch.cat([*figures, told])))()
         squares, weights, losses, asked, missed, samples, signals, lacks, unsaved = rows.unbind(1)
         self.signal, self._lacking, self._save_failed = int(signals.max()), lacks.tolist(), bool(unsaved.any())
         if len(asked.unique()) > 1:

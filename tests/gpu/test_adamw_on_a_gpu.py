@@ -17,6 +17,7 @@ from tests.kernels.test_adamw_gpu import (  # noqa: F401  - the same tests, wher
     adamw,
     assert_same,
     moved,
+    test_a_scale_that_lies_beside_the_chunk_is_as_one_that_is_given,
     test_halves_are_rounded_away_from_zero_as_on_the_cpu,
     test_infinities_nans_and_denormals_are_as_on_the_cpu,
     test_nothing_to_do_is_fine,
@@ -72,6 +73,7 @@ def test_the_host_never_waits(device: str) -> None:
         for step in range(1, 4):
             adamw_on_gpu(state, gradient, SETTINGS, step, out=out, scale=0.5, ranges=[(7, 100), (200, 4000)])
             adamw_on_gpu(state, gradient, SETTINGS, step)
+            adamw_on_gpu(state, gradient, SETTINGS, step, scale=gradient[0])
 
 
 def test_it_runs_in_the_order_of_the_current_stream(device: str) -> None:

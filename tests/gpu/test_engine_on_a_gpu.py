@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from anyfit.placing import activations
+from anyfit.placing.updates import Updates
 from anyfit.values.plan import Placement, Plan
 from tests.oracle import assert_bit_equal, assert_close
 from tests.placing.test_engine import MODELS, batches_for, job_for
-from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, random_delays, started
+from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, chunk_count, hand_written, random_delays, started
 
 pytestmark = pytest.mark.gpu
 STEPS = 10
@@ -63,6 +66,84 @@ def test_every_route_trains_as_the_resident_one(route: str, model: str, precisio
             matrices = {name for name, tensor in expected.items() if tensor.dim() > 1}  # a key's bias has no gradient but noise
             mine, theirs = ({name: each[name] for name in matrices} for each in (weights, expected))
             assert_close(mine, theirs, 2e-2 if precision == "bf16" else 1e-3)
+
+
+@pytest.mark.parametrize("route", ["resident", "streamed", "speculates"])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_resident_updates_are_the_same_whether_or_not_the_host_knows_the_norm(
+    route: str, clip_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step that is left out, too: one batch has a loss without end."""
+    job = job_for("gpt", precision="bf16", clip_norm=clip_norm)
+    others = ROUTES.get(route, Placement())
+    plan = hand_written(job, *((Placement(), others)[index % 2] for index in range(chunk_count(job, 8192))), chunk_bytes=8192)
+    asked: list[int] = []
+
+    def loss(model: Any, batch: Any) -> Any:
+        asked.append(1)
+        value: Any = job.loss(model, batch)
+        return value * (torch.inf if len(asked) == 4 else 1.0)
+
+    def trained() -> tuple[list[float], dict[str, torch.Tensor], set[int]]:
+        asked.clear()
+        begun: set[int] = set()
+        with started(replace(job, loss=loss), plan, device="cuda") as run:
+            updates: Any = run._placed.updates
+            apply = updates.apply
+
+            def seen(factor: float | None) -> None:
+                begun.update(updates._begun)
+                apply(factor)
+
+            updates.apply = seen
+            losses = [float(run.step(batch)) for batch in batches_for("gpt", STEPS)]
+            assert run.skipped == 1
+            return losses, run.state_dict(), begun
+
+    losses, weights, begun = trained()
+    assert begun == {index for index, chunk in enumerate(plan.chunks) if chunk.route == "resident"}
+    monkeypatch.setattr(Updates, "begin", lambda *_arguments: None)
+    again, expected, none = trained()
+    assert not none
+    assert losses[:3] + losses[4:] == again[:3] + again[4:]
+    assert_bit_equal(weights, expected)
+
+
+def test_a_step_that_ends_before_the_norm_is_known_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_for("gpt", precision="bf16")
+    with started(job, hand_written(job, chunk_bytes=8192), device="cuda") as run:
+        batch = batches_for("gpt", 1)[0]
+        run.step(batch)
+
+        def interrupted() -> torch.Tensor:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(run._placed.lanes, "reading", lambda _tensor: interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.step(batch)
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match="broken off half-way; go on from the last checkpoint"):
+            run.step(batch)
+
+
+def test_lanes_are_given_more_while_the_host_waits_for_the_norm() -> None:
+    """A copy into pageable memory would keep all threads from the driver until the GPU comes to it."""
+    job = job_for("gpt", precision="bf16")
+    with started(job, hand_written(job, chunk_bytes=8192), device="cuda") as run:
+        far, near = torch.ones(2**20, device="cuda"), torch.full((2**20,), 2.0, pin_memory=True)
+        aside = torch.empty_like(far)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        known = run._placed.lanes.reading(far.sum())
+        waiting = threading.Thread(target=known)
+        waiting.start()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            aside.copy_(near, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+        assert not torch.cuda.current_stream().query()  # the computation is not over
+        waiting.join()
+    assert float(known()) == 2**20
+    assert float(aside[-1]) == 2
 
 
 def test_memory_of_a_gpu_is_given_back() -> None:

@@ -165,6 +165,22 @@ def test_only_the_ranges_change_and_the_rest_is_carried_over(
         assert_same(state, before)  # the old generation is whole
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_a_scale_that_lies_beside_the_chunk_is_as_one_that_is_given(device: str, scale: float, maximize: bool) -> None:
+    settings = Settings(lr=0.05, weight_decay=0.1, maximize=maximize)
+    expected, gradient = state_of(torch.randn(3000), is_split=True), torch.randn(3000).bfloat16()
+    state = moved(expected, device)
+    adamw(expected, gradient, settings, 1, scale=scale, ranges=[(0, 100), (700, 3000)])
+    there = torch.tensor(scale, device=device)
+    adamw_on_gpu(state, gradient.to(device), settings, 1, scale=there, ranges=[(0, 100), (700, 3000)])
+    assert_same(state, expected)
+    adamw_on_gpu(state, gradient.to(device), settings, 2, scale=there * torch.nan)  # changes nothing
+    assert_same(state, expected)
+    with pytest.raises(ValueError, match="one fp32, of an update in place"):
+        adamw_on_gpu(state, gradient.to(device), settings, 2, scale=there, out=empty_like(state))
+
+
 def test_some_tensors_may_stay_in_place_while_others_move(device: str) -> None:
     expected, gradient = state_of(torch.randn(300), is_split=True), torch.randn(300)
     state = moved(expected, device)
