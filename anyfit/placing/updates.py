@@ -173,6 +173,7 @@ class Second:
         self.moments: dict[str, Tensor] = {}
         self.made: dict[str, dict[str, Any]] = {}
         self.ticket: Ticket | None = None  # of the update that fills it; None: not begun in this step
+        self.may_be_read = False  # it was the state when somebody began to read that
 
 
 class Updates:
@@ -343,14 +344,15 @@ class Updates:
             own, arrived = self._gradients.of(state)
             if state.placement.route == "resident":
                 continue
-            self.before_change(state.index)
+            is_speculated = factor is None and second is not None and second.ticket is not None
+            if not (is_speculated and self._keeps_generations(state)):
+                self.before_change(state.index)
             if not own:
                 self._share(state, None)
                 continue
             self._residency.drop(state)  # the weights that are there will be old
             start = self._streamed if state.placement.route == "streamed" else self._on_host
             state.again = functools.partial(start, each, own, (arrived, before), factor, groups)
-            is_speculated = factor is None and second is not None and second.ticket is not None
             state.fresh = self._committed(each, own, before) if is_speculated else state.again()
             self._share(state, before)
 
@@ -373,10 +375,35 @@ class Updates:
 
         state.fresh = self._lanes.spread.run(spread, (self._lanes.so_far(), before, state.fresh), label)
 
-    def turn_of(self, chunk: int) -> tuple[bool, int]:
-        """In which order chunks are changed: those on the device first."""
+    def turn_of(self, chunk: int) -> tuple[int, int]:
+        """In which order chunks are changed: those on the device first; those of two generations a step later, the last first."""
         each = self._by_index.get(chunk)
-        return each is None or each.state.placement.route != "resident", chunk
+        if each is not None and each.second is not None and self._keeps_generations(each.state) and self._speculates:
+            return 2, -chunk
+        return int(each is None or each.state.placement.route != "resident"), chunk
+
+    def let_read(self, wait_for: Callable[[int], None]) -> None:
+        """Somebody reads the state as it is now. From here on `wait_for` is asked before any of a chunk's is overwritten."""
+        self.before_change = wait_for
+        for each in self.chunks:
+            if each.second is not None:
+                each.second.may_be_read = False
+
+    def _before_speculation(self, each: OptimizerState) -> None:
+        """On a lane, before the second generation is overwritten."""
+        assert each.second is not None
+        if each.second.may_be_read:
+            self.before_change(each.state.index)
+            each.second.may_be_read = False
+
+    @staticmethod
+    def _keeps_generations(state: ChunkState) -> bool:
+        """A step that is taken over leaves the state before it whole, until the next speculates: weights are on the host too."""
+        return state.on_host is not None
+
+    @property
+    def _speculates(self) -> bool:
+        return self._clipped <= CLIPPED_SHARE
 
     def _settings(self) -> Groups:
         """Learning rates and the like of every group as they are now: a scheduler may change them while an update runs."""
@@ -544,6 +571,8 @@ class Updates:
         assert load.weights is not None
         assert carrier is not None
         moments = each.moments if second is None else second.moments
+        if second is not None:
+            self._before_speculation(each)
         for key in load.moments:
             if key not in moments:
                 moments[key] = self._zeros(each, key)
@@ -661,7 +690,7 @@ class Updates:
         each = self._by_index.get(state.index)
         if each is None or each.second is None or len(each.rest) != len(state.own.slots):
             return  # a first step makes state, which is taken over in place
-        if self._clipped > CLIPPED_SHARE:
+        if not self._speculates:
             self._lift_ahead(each)
             return
         second = each.second
@@ -672,6 +701,7 @@ class Updates:
             return
 
         def job() -> Begun | None:
+            self._before_speculation(each)
             if self._settings_of(state, groups) is not None:
                 second.made, begun = self._in_one_pass_on_host(each, own, second, None, groups)
                 return begun
@@ -708,6 +738,7 @@ class Updates:
             state.low, second.low = second.low, state.low
             each.moments, second.moments = second.moments, each.moments
             each.keep(each.moments, second.made, lambda key: self._zeros(each, key))
+            second.may_be_read = True
             own.clear()
             if state.on_device is not None:
                 self._upload(each)

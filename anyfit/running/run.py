@@ -545,7 +545,7 @@ class Run:
             has_room = all(self.ranks.objects(has_room))
         if has_room:
             copies.begin(content, self._placed.updates.turn_of)
-            self._placed.updates.before_change = copies.wait_for
+            self._placed.updates.let_read(copies.wait_for)
             self.saving.begin(copies)
         else:
             try:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,11 @@ PLACEMENTS = {
     "streamed": STREAMED,
     "on host": ON_HOST,
     "away": AWAY,
-    "away, speculates": Placement(weights="host", gradients="host", optimizer="host", update="host", speculates=True),
+    "away, speculates": replace(AWAY, speculates=True),
     "away, streamed": AWAY_STREAMED,
+    "on host, speculates": replace(ON_HOST, speculates=True),
+    "streamed, speculates": replace(STREAMED, speculates=True),
+    "away, streamed, speculates": replace(AWAY_STREAMED, speculates=True),
 }
 
 
@@ -94,7 +98,8 @@ CASES = list(itertools.product(MODELS, PLACEMENTS, ["fp32", "bf16"]))
 def test_what_is_saved_is_the_state_when_it_began_and_the_steps_are_the_same(
     model: str, placing: str, precision: Any, tmp_path: Path, gate: Gate
 ) -> None:
-    job = job_for(MODELS[model], precision=precision, clip_norm=1.0, optimizer=adamw)
+    never = 1e9  # and so what is speculated counts
+    job = job_for(MODELS[model], precision=precision, clip_norm=never if "speculates" in placing else 1.0, optimizer=adamw)
     batches = image_batches(6, ROWS) if model == "convolutional" else byte_batches(6, ROWS)
     with started(job, hand_written(job, PLACEMENTS[placing], slots=16), random_delays(3)) as run:
         for batch in batches[:2]:
@@ -117,6 +122,43 @@ def test_what_is_saved_is_the_state_when_it_began_and_the_steps_are_the_same(
     documents = [checkpoint.open(tmp_path / name).document("progress.json") for name in ("beside", "waited for")]
     assert documents[0] == documents[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["beside", "waited for"]
+
+
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_a_step_that_was_speculated_does_not_wait_for_the_copy(
+    is_clipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves the generation that is saved as it is, which the next overwrites; one that is clipped is made again in place."""
+    job = job_for(precision="bf16", clip_norm=1e-3 if is_clipped else 1e9, optimizer=adamw)
+    batches, may_copy, waited = byte_batches(6, ROWS), threading.Event(), threading.Event()
+    copy, wait_for = saving.Copies._copy, saving.Copies.wait_for
+
+    def copy_when_told(*arguments: Any) -> None:
+        assert may_copy.wait(60)
+        copy(*arguments)
+
+    def wait_and_tell(copies: saving.Copies, chunk: int) -> None:
+        waited.set()
+        wait_for(copies, chunk)
+
+    monkeypatch.setattr(saving.Copies, "_copy", copy_when_told)
+    monkeypatch.setattr(saving.Copies, "wait_for", wait_and_tell)
+    with started(job, hand_written(job, replace(ON_HOST, speculates=True))) as run:
+        for batch in batches[:2]:
+            run.step(batch)
+        run.save(tmp_path / "waited for")
+        begun(run, tmp_path / "beside")
+        if is_clipped:
+            threading.Thread(target=lambda: (waited.wait(60), may_copy.set())).start()
+        for batch in batches[2:]:
+            run.step(batch)
+            assert waited.is_set() == is_clipped or batch is not batches[2]
+            if batch is batches[2] and not is_clipped:
+                threading.Thread(target=lambda: (waited.wait(60), may_copy.set())).start()  # the next speculates
+        run.finish_saving()
+        assert waited.is_set()
+        assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
+    assert_bit_equal(tensors_in(tmp_path / "beside"), tensors_in(tmp_path / "waited for"))
 
 
 def test_the_copy_is_of_what_updates_change_and_its_memory_is_taken_once(tmp_path: Path) -> None:
