@@ -108,6 +108,7 @@ class Track:
     def __init__(self, name: str, stream: Any) -> None:
         self.name, self.stream = name, stream
         self.mark: Mark | None = None
+        self._yielded: Any = None  # event of the last copy that yields
 
     def uses(self, tensors: Iterable[Tensor]) -> None:
         """To be said inside a job of tensors that the computation made: their memory is not reused before the job is done."""
@@ -119,18 +120,21 @@ class Track:
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]], *, yields: bool = False) -> None:
         """To be called inside a job: each target of its source. A GPU copies in one direction from one stream until that has
         nothing left for it, however long others have waited; so copies that are in no hurry yield: the next is not given to it
-        before the last is done."""
+        before the last is done. The last of a job is not waited for here, but by the next job's first: meanwhile the thread gives
+        out what comes after it."""
         if self.stream is None or not yields:
             if copies:  # in one call: Python's lock is asked for once, and not by each of them
                 torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies], non_blocking=True)
             return
-        done = _cuda.Event(blocking=True)
         for target, source in copies:
             most = MOST_AT_ONCE // target.element_size()
             for part, of in zip(target.split(most), source.split(most), strict=True):
+                if self._yielded is None:
+                    self._yielded = _cuda.Event(blocking=True)
+                else:
+                    self._yielded.synchronize()
                 part.copy_(of, non_blocking=True)
-                done.record(self.stream)
-                done.synchronize()
+                self._yielded.record(self.stream)
 
     def do(self, work: Work, label: str, events: Iterable[Any]) -> list[Any]:
         """Starts a part after these events; the event of its end, where the GPU or threads of the host's kernels do it."""

@@ -4,8 +4,8 @@
 change is copied into host memory that the plan leaves free, each byte where it will lie in the file, chunk by chunk on threads
 of its own; an update waits for the copy of its chunk alone: forward and backward hide most of it. Where updates are made into a
 second generation before the norm is known, the one that is saved stays whole until the step after next begins its own. Then the
-file is written, from that image of it with no copy more. That all ranks have theirs is told through the key-value store, and rank 0 puts the
-checkpoint in its place.
+file is written, from that image of it with no copy more. That all ranks have theirs is told through the key-value store, and
+rank 0 puts the checkpoint in its place.
 """
 
 from __future__ import annotations
