@@ -56,7 +56,7 @@ from .peers import ALWAYS, CONTEXT_BYTES, GIB, MODELS, NEVER, with_norms
 from .peers import Job as Peer
 from .profiler import CALLS_SECONDS, quickly_built, varied, weighty_calls
 
-WARM_UP, TIMED = 3, 6
+WARM_UP, TIMED = 3, 10
 SHORT = 2, 4  # of other plans
 WHY = "not "  # of plans that another's reasons name
 CODES = "rshRSH"  # resident, streamed, host; capitals: with their weights on the host
@@ -107,6 +107,7 @@ JOBS = {
         Job("4b", 32, 24, clips=True),
         Job("4b", 8, 24, micro_batch=4),
         Job("10b", 8, 24),
+        Job("10b", 16, 24),
     )
 }
 REGRET = ("4b batch 8 cap 24", "4b batch 8 cap 12", "llama-1b batch 4 cap 12")

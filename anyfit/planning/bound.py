@@ -2,7 +2,7 @@
 
 A step is at least what the computation does in it, waits apart:
 
-    passes + gradients gathered to go down + norm + updates of resident chunks + handing out the others
+    passes + gradients gathered to go down + norm + updates of resident chunks, and handing out the others
 
 Where host and device share cores, all copies and updates come on top. Else each has a lane, on which one is done after another:
 the host's updates, the copies up, the copies down. Between the end of forward and the end of the next one, which a step like the
@@ -34,7 +34,7 @@ import heapq
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from .simulate import ADDED, BESIDE, DONE, HAND_OUT_SECONDS, NORMED, REDUCED_BYTES, Candidate, Rates
+from .simulate import ADDED, BESIDE, DONE, NORMED, REDUCED_BYTES, Candidate, Rates
 
 
 class Job(NamedTuple):
@@ -57,11 +57,7 @@ def least_seconds(candidate: Candidate, rates: Rates, again: float = 0.0) -> flo
     staged = passes * sent if division is None else (passes if division.gradients else 1) * (given - sent) + passes * sent
     one_pass = sum(segment.seconds for segment in candidate.each.segments) + candidate.seconds_again + again
     slowness = BESIDE if division is not None and rates.host.overlaps else 1.0
-    after = (
-        norm
-        + rates.update_seconds * resident / shards
-        + HAND_OUT_SECONDS * sum(placement.route != "resident" for _, placement in pairs)
-    )
+    after = norm + candidate.ending_seconds(rates.update_seconds * resident / shards)
     least = slowness * passes * one_pass + rates.gather_seconds * staged + after
     exchanged = _exchanged(candidate)
     jobs = list(_jobs(candidate, rates, one_pass, norm, again))

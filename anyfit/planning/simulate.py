@@ -3,8 +3,9 @@
 The computation goes through its segments, and waits where the engine would: for the weights of a block (their update, or their
 way up), for a stage to put gradients in. Beside it work the two copy engines and the host's update, each on one thing at a time:
 
-    up      weights to slots, fresh weights, states that are lifted, activations that come back; these take turns, copy by copy
-    down    gradients, states that are lowered, activations that move; likewise
+    up      weights to slots, fresh weights, activations that come back; these take turns, copy by copy; and states that are
+            lifted, a part at a time where nothing else is to be copied
+    down    gradients, states that are lowered, activations that move; these take turns
     host    updates, the most urgent of those whose gradients have come
 
 All three use the host's memory: the host is slower while copies run, and copies are while the host updates.
@@ -43,7 +44,9 @@ STREAMED_DEPTH = 3  # chunks that are under way at once
 # What the computation takes where copies, updates and exchanges run beside it, on the same memory and behind the same Python
 # lock: the planned steps of benchmarks/results/planned.json that were to wait for nothing took 1.04 to 1.14 of their own, most
 # under 1.09. Of exchanges nobody has measured it.
-BESIDE = 1.05
+BESIDE = 1.08
+DOWN = 1.7  # times as much as a byte that goes up, one that comes down slows the host's updates: it is written to their memory
+LIFT_SECONDS = 1.5e-3  # of a lift, beside its copies: its parts wait for each other
 UPDATE_TRAFFIC = 26  # bytes of the host's memory that an update reads and writes
 DONE = 1e-3  # of an update: what is left of it when it counts as done
 # Of an update's traffic: to add a gradient up on the host, and to take its norm there.
@@ -79,6 +82,12 @@ class Candidate:
         """Whether gradients of this micro-batch are summed over ranks; else they add up on each."""
         division = self.division
         return division is not None and (is_last or division.gradients or placement.gradients == "host")
+
+    def ending_seconds(self, resident: float) -> float:
+        """After the norm is known, where the device takes so many for resident updates: the host starts the others meanwhile. Of
+        several ranks it starts them all, one after another."""
+        handed_out = HAND_OUT_SECONDS * sum(placement.route != "resident" for placement in self.placements)
+        return max(resident, handed_out) if self.division is None else resident + handed_out
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
@@ -178,12 +187,15 @@ class _Clock:
 
 
 class _Server:
-    """One thing at a time; of several queues each in turn, and of a queue the most urgent."""
+    """One thing at a time; of several queues each in turn, of a queue the most urgent. One that yields waits for others."""
 
-    def __init__(self, clock: _Clock, *queues: str) -> None:
+    def __init__(self, clock: _Clock, *queues: str, yields: str | None = None) -> None:
         self._clock = clock
         self._queues: dict[str, list[tuple[float, int, float, Callable[[], None]]]] = {name: [] for name in queues}
         self._in_turn = list(self._queues.values())
+        self._last: list[tuple[float, int, float, Callable[[], None]]] = []
+        if yields is not None:
+            self._queues[yields] = self._last
         self._turn = 0
         self._count = 0
         self._since = self._speed = 0.0
@@ -209,11 +221,16 @@ class _Server:
             queue = queues[turn]
             turn = (turn + 1) % len(queues)
             if queue:
-                self._turn, self.is_busy = turn, True
-                self._since, self._speed = self._clock.now, self.rate()
-                _, _, amount, done = heapq.heappop(queue)
-                self._clock.at(amount / self._speed, functools.partial(self._finish, done))
+                self._turn = turn
+                self._serve(queue)
                 return
+        if self._last:
+            self._serve(self._last)
+
+    def _serve(self, queue: list[tuple[float, int, float, Callable[[], None]]]) -> None:
+        self.is_busy, self._since, self._speed = True, self._clock.now, self.rate()
+        _, _, amount, done = heapq.heappop(queue)
+        self._clock.at(amount / self._speed, functools.partial(self._finish, done))
 
     def _finish(self, done: Callable[[], None]) -> None:
         self._done, self.is_busy = self.done, False
@@ -258,16 +275,18 @@ class _Host:
         self._clock.at(left / rate, look)
 
     def _rate_beside(self, copied_per_second: float) -> float:
-        """Updates a second, of what copies leave of the host's memory: together they get no more than when all of it is busy."""
+        """Updates a second: the more is copied, the fewer. Measured is the rate with nothing copied, and with all that goes."""
         alone, loaded = self._rates.updates_per_second, self._rates.loaded
         if loaded is None:
             return alone
-        left = loaded.up_bytes_per_second + loaded.down_bytes_per_second - copied_per_second
-        return min(alone, loaded.updates_per_second + max(left, 0.0) / UPDATE_TRAFFIC)
+        share = copied_per_second / (loaded.up_bytes_per_second + DOWN * loaded.down_bytes_per_second)
+        return max(alone - (alone - loaded.updates_per_second) * share, loaded.updates_per_second / 2)
 
     @property
     def _copied(self) -> float:
-        return sum(server.done for server in self._copies)
+        """Bytes, as many as would go up in their place."""
+        up, down = self._copies
+        return up.done + DOWN * down.done
 
 
 @dataclass(eq=False)
@@ -295,7 +314,7 @@ class _Play:
     def __init__(self, candidate: Candidate, rates: Rates) -> None:
         self._candidate, self._rates = candidate, rates
         self._clock = _Clock()
-        self._up = _Server(self._clock, "fetch", "fresh", "lift", "activations")
+        self._up = _Server(self._clock, "fetch", "fresh", "activations", yields="lift")
         self._down = _Server(self._clock, "gradients", "lower", "activations")
         host, loaded = rates.host, rates.host.loaded or rates.host
         self._host = _Host(self._clock, host, self._up, self._down)
@@ -326,6 +345,7 @@ class _Play:
         self._added = _Signal(happened=True)
         self._lifted: list[tuple[int, int, Callable[[], None]]] = []  # that wait for a carrier
         self._carriers = STREAMED_DEPTH
+        self._is_lifting = False
         is_alone = all(chunk.route == "resident" and not chunk.is_away for chunk in self._chunks) and not candidate.offloaded
         is_alone = (is_alone and division is None) or not rates.host.overlaps
         self._slowness = 1.0 if is_alone else BESIDE
@@ -401,11 +421,12 @@ class _Play:
             yield from self._wait(self._summing, self._added)
             yield self._norm_seconds()
             self._norm.fire()
-            yield self._resident_seconds()
+            resident = self._resident_seconds()
+            yield resident
             for chunk in self._chunks if self._candidate.shards > 1 and not self._candidate.gathers else ():
                 if self._is_resident(chunk):
                     self._share(chunk)
-            yield HAND_OUT_SECONDS * sum(chunk.route != "resident" for chunk in self._chunks)
+            yield candidate.ending_seconds(resident) - resident
             self._steps.append(self._clock.now - began)
         over.fire()
 
@@ -632,23 +653,30 @@ class _Play:
 
         def begin() -> None:
             self._carriers -= 1
-            self._in_parts(self._up, "lift", up, chunk.index, lower)
+            self._is_lifting = True
+            self._in_parts(self._up, "lift", up, chunk.index, lifted)
 
-        def lower() -> None:
+        def lifted() -> None:
             self._debt += self._rates.update_seconds * chunk.elements  # the computation has less of the device meanwhile
+            self._clock.at(LIFT_SECONDS, over)
             self._in_parts(self._down, "lower", down, chunk.index, free)
+
+        def over() -> None:
+            self._is_lifting = False
+            self._lift_next()
 
         def free() -> None:
             self._carriers += 1
             done()
-            if self._lifted:
-                heapq.heappop(self._lifted)[2]()
+            self._lift_next()
 
-        if self._carriers:
-            begin()
-        else:
-            self._count += 1
-            heapq.heappush(self._lifted, (chunk.index, self._count, begin))
+        self._count += 1
+        heapq.heappush(self._lifted, (chunk.index, self._count, begin))
+        self._lift_next()
+
+    def _lift_next(self) -> None:
+        if self._lifted and self._carriers and not self._is_lifting:
+            heapq.heappop(self._lifted)[2]()
 
     def _in_parts(self, server: _Server, queue: str, size: float, order: int, done: Callable[[], None]) -> None:
         """Moments and low halves are copies of their own: others come in between."""

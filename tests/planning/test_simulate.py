@@ -83,8 +83,11 @@ def resident(candidate: Candidate) -> Candidate:
 @given(candidates())
 def test_a_step_is_its_parts(candidate: Candidate) -> None:
     simulated = simulate(candidate, EASY)
+    pairs = zip(candidate.chunks, candidate.placements, strict=True)
+    resident = sum(chunk.elements for chunk, placement in pairs if placement.route == "resident" and chunk.optimizer_bytes)
     handed_out = HAND_OUT_SECONDS * sum(placement.route != "resident" for placement in candidate.placements)
-    parts = simulated.compute_seconds + simulated.recompute_seconds + simulated.update_seconds + handed_out
+    waited = max(handed_out - EASY.update_seconds * resident / candidate.shards, 0.0)
+    parts = simulated.compute_seconds + simulated.recompute_seconds + simulated.update_seconds + waited
     assert simulated.step_seconds == pytest.approx(parts + sum(simulated.waits_seconds.values()))
     assert simulate(candidate, EASY) == simulated
 
