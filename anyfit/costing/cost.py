@@ -31,7 +31,7 @@ LEAST_MEASURED_OF_ROUGH = 0.95
 FINE_CHUNKS, MOST_CHUNKS = 32, 200
 LEAST_CHUNK_BYTES = {"cpu": 2**14, "cuda": 2**23}  # a GPU is done with less before it has been told of it
 HOST_BOUND = 1.2  # a pass that takes this many times the device's own seconds waits for the host
-IN_A_RUN = 0.93  # of the rate at which an otherwise idle machine updates: 0.91 to 1.0 in timelines of runs
+IN_A_RUN = 0.95  # of the rate at which an otherwise idle machine updates: 0.91 to 1.0 in timelines of runs
 MEMORY_ERROR = {"cpu": 0.02, "cuda": 0.02}
 RESERVED_ERROR = {"cpu": 0.02, "cuda": 0.05}
 

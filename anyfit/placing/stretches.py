@@ -20,7 +20,7 @@ from .place import Placed
 _cuda: Any = torch.cuda
 
 BUFFERS = -1  # in place of a chunk
-FETCHED_BYTES = 2**22  # from a GPU at once: enough for its link, and little to pin
+FETCHED_BYTES = 2**24  # from a GPU at once: with less, threads wait for Python more than for the link; and little to pin
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ STREAMED_DEPTH = 3  # chunks that are under way at once
 # What the computation takes where copies, updates and exchanges run beside it, on the same memory and behind the same Python
 # lock: the planned steps of benchmarks/results/planned.json that were to wait for nothing took 1.04 to 1.14 of their own, most
 # under 1.09. Of exchanges nobody has measured it.
-BESIDE = 1.08
+BESIDE = 1.07
 DOWN = 1.7  # times as much as a byte that goes up, one that comes down slows the host's updates: it is written to their memory
 LIFT_SECONDS = 1.5e-3  # of a lift, beside its copies: its parts wait for each other
 UPDATE_TRAFFIC = 26  # bytes of the host's memory that an update reads and writes

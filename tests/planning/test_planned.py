@@ -106,11 +106,11 @@ def test_a_step_takes_what_is_forecast_within_its_band(index: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "median", "most"),
-    [("planned-regret", 0.04, 0.10), ("planned", 0.04, 0.18), ("planned-more", 0.09, 0.26), ("planned-third", 0.13, 0.25)],
+    [("planned-regret", 0.04, 0.11), ("planned", 0.06, 0.18), ("planned-more", 0.09, 0.26), ("planned-third", 0.09, 0.24)],
 )
 def test_steps_are_forecast_well(name: str, median: float, most: float) -> None:
-    """All were measured on the very machine that was probed, in full, before. On the last two the host updates more slowly in
-    a step than alone, by more than copies explain."""
+    """All were measured on the very machine that was probed, in full, before; with an engine whose lanes were given nothing while
+    the host waited for the norm, which streamed chunks felt, and that began resident updates after that."""
     off = off_by(name, "")
     assert statistics.median(off.values()) <= median, off
     assert max(off.values()) <= most, off
@@ -159,10 +159,9 @@ def test_no_plan_of_many_was_much_faster_than_the_planner_s(name: str, job: str,
     assert seconds["planned"] <= most * min(seconds.values()), seconds
 
 
-@pytest.mark.parametrize("name", ["planned", "planned-regret"])
-def test_what_is_planned_today_was_measured_close_to_the_best(name: str) -> None:
-    """GPT-2 of 4 billion parameters in 24 GiB, beside 15 and 21 other plans of one pass on the same machine."""
-    job = planned.JOBS["4b batch 8 cap 24"]
+def test_what_is_planned_today_was_measured_close_to_the_best() -> None:
+    """GPT-2 of 4 billion parameters in 24 GiB, beside 21 other plans of one pass on the same machine."""
+    name, job = "planned-regret", planned.JOBS["4b batch 8 cap 24"]
     machine = Machine.load(ROOT / f"tests/golden/h200/{name}-machine.json").with_limits(device_memory=24 * GIB)
     profile = cost([traced(job.case, job.batch, job.batch)], machine, job.batch)
     routes = Counter(placement.route for placement in search(profile).chunks)
