@@ -45,7 +45,7 @@ from .team import Post, Team
 COPIERS = 8  # threads: one does not keep up with the memory
 WRITERS = 2  # threads that write beside the steps: more would only take cores from those that train
 NICE = 10  # of threads at work beside the steps: those that train come first
-TOUCHED_AT_ONCE = 2**24  # bytes
+TOUCHED_AT_ONCE = 2**21  # bytes: while the kernel is at them, whoever else wants memory of this process waits
 PAGE_BYTES = 4096
 MADV_DONTFORK = 10  # of Linux
 
