@@ -5,7 +5,8 @@ small sizes therefore come from the caches, as the activation that the last op w
 
 What a process gets of a GPU: total = others + context + what torch's allocator may reserve. CUDA tells total and free
 only, so what others hold is asked of nvidia-smi before this process has a context of its own. Where that cannot be
-told it is counted as context: the allocator's share, the difference of the two figures, comes out right either way.
+told, or others came since, it is counted as context as long as one may be so large: the allocator's share, the difference
+of the two figures, comes out right either way.
 Of that share, matmul libraries keep workspaces, one for each thread that asks for products: forward's and backward's.
 """
 
@@ -28,6 +29,7 @@ ELEMENTWISE_BYTES = {
     "cpu": tuple(2**10 * size for size in (3, 12, 48, 192, 768, 3072, 12288, 49152, 196608)),
     "cuda": tuple(2**10 * size for size in (3, 48, 768, 3072, 12288, 49152, 196608, 786432, 3145728)),
 }
+MOST_CONTEXT_BYTES = 2 * 2**30  # an H200's takes 0.9 GiB with the kernels of a large model
 CONTEXT_SPREAD = 0.1  # which kernels are loaded depends on the model
 
 
@@ -69,6 +71,8 @@ def gpu_figures(device: torch.device) -> tuple[Figure, Figure]:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     context = total - free - torch.cuda.memory_reserved(device) - others
+    others += max(context - MOST_CONTEXT_BYTES, 0.0)
+    context = min(context, MOST_CONTEXT_BYTES)
     usable = Figure(float(total), 0.0, "measured")
     if others:
         usable = Figure(total - others, LEAST_SPREAD, "measured: the total less what other processes hold")

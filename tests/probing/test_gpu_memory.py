@@ -62,6 +62,15 @@ def test_where_nobody_can_say_it_counts_as_context(monkeypatch: pytest.MonkeyPat
     assert usable.value - context.value == 69.5 * GIB, "what the allocator may reserve is the same"
 
 
+def test_what_no_context_takes_is_held_by_others_that_came_since(monkeypatch: pytest.MonkeyPatch, nvidia_smi) -> None:
+    nvidia_smi("GPU-abc-1, 10240, 580.65.06")
+    pretend_gpu(monkeypatch, free=40 * GIB)
+    usable, context = memory.gpu_figures(GPU)
+    assert context.value == 2 * GIB
+    assert usable.value == 44 * GIB
+    assert "other processes" in usable.source
+
+
 def test_once_this_process_is_on_the_gpu_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, nvidia_smi) -> None:
     nvidia_smi("GPU-abc-1, 10240, 580.65.06")
     monkeypatch.setattr(memory, "is_in_use", lambda: True)
