@@ -107,7 +107,6 @@ JOBS = {
         Job("4b", 32, 24, clips=True),
         Job("4b", 8, 24, micro_batch=4),
         Job("10b", 8, 24),
-        Job("10b", 16, 24),
     )
 }
 REGRET = ("4b batch 8 cap 24", "4b batch 8 cap 12", "llama-1b batch 4 cap 12")
