@@ -46,6 +46,7 @@ from .tiers import HostSlabs
 ADAM_KEYS = ("exp_avg", "exp_avg_sq")
 CLIPPED_SHARE = 0.5  # of late steps: with more, no update begins before the norm is known
 LATE_STEPS = 8  # about so many count in that share
+BROKEN_OFF = "the update was broken off half-way"
 Groups = list[dict[str, Any]]
 
 
@@ -329,6 +330,7 @@ class Updates:
                 self._residency.settle(each.state)  # one that only other ranks used may still be at its last update
         before = self._before or self._lanes.so_far()  # the old weights have been read
         begun, self._begun = self._begun, {}
+        self._broken = BROKEN_OFF  # unless it comes to its end
         for each in self.chunks:
             own, arrived = self._gradients.of(each.state)
             if each.state.placement.route == "resident":
@@ -355,6 +357,7 @@ class Updates:
             state.again = functools.partial(start, each, own, (arrived, before), factor, groups)
             state.fresh = self._committed(each, own, before) if is_speculated else state.again()
             self._share(state, before)
+        self._broken = None
 
     def _share(self, state: ChunkState, before: Ticket | None) -> None:
         """Fresh weights of a chunk that ranks divide come to the others: now, where each has all of them; else when they are
@@ -412,7 +415,7 @@ class Updates:
     def forget(self) -> None:
         """The step is over, however it ended: what was speculated in it is not to be used by another."""
         if self._begun:
-            self._broken = self._broken or "the update was broken off half-way"
+            self._broken = self._broken or BROKEN_OFF
         self._begun, self._before = {}, None
         for each in self.chunks:
             each.lifted = None

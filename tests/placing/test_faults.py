@@ -145,6 +145,27 @@ def test_an_exception_in_the_model_leaves_the_last_completed_step(route: str, at
     assert_bit_equal(weights, train_plainly(job, batches, accumulation)[1])
 
 
+@pytest.mark.parametrize("route", ["resident", *sorted(ROUTES)])
+def test_an_update_that_is_broken_off_is_not_gone_on_from(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some chunks would be a step ahead of others."""
+    job = job_for()
+    with started(job, hand_written(job, ROUTES.get(route, Placement()), chunk_bytes=8192, slots=8)) as run:
+        batches, seen = byte_batches(3, ROWS), []
+        run.step(batches[0])
+
+        def interrupt(chunk: int) -> None:
+            seen.append(chunk)
+            if len(seen) == 3:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(type(run._placed.updates), "_share", lambda _updates, state, _before: interrupt(state.index))
+        with pytest.raises(KeyboardInterrupt):
+            run.step(batches[1])
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match="broken off half-way; go on from the last checkpoint"):
+            run.step(batches[2])
+
+
 def test_a_run_that_is_closed_leaves_no_thread_and_a_plain_model() -> None:
     import threading
 
