@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from anyfit.kernels.sums import add
+from anyfit.kernels.sums import add, norm
 from anyfit.values.layout import ALIGN_ELEMENTS, Slot
 from anyfit.values.machine import update_threads
 
@@ -185,7 +185,7 @@ class Gradients:
             home.ticket.wait()
         total = home.views[slot.name]
         total.add_(gradient.to(total.device))
-        self._norms |= _norms({slot.name: total})
+        self._norms |= self._norms_on_host({slot.name: total})
 
     def _stage_for(self, state: ChunkState) -> Stage:
         for stage in self._stages:
@@ -276,12 +276,18 @@ class Gradients:
             if divisor is not None:
                 for gradient in own.values():
                     numpy.divide(gradient.numpy(), divisor, out=gradient.numpy())  # on this thread alone, as the norm is
-            return _norms(own)
+            return self._norms_on_host(own)
 
         with ThreadPoolExecutor(self._threads, "anyfit norms") as pool:
             for norms in pool.map(finish, self._on_host):
                 found |= norms
         return found
+
+    def _norms_on_host(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As near as a GPU's; on a CPU device with torch's bits, which are those of the same model in plain PyTorch."""
+        if self._state.device.type == "cpu":
+            return _norms(gradients)
+        return {name: norm(gradient) for name, gradient in gradients.items()}
 
     def _of_device(self) -> dict[str, Tensor]:
         found = {}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from anyfit.kernels.sums import add
+from anyfit.kernels.sums import add, norm
 from anyfit.values.layout import Slot
 from anyfit.values.machine import update_threads
 
@@ -193,7 +193,7 @@ class Reduction:
         def work() -> None:
             self._ranks.reduce(state.shards, whole, own, label)
             if takes_norm:
-                home.norm = torch.linalg.vector_norm(own, dtype=torch.float32)
+                home.norm = norm(own)
 
         home.reduced = self._lanes.reduce.run(work, (self._lanes.so_far(), state.fresh, home.ticket), label)
         home.ticket = stage.ticket = home.reduced if goes_home else self._land(home, own, home.reduced)
@@ -253,13 +253,13 @@ class Reduction:
                 self._lanes.hold_computation(home.ticket)
                 if home.flat.device != self._state.device:
                     self._lanes.wait(home.ticket)
-                norm = torch.linalg.vector_norm(home.flat, dtype=torch.float32)
+                part = norm(home.flat)
             else:
                 self._lanes.hold_computation(home.reduced)
                 assert home.norm is not None
-                norm = home.norm
+                part = home.norm
             share = home.state.shards / self._ranks.count  # so many ranks have the same
-            parts.append(norm.to(self._state.device, torch.float64).square() * share)
+            parts.append(part.to(self._state.device, torch.float64).square() * share)
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self._state.device)
 
     def missing(self) -> list[str]:

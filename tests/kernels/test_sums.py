@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyfit.kernels import sums
 from anyfit.kernels.adamw import is_native
-from anyfit.kernels.sums import add
+from anyfit.kernels.sums import add, norm
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, float("inf"), float("-inf"), float("nan"), 3.3e38, 1.0]
 
@@ -56,3 +56,13 @@ def test_what_does_not_fit_together_is_refused() -> None:
         add(torch.zeros(3), torch.zeros(3, dtype=torch.float16), is_first=False)
     with pytest.raises(ValueError, match="without gaps"):
         add(torch.zeros(3), torch.zeros(6)[::2], is_first=False)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 5000, 3_000_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_right_however_many_elements_it_has(count: int, dtype: torch.dtype) -> None:
+    values = (torch.randn(count, generator=torch.Generator().manual_seed(count)) * 1e-3).to(dtype)
+    found = norm(values)
+    assert found.dtype == torch.float32
+    assert found.shape == ()
+    assert float(found) == pytest.approx(float(values.double().norm()), rel=2e-7)
