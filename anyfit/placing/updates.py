@@ -156,6 +156,7 @@ class Load:
     gradients: dict[str, Tensor]
     second: Second | None  # where it goes to, if not home
     carrier: Bench | None = None  # on the device
+    is_ahead: bool = False  # it is lifted, and nothing more was begun
     weights: Tensor | None = None  # before the step, and then after it
     flat: Tensor | None = None  # the gradients, where they lie in one
     moments: dict[str, Tensor] = field(default_factory=dict)
@@ -490,13 +491,18 @@ class Updates:
         own: the next chunk comes up while this one is stepped."""
         index = each.state.index
         load, each.lifted = (each.lifted, None) if second is None else (None, each.lifted)
-        is_lifted = load is not None
         if load is None:
             load = Load(own, second)
         load.gradients = own
         home = None if each.home is None else Over(each.home)
+
+        def lift() -> None:
+            load.is_ahead = False
+            if load.carrier is None:
+                self._lift(each, load)
+
         parts = (
-            (lambda: None if is_lifted else self._lift(each, load), f"lift state of chunk {index}"),
+            (lift, f"lift state of chunk {index}"),
             (
                 lambda: self._step_lifted(each, load, factor, groups),
                 f"{'update' if second is None else 'speculate on'} chunk {index}",
@@ -512,13 +518,20 @@ class Updates:
             load = each.lifted = Load({}, None)
             after = (None if each.home is None else Over(each.home), self._gradients.of(each.state)[1])
             label = f"lift state of chunk {each.state.index}"
-            load.ticket = self._lanes.streamed.run(lambda: self._lift(each, load), after, label, each.state.index)
+
+            def lift() -> None:
+                self._lift(each, load)
+                load.is_ahead = True
+
+            load.ticket = self._lanes.streamed.run(lift, after, label, each.state.index)
 
     def _lift(self, each: OptimizerState, load: Load) -> None:
         state, elements = each.state, each.state.own.elements
         which = next(self._next_carrier)
         before, self._loads[which] = self._loads.get(which), load
-        if before is not None and before.ticket is not None:
+        if before is not None and before.is_ahead:  # the lane comes to its update later, if it does: it is lifted again then
+            before.carrier = None
+        elif before is not None and before.ticket is not None:
             Over(before.ticket).wait()
         carrier = load.carrier = self._carriers[which]
         load.weights, load.flat = state.own_on_device, self._gradients.flat(state)

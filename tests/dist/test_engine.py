@@ -25,6 +25,7 @@ from .pool import pool_of
 from .work import GO_THEIR_OWN_WAYS, MODELS, OPTIMIZERS, ROWS, Case, Trained, train
 
 MADE_AT_THE_START = ("adamw", "adagrad")  # moments of others are made in the first step that has a gradient for them
+PHASES = [hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate]
 MOMENTS = {"adamw": 2, "sgd": 1, "adagrad": 1, "rmsprop": 1}
 
 
@@ -73,8 +74,10 @@ def some_case(chance: random.Random, ranks: int) -> Case:
 
 
 # What is drawn is a seed: of choices that are made one by one, examples would be too much like each other. Nothing is shrunk.
-@hypothesis.settings(max_examples=200 if FULL else 45, phases=[hypothesis.Phase.reuse, hypothesis.Phase.generate])
+@hypothesis.settings(max_examples=200 if FULL else 45, phases=PHASES)
 @given(ranks=st.sampled_from([2, 2, 3, 4]), seed=st.integers(0, 2**32))
+@hypothesis.example(ranks=3, seed=237)  # a state that was lifted ahead held the carrier that an update before it needed
+@hypothesis.example(ranks=4, seed=970834)  # torch's norm of many elements on a CPU is too small
 def test_any_division_of_any_chunk_gives_the_losses_and_weights_of_one_process(ranks: int, seed: int) -> None:
     case = some_case(random.Random(seed), ranks)
     hypothesis.note(str(case))
