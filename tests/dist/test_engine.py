@@ -26,7 +26,7 @@ from .work import GO_THEIR_OWN_WAYS, MODELS, OPTIMIZERS, ROWS, Case, Trained, tr
 
 MADE_AT_THE_START = ("adamw", "adagrad")  # moments of others are made in the first step that has a gradient for them
 PHASES = [hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate]
-STEADY_STEPS = 5  # at least, until rounding alone may make a difference
+NUDGES = (0.0, 6e-8, -6e-8)
 MOMENTS = {"adamw": 2, "sgd": 1, "adagrad": 1, "rmsprop": 1}
 
 
@@ -78,7 +78,7 @@ def some_case(chance: random.Random, ranks: int) -> Case:
 @hypothesis.settings(max_examples=200 if FULL else 45, phases=PHASES)
 @given(ranks=st.sampled_from([2, 2, 3, 4]), seed=st.integers(0, 2**32))
 @hypothesis.example(ranks=3, seed=237)  # a state that was lifted ahead held the carrier that an update before it needed
-@hypothesis.example(ranks=4, seed=53801)  # a unit switches in the eighteenth step
+@hypothesis.example(ranks=4, seed=53801)  # a unit switches in the eighteenth step, by a rounding
 @hypothesis.example(ranks=4, seed=970834)  # torch's norm of many elements on a CPU is too small
 def test_any_division_of_any_chunk_gives_the_losses_and_weights_of_one_process(ranks: int, seed: int) -> None:
     case = some_case(random.Random(seed), ranks)
@@ -108,21 +108,21 @@ def check_numbers(case: Case, ranks: int, told: list[Trained]) -> None:
         assert losses == pytest.approx(plain_losses, rel=tolerance / 10)
         assert_close({"all": flat(weights)}, {"all": flat(only(plain_weights, weights))}, tolerance)
         return
-    plain_losses, plain_weights = trained_alone(case, ranks)
-    steady = len(losses)
-    if losses != pytest.approx(plain_losses, rel=1e-5):
-        # A unit may be about to switch: then plain PyTorch goes another way when its weights are off by a rounding, too.
-        nudged, _ = trained_alone(replace(case, nudge=6e-8), ranks)
-        pairs = zip(plain_losses, nudged, strict=True)
-        steady = next((step for step, (one, other) in enumerate(pairs) if abs(one / other - 1) > 1e-6), steady)
-        assert steady >= STEADY_STEPS
-        assert losses[:steady] == pytest.approx(plain_losses[:steady], rel=1e-5)
-    if steady < len(losses):
-        return
-    if case.optimizer == "sgd":
-        assert_close(weights, only(plain_weights, weights), 1e-6)
-    else:
-        assert_close(without_noise(weights), without_noise(only(plain_weights, weights)), 1e-5)
+    # A unit may be about to switch: then plain PyTorch goes another way when its weights are off by a rounding, too.
+    off: list[AssertionError] = []
+    for nudge in NUDGES:
+        plain_losses, plain_weights = trained_alone(replace(case, nudge=nudge), ranks)
+        try:
+            assert losses == pytest.approx(plain_losses, rel=1e-5)
+            if case.optimizer == "sgd":
+                assert_close(weights, only(plain_weights, weights), 1e-6)
+            else:
+                assert_close(without_noise(weights), without_noise(only(plain_weights, weights)), 1e-5)
+        except AssertionError as error:
+            off.append(error)
+        else:
+            return
+    raise off[0]
 
 
 def trained_alone(case: Case, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
