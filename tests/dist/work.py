@@ -89,10 +89,10 @@ class Case:
     device_bytes: int = 2**33
     nudge: float = 0.0  # by which the weights are off at the start, as a share of themselves
 
-    def build(self) -> nn.Module:
+    def _nudged(self) -> nn.Module:
         model: nn.Module = MODELS[self.model][0]()
         with torch.no_grad():
-            for parameter in model.parameters() if self.nudge else ():
+            for parameter in model.parameters():
                 parameter.mul_(1 + self.nudge)
         return model
 
@@ -100,7 +100,7 @@ class Case:
     def job(self) -> anyfit.Job:
         has_images = self.model == "convolutional"
         return anyfit.Job(
-            model=self.build if self.nudge else MODELS[self.model][0],
+            model=self._nudged if self.nudge else MODELS[self.model][0],
             loss=image_loss if has_images else padded_loss if self.is_padded else next_byte_loss,
             optimizer=MORE_OPTIMIZERS[self.optimizer],
             sample=self.batches(1)[0],
