@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyfit.kernels.across import Sender, read
 from anyfit.kernels.adamw import Begun
 
 _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
@@ -256,6 +257,7 @@ class Lanes:
     def __init__(self, device: torch.device, delay: Callable[[], None] | None = None, *, several: bool = False) -> None:
         self._on_gpu = device.type == "cuda"
         self.device = device
+        self.send = Sender(device)  # what the computation reads of the host
         self.mark: Mark | None = None  # of the computation
 
         def stream() -> Any:
@@ -309,21 +311,11 @@ class Lanes:
             with _marked(self.mark, f"wait for {ticket.label}"):
                 ticket.wait()
 
-    def reading(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begins to bring what the computation made to the host; what it returns waits for it. By way of pinned memory: a copy to
-        any other keeps all threads from the driver until the GPU has come to it, and no lane would be given more meanwhile."""
-        if not tensor.is_cuda:
-            return lambda: tensor
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        found.copy_(tensor, non_blocking=True)
-        done = _cuda.Event(blocking=True)
-        done.record()
-
-        def there() -> Tensor:
-            done.synchronize()
-            return found
-
-        return there
+    @staticmethod
+    def reading(tensor: Tensor) -> Callable[[], Tensor]:
+        """Begins to bring what the computation made to the host; what it returns waits for it. A copy would wait for gradients
+        and states that go down; and one to memory that is not pinned would keep all threads from the driver until then."""
+        return read(tensor) if tensor.is_cuda else lambda: tensor
 
     def computing(self, label: str) -> AbstractContextManager[None]:
         """Around a part of the computation, for whoever records it."""

@@ -1,7 +1,7 @@
 """Copies between host and device by size: each direction alone, each with the other busy, and with the host's updates as well.
 
 To read one direction while the other is busy, the other is given twice as many copies first: its queue then outlasts
-ours. A batch comes from memory that is not pinned: its copy goes through a buffer of the driver's, and the host waits for it.
+ours. A batch comes from memory that is not pinned: the host copies it to some that is, from which a kernel reads it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from anyfit.values.job import pinned as pinned_batch
+from anyfit.kernels.across import Sender
 
 from .cuda import new_stream, pinned, seconds_between, timing_event
 from .meters import Effort, Ladder, Meter
@@ -97,14 +97,13 @@ def directions(device: torch.device, size: int) -> Iterator[tuple[Direction, Dir
 
 
 def _pageable_meter(device: torch.device) -> Meter:
-    source = torch.ones(PAGEABLE_BYTES // 4)
-    target = torch.empty_like(source, device=device)
-    pinned_batch(source)  # the first time takes longest
+    source, send = torch.ones(PAGEABLE_BYTES // 4), Sender(device)
+    send(source)  # the first time takes longest
 
     def seconds() -> float:
         torch.cuda.synchronize(device)
         began = time.perf_counter()
-        target.copy_(pinned_batch(source), non_blocking=True)
+        send(source)
         torch.cuda.synchronize(device)
         return time.perf_counter() - began
 

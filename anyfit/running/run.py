@@ -163,7 +163,7 @@ class Run:
         for part, rows in zip(parts, self.micro_batches, strict=True):
             self._doing = f"in the forward of step {self.steps + 1}"
             with self._placed.watching():
-                total, weight = self.job.evaluate(self.model, self.job.prepare(part, self._placed.device))
+                total, weight = self.job.evaluate(self.model, self._prepared(part))
             losses.append(self._backward(total, weight, rows, alone=len(parts) == 1))
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         return loss if self._weight is None or self.ranks.are_several else loss / self._weight
@@ -197,7 +197,7 @@ class Run:
             self._act(f"make step {self.steps + 1}")
             self._begin()
         with self._placed.watching():
-            total, weight = self.job.evaluate(self.model, self.job.prepare(batch, self._placed.device))
+            total, weight = self.job.evaluate(self.model, self._prepared(batch))
         shown = total if weight is None else total / weight
         rows = self.job.rows(batch) or self.plan.micro_batch
         if torch.is_grad_enabled():
@@ -278,8 +278,8 @@ class Run:
         known = [float(ranks.asked()), len(missing), 0 if self._is_mute else self._rows, self._asked(), self._lacks_host_bytes()]
         known.append(self.saving is not None and self.saving.has_failed)
         figures = [each.detach().to(device, torch.float64).reshape(1) for each in (gradients.finish(), weight, loss)]
-        told = torch.tensor(known, dtype=torch.float64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-        rows = self._placed.lanes.reading(ranks.of_all(torch.cat([*figures, told])))()
+        lanes = self._placed.lanes
+        rows = lanes.reading(ranks.of_all(torch.cat([*figures, lanes.send(torch.tensor(known, dtype=torch.float64))])))()
         squares, weights, losses, asked, missed, samples, signals, lacks, unsaved = rows.unbind(1)
         self.signal, self._lacking, self._save_failed = int(signals.max()), lacks.tolist(), bool(unsaved.any())
         if len(asked.unique()) > 1:
@@ -298,6 +298,9 @@ class Run:
             scale = self.job.batch_size / float(samples.sum())
         self._last["loss_so_far"] = (losses.sum() * scale).to(torch.float32)
         return (squares.sum().sqrt() * scale).to(torch.float32), scale
+
+    def _prepared(self, batch: Batch) -> Batch:
+        return self.job.prepare(batch, self._placed.device, self._placed.lanes.send)
 
     def _begin(self) -> None:
         if self.timeline is not None:
@@ -328,7 +331,7 @@ class Run:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            total, weight = self.job.evaluate(self.model, self.job.prepare(batch, self._placed.device))
+            total, weight = self.job.evaluate(self.model, self._prepared(batch))
         finally:
             for module, training in modes:
                 module.training = training

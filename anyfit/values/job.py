@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Batch: TypeAlias = Any  # tensors in any nest of mappings, sequences and dataclasses
 LossValue: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 PRECISIONS = ("bf16", "fp32")
-LEAST_PINNED_BYTES = 2**16  # up to there a GPU's driver takes a copy of its own, and nobody waits
 # Of torch.optim. Any other optimizer works that steps without a closure and treats the elements of dense gradients alike.
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
@@ -210,17 +209,15 @@ class Job:
         """Samples in a batch; None where only the user's `split` knows."""
         return rows_of(batch) if self.split is None else None
 
-    def prepare(self, batch: Batch, device: torch.device) -> Batch:
-        """The batch on the device, its floating tensors in the precision of the weights."""
+    def prepare(self, batch: Batch, device: torch.device, send: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Batch:
+        """The batch on the device, its floating tensors in the precision of the weights; `send` may bring them there first."""
         import torch
 
         to = torch.bfloat16 if self.precision == "bf16" else torch.float32
 
         def place(tensor: Tensor) -> Tensor:
             floating = tensor.dtype in (torch.float32, torch.bfloat16)
-            if device.type == "cuda" and tensor.device.type == "cpu":
-                tensor = pinned(tensor)
-            return tensor.to(device, to if floating else tensor.dtype, non_blocking=True)
+            return send(tensor).to(device, to if floating else tensor.dtype)
 
         return map_tensors(batch, place)
 
@@ -298,16 +295,6 @@ _HINTS = {
     "optimizer": "; pass a function such as lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
     "scheduler": "; pass a function such as lambda optimizer: CosineAnnealingLR(optimizer, 1000)",
 }
-
-
-def pinned(tensor: Tensor) -> Tensor:
-    """The same in memory that a GPU copies from by itself: from other memory it is a few times slower, and the host waits until
-    the GPU has done all that came before. torch keeps such memory for the next batch."""
-    import torch
-
-    if tensor.nbytes < LEAST_PINNED_BYTES or tensor.is_pinned():
-        return tensor
-    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 
 def _describe(value: object) -> str:
