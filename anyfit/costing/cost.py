@@ -50,7 +50,8 @@ def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, spread: tup
 def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Links) -> Profile:
     graph, device = graphs[0], machine.device
     chunks = chunks_of(graph)
-    passes = sorted((_pass(each, chunks, machine, batch_size) for each in graphs), key=lambda each: -each.micro_batch)
+    share = -(-batch_size // links.ranks)
+    passes = sorted((_pass(each, chunks, machine, share) for each in graphs), key=lambda each: -each.micro_batch)
     fine, *others = _layouts(graph, device.kind, links.ranks)
     link_error, link_note = links.error()
     largest = max(graphs, key=lambda each: each.micro_batch)
@@ -145,12 +146,13 @@ def _host_rates(machine: Machine, ranks: int = 1) -> HostRates:
     return HostRates(max(alone, loaded), up, down, overlaps=True, loaded=slower)
 
 
-def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: int) -> Pass:
+def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, share: int) -> Pass:
+    """One of those that a rank's share of the batch makes."""
     count = len(graph.blocks)
     flops = {"forward": [0] * count, "backward": [0] * count}
     seconds = {"forward": [0.0] * count, "backward": [0.0] * count}
     recompute = [0.0] * count
-    all_seconds = pass_seconds(graph, machine)
+    all_seconds = pass_seconds(graph, machine, -(-share // graph.micro_batch))
     call_seconds = machine.device.host_seconds.value if machine.device.kind == "cuda" else 0.0
     choices = choice_costs(graph, all_seconds, _host_rates(machine), call_seconds)
     for op, took in zip(graph.ops, all_seconds, strict=True):
@@ -169,7 +171,7 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, batch_size: i
     peak = max(range(len(live)), key=live.__getitem__)
     reserved = 0
     if machine.device.kind == "cuda":
-        reserved = reserved_bytes(graph, chunks, machine.device, accumulating=graph.micro_batch < batch_size)
+        reserved = reserved_bytes(graph, chunks, machine.device, accumulating=graph.micro_batch < share)
     return Pass(
         micro_batch=graph.micro_batch,
         tokens=graph.tokens,

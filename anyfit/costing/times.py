@@ -5,7 +5,7 @@
     host(op)   = calls * host_seconds                                                views before it included
 
 On a GPU the host runs ahead: op i starts when it has been launched and op i-1 is done, so a small model takes the host's time and
-a large one the device's; both wait for the batch to be copied. On a CPU device both are the same cores, and the times add up.
+a large one the device's; both wait for a step's first batch. On a CPU device both are the same cores, and the times add up.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ MEASURED_SUSTAINED = {"cpu": 1.0, "cuda": 1.02}  # the same for calls that were 
 # What a call of a real model costs the host, in calls of the probe's tiny blocks. Fitted too, but on a GPU the cases only bound
 # it from above: none of them waits for its host throughout, and any share from 0.45 to 0.9 fits them alike.
 HOST_SHARE = {"cpu": 3.0, "cuda": 0.9}
+# Of a parameter whose gradient is added up over passes, what the hook that does it costs the host: as the steps of ConvNeXt in
+# four passes have it, which wait for the host throughout (benchmarks/results/planned-more.json, planned-fourth.json).
+SUMMED_CALLS = 3
+PLAYED = 3  # passes of a step: by then the host is as far ahead, or behind, as it will be
 
 
 def device_seconds(op: Op, call: str, device: Device) -> float:
@@ -91,28 +95,37 @@ def rough_share(graph: Graph, device: Device) -> float:
 
 
 def copy_seconds(graph: Graph, machine: Machine) -> float:
-    """What the batch takes to the device. Nothing runs meanwhile: the host copies it into pinned memory first."""
+    """What the batch takes to the device: the host copies it into pinned memory first."""
     return graph.batch_bytes / machine.copies.pageable.value if machine.copies is not None else 0.0
 
 
-def pass_seconds(graph: Graph, machine: Machine) -> list[float]:
-    """For every op of a pass, by how much it lengthens the pass; the first has waited for the batch."""
+def pass_seconds(graph: Graph, machine: Machine, passes: int = 1) -> list[float]:
+    """For every op of a pass, by how much it lengthens the pass; the first has waited for the batch. Of several passes of a step,
+    of one on average: while the device is at one of them the host prepares the next, whose gradients it adds up besides."""
     device = machine.device
     known: dict[int, float] = {}  # like blocks have like calls: each is priced once
-    took = []
-    done = 0.0
-    host = busy_until = copy_seconds(graph, machine)
-    call_seconds = device.host_seconds.value * HOST_SHARE[device.kind]
     for op in graph.ops:
         if op.call not in known:
             known[op.call] = device_seconds(op, graph.calls[op.call], device)
-        if device.kind == "cpu":
-            busy_until += known[op.call] + max(op.calls * call_seconds - device.launch_seconds.value, 0.0)
-        else:
-            host += op.calls * call_seconds
+    call_seconds = device.host_seconds.value * HOST_SHARE[device.kind]
+    if device.kind == "cpu":
+        launch = device.launch_seconds.value
+        return [known[op.call] + max(op.calls * call_seconds - launch, 0.0) for op in graph.ops]
+    backward = sum(op.phase == "backward" for op in graph.ops) or 1
+    summed = (passes > 1) * SUMMED_CALLS * len(graph.parameters) / backward
+    took = [0.0] * len(graph.ops)
+    batch = copy_seconds(graph, machine)
+    host = done = 0.0
+    played = min(passes, PLAYED)  # the last of these stands for the others
+    for number in range(played):
+        weight = (1 if number < played - 1 else passes - played + 1) / passes
+        host += batch
+        busy_until = max(done, host) if number == 0 else done
+        for index, op in enumerate(graph.ops):
+            host += (op.calls + (summed if op.phase == "backward" else 0.0)) * call_seconds
             busy_until = max(busy_until, host) + known[op.call]
-        took.append(busy_until - done)
-        done = busy_until
+            took[index] += weight * (busy_until - done)
+            done = busy_until
     return took
 
 

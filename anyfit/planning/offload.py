@@ -79,6 +79,9 @@ WORTH_LEAVING = 0.05  # of a step of several ranks: for less, nothing goes to th
 PROCESS_BYTES = 3 * 2**30  # of the host, that a process with a GPU takes besides the plan's
 FRAGMENTATION = 0.21  # of what is live beyond the pools: the most that torch's allocator was seen to add, with segments that grow
 NORM_BYTES, UPDATE_BYTES, GATHER_BYTES = 2, 30, 4  # read and written of a parameter on the device
+# Of a gradient that is added up over passes: a sum in fp32 is read and written in each but the first, which only writes it; and
+# the norm and the update read it in place of a bf16 gradient. Where gradients are fp32, the first pass makes the sum itself.
+ADD_BYTES = {"bf16": 10, "fp32": 8}
 
 
 Item = TypeVar("Item")
@@ -112,6 +115,11 @@ class Offer:
         return self.weight.host_bytes > 0
 
 
+def add_seconds(profile: Profile) -> float:
+    """Of one gradient and pass, where the device adds them up over passes."""
+    return ADD_BYTES[profile.precision] / profile.memory_bytes_per_second
+
+
 class Space:
     """All candidates of a profile, weighed and simulated when asked for."""
 
@@ -134,7 +142,7 @@ class Space:
         norm, whole = NORM_BYTES / memory, profile.update.seconds / max(profile.trainable, 1)  # with what each parameter costs
         self.is_gpu = self._host.overlaps
         update = max(UPDATE_BYTES / memory, whole - norm) if self.is_gpu else whole  # torch steps resident chunks on a CPU
-        self.rates = Rates(self._host, norm, update, GATHER_BYTES / memory)
+        self.rates = Rates(self._host, norm, update, GATHER_BYTES / memory, add_seconds(profile))
 
         self.others = tuple(Space(profile.laid_out(layout)) for layout in profile.other_layouts)  # in chunks of other sizes
 

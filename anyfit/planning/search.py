@@ -1,7 +1,7 @@
 """The search: every micro-batch that was profiled, first with everything resident on one device and all activations kept.
 
     minimise    seconds(m), and where several are within TIE of the least, the number of passes
-    with        seconds(m) = B / m * pass_seconds(m) + update_seconds        (a smaller last micro-batch costs its share)
+    with        seconds(m) = B / m * (pass_seconds(m) + adding_seconds) + update_seconds    (a smaller last one costs its share)
     over        m in the profiled micro-batches
     subject to  (1 + error) * reserved(m) <= device limit
     where       peak(m) = state + workspaces + max(pass_peak(m), gradients + update scratch)
@@ -54,7 +54,7 @@ from anyfit.values.plan import (
 from anyfit.values.profile import Division, Pass, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
 
-from .offload import STARTS, WORTH_LEAVING, Knobs, Offer, Space
+from .offload import STARTS, WORTH_LEAVING, Knobs, Offer, Space, add_seconds
 
 # Of peak memory: tests/planning/test_planned.py has the GPU's; on a CPU a chunk's gradients are counted from their first on.
 OFFLOAD_PEAK_ERROR = {"cuda": 0.02, "cpu": 0.08}
@@ -593,11 +593,12 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
     peak += profile.workspace_bytes
     compute = passes * (each.seconds - each.seconds_recompute)
     recompute = passes * each.seconds_recompute
-    seconds = compute + recompute + update.seconds
+    updated = update.seconds + (accumulation > 1) * accumulation * profile.trainable * add_seconds(profile)
+    seconds = compute + recompute + updated
     return Forecast(
         step_seconds=seconds,
         step_error=profile.time_error,
-        split_seconds={"compute": compute, "recompute": recompute, "update": update.seconds},
+        split_seconds={"compute": compute, "recompute": recompute, "update": updated},
         peak_bytes={"device": peak, "host": 0, "disk": 0},
         peak_error=profile.memory_error,
         reserved_bytes=max(each.reserved_bytes, peak) + profile.context_bytes,

@@ -131,6 +131,7 @@ class Rates:
     norm_seconds: float  # of gradients that are on the device, each parameter
     update_seconds: float  # of a resident parameter, or one that was lifted
     gather_seconds: float = 0.0  # of a gradient that is put beside its chunk's others, to go down with them
+    add_seconds: float = 0.0  # of one that is added to those of earlier passes on the device
 
 
 Waits = Literal["fetch", "update", "gradients", "activations", "exchange"]
@@ -526,8 +527,10 @@ class _Play:
             for number in range(passes)
             if self._is_staged(chunk, is_last=number == passes - 1)
         )
+        added = (passes > 1) * (passes * sum(chunk.cost.elements for chunk in given) - gathered)
         streamed = sum(chunk.elements for chunk in given if chunk.route == "streamed" and chunk.cost.optimizer_bytes)
-        return self._rates.gather_seconds * gathered + self._rates.update_seconds * streamed
+        rates = self._rates
+        return rates.gather_seconds * gathered + rates.add_seconds * added + rates.update_seconds * streamed
 
     def _is_staged(self, chunk: _Chunk, *, is_last: bool) -> bool:
         """Its gradients are put side by side, to go elsewhere."""
@@ -590,6 +593,7 @@ class _Play:
                 after = go_down if chunk.placement.gradients == "host" else landed
                 self._exchange("reduce", self._reduces[chunk.index], after)
         else:
+            self._debt += (self._candidate.accumulation > 1) * self._rates.add_seconds * chunk.cost.elements
             arrived.fire()
         if not is_last or not chunk.cost.optimizer_bytes or route == "resident":
             if is_last and chunk.gathers and chunk.cost.optimizer_bytes:

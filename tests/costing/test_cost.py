@@ -19,6 +19,7 @@ from anyfit.costing.times import (
     HOST_SHARE,
     MEASURED_SUSTAINED,
     SPLIT_BYTES_PER_ELEMENT,
+    SUMMED_CALLS,
     SUSTAINED,
     WHOLE_BYTES_PER_ELEMENT,
     call_weights,
@@ -296,13 +297,31 @@ def test_the_error_band_is_the_narrow_one_only_where_nearly_all_was_measured(gra
 
 
 def test_a_gpu_waits_for_its_batch_as_the_host_holds_it() -> None:
-    copies = Copies(*(constant(1e10),) * 4, *(figure(1e10),) * 2, pageable=figure(1e6))
     job = Job(Convolutional, image_loss, lambda model: torch.optim.AdamW(model.parameters()), image_batches(1, 2)[0], 2)
-    traced, machine = trace(job, 2), small_machine()
+    traced = trace(job, 2)
     assert job.precision == "bf16"
     assert traced.batch_bytes == 2 * (3 * 8 * 8 * 4 + 8)
-    (alone,), (waiting,) = (cost([traced], each, 2).passes for each in (machine, replace(machine, copies=copies)))
-    assert waiting.seconds - alone.seconds == pytest.approx(traced.batch_bytes / 1e6)
+    device = device_with(kind="cuda", memory=constant(1e10), host_seconds=figure(1e-5), launch_seconds=figure(0))
+    alone = replace(small_machine(), device=device)
+    waiting = replace(alone, copies=Copies(*(constant(1e10),) * 4, *(figure(1e10),) * 2, pageable=figure(1e6)))
+    batch = traced.batch_bytes / 1e6
+    assert sum(pass_seconds(traced, waiting)) - sum(pass_seconds(traced, alone)) == pytest.approx(batch)
+    large, small = chain(traced, 100, 1e-3, calls=2), chain(traced, 100, 1e-6, calls=2)
+    for passes in (1, 2, 3, 7):  # a device with much to do is at one pass while the host is at the batch of the next
+        assert passes * sum(pass_seconds(large, waiting, passes)) == pytest.approx(
+            passes * SUSTAINED["cuda"] * 0.1 + batch, rel=1e-3
+        )
+        launched = HOST_SHARE["cuda"] * 100 * 2 * 1e-5
+        assert passes * sum(pass_seconds(small, waiting, passes)) == pytest.approx(passes * (launched + batch), rel=1e-2)
+
+
+def test_gradients_that_are_added_up_over_passes_cost_the_host(graph: Graph) -> None:
+    device = device_with(kind="cuda", memory=constant(1e10), host_seconds=figure(1e-5), launch_seconds=figure(0))
+    gpu = replace(small_machine(), device=device)
+    backward = replace(an_op("memory", 0, 10_000, calls=2), phase="backward")
+    waiting = replace(graph, ops=(backward,) * 100)
+    added = HOST_SHARE["cuda"] * SUMMED_CALLS * len(graph.parameters) * 1e-5
+    assert sum(pass_seconds(waiting, gpu, 2)) - sum(pass_seconds(waiting, gpu)) == pytest.approx(added, rel=1e-2)
 
 
 def test_an_update_touches_every_trained_parameter(graph: Graph) -> None:
