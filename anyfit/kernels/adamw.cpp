@@ -58,7 +58,7 @@ struct Update {
     int64_t elements;
     int32_t gradient_is_bf16;
     int32_t vectors;       // what torch uses on this processor: 0 no fused multiply-add, 1 AVX2, 2 AVX-512
-    int32_t newton_roots;  // where the processor has AVX-512
+    int32_t roots;         // 0 the nearest, 1 by Newton's method where the processor has AVX-512, 2 as `roots_of_torch` takes them
     int32_t streams;       // all of out is elsewhere than the state, and begins on cache lines
     int32_t threads;
     float scale;        // of the gradient; negative to maximize
@@ -103,8 +103,8 @@ INLINE uint32_t as_bits(float value) {
     return bits;
 }
 
-// Square roots as MKL takes them on AVX-512, and torch with it: one step of Newton's method from a 14-bit estimate. 0.6 % of them
-// are one ulp below the nearest float. Small numbers are scaled, so that no remainder is lost below the smallest float.
+// Square roots as MKL takes them on Intel's AVX-512, and torch with it: one step of Newton's method from a 14-bit estimate. 0.6 % of
+// them are one ulp below the nearest float. Small numbers are scaled, so that no remainder is lost below the smallest float.
 #if defined(__x86_64__)
 __attribute__((target("avx512f"))) void newton_roots(const float* squares, float* found, int64_t count) {
     const __m512 small = _mm512_set1_ps(0x1p-60f), infinity = _mm512_set1_ps(INFINITY);
@@ -141,10 +141,15 @@ INLINE void stream(void* out, const void* in, int64_t bytes) {
 #endif
 }
 
+// MKL's own, which has other ways on other processors: on AMD's, a fifth of the roots are one ulp beside the nearest float.
+void (*roots_of_torch)(int64_t count, const float* squares, float* found, int64_t mode) = nullptr;
+constexpr int64_t MKL_MODE = 0x2 | 0x140000 | 0x100;  // accurate, small numbers as they are, errors ignored: as torch asks for them
+
 INLINE void roots_of(const Update& u, const float* squares, float* found, int64_t count) {
 #if defined(__x86_64__)
-    if (u.newton_roots && PROCESSOR.has_avx512) return newton_roots(squares, found, count);
+    if (u.roots == 1 && PROCESSOR.has_avx512) return newton_roots(squares, found, count);
 #endif
+    if (u.roots == 2) return roots_of_torch(count, squares, found, MKL_MODE);
 #pragma omp simd
     for (int64_t i = 0; i < count; i++) found[i] = std::sqrt(squares[i]);
 }
@@ -561,6 +566,9 @@ extern "C" void anyfit_add(float* total, const void* part, int32_t is_bf16, int3
     const Sum s{total, part, is_bf16 != 0, is_first != 0};
     begin([s](int64_t from, int64_t to) { add_best(s, from, to); }, elements, threads, true)->wait();
 }
+
+// How torch takes square roots, where it can be asked: vmsSqrt_64 of MKL.
+extern "C" void anyfit_use_roots(void (*known)(int64_t, const float*, float*, int64_t)) { roots_of_torch = known; }
 
 // The processors of each node, one node after another. Said before anything is updated; nothing may be under way.
 extern "C" void anyfit_use_nodes(const int32_t* processors, const int32_t* counts, int32_t nodes) {

@@ -35,6 +35,7 @@ from .split import merge, split
 SLICE_ELEMENTS = 2**18  # of the twin: its scratch stays in the cache
 CACHE_LINE_BYTES = 64
 VECTORS = {"AVX2": 1, "AVX512": 2}  # what torch calls them; with anything else on x86 it has no fused multiply-add
+NEAREST, NEWTONS, TORCHS = range(3)  # kinds of square roots: which torch takes, depends on its build and on the processor
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ class _Update(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weights", "low", "m", "v", "gradient")),
         *((name, ctypes.c_void_p) for name in ("out_weights", "out_low", "out_m", "out_v", "ranges")),
         *((name, ctypes.c_int64) for name in ("range_count", "elements")),
-        *((name, ctypes.c_int32) for name in ("gradient_is_bf16", "vectors", "newton_roots", "streams", "threads")),
+        *((name, ctypes.c_int32) for name in ("gradient_is_bf16", "vectors", "roots", "streams", "threads")),
         *((name, ctypes.c_float) for name in ("scale", "decay", "l2", "lerp_weight", "beta2", "square_weight")),
         *((name, ctypes.c_float) for name in ("root_correction", "eps", "negative_step_size")),
     )
@@ -253,10 +254,9 @@ class _Kernel:
         self.library.anyfit_is_over.argtypes = self.library.anyfit_forget.argtypes = [ctypes.c_void_p]
         self.library.anyfit_wait.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)]
         self.vectors = VECTORS.get(torch.backends.cpu.get_cpu_capability(), 0)
-        self.newton_roots = False
-        self.newton_roots = self._differs_from_torch()  # right where torch has MKL on AVX-512
-        if self.newton_roots and self._differs_from_torch():
-            self.newton_roots = False  # a square root of neither kind, so at least the nearest: one ulp beside torch's at times
+        self.kinds_of_roots = [NEAREST, NEWTONS, TORCHS] if self._knows_torchs_roots() else [NEAREST, NEWTONS]
+        # Where torch's are of no kind that is known, at least the nearest: one ulp beside torch's at times.
+        self.roots = next(filter(self._are_torchs, self.kinds_of_roots), NEAREST)
 
     def use(self, known: Nodes) -> None:
         """Threads are divided over these nodes, and bound to them where there are several. While nothing is being updated."""
@@ -264,14 +264,24 @@ class _Kernel:
         as_c = (ctypes.c_int32 * len(processors))(*processors), (ctypes.c_int32 * len(counts))(*counts)
         self.library.anyfit_use_nodes(*as_c, ctypes.c_int32(len(counts)))
 
-    def _differs_from_torch(self) -> bool:
-        """Tried on updates that show each square root: of 16384 some hundred differ between the two kinds."""
+    def _knows_torchs_roots(self) -> bool:
+        """Where torch has MKL, it is in the same library."""
+        try:
+            found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).vmsSqrt_64
+        except (OSError, AttributeError):
+            return False
+        self.library.anyfit_use_roots(found)
+        return True
+
+    def _are_torchs(self, kind: int) -> bool:
+        """Tried on updates that show each square root: of 16384 some hundred differ between any two kinds."""
+        self.roots = kind
         squares = torch.linspace(1, 4, 2**14)
         kernels, twins = (State(torch.zeros_like(squares), None, torch.ones_like(squares), squares.clone()) for _ in range(2))
         settings, gradient = Settings(lr=1.0, eps=0.0), torch.zeros_like(squares)
         self(_Job.checked(kernels, gradient, settings, 1, None, None, None, threads=1))
         _in_torch(_Job.checked(twins, gradient, settings, 1, None, None, None, threads=1))
-        return not torch.equal(kernels.weights, twins.weights)
+        return torch.equal(kernels.weights, twins.weights)
 
     def __call__(self, job: _Job, *, waits: bool = True) -> Begun | None:
         state, out, settings = job.state, job.out, job.settings
@@ -288,7 +298,7 @@ class _Kernel:
             elements=state.weights.numel(),
             gradient_is_bf16=job.gradient.dtype == torch.bfloat16,
             vectors=self.vectors,
-            newton_roots=self.newton_roots and not job.as_on_gpu,
+            roots=NEAREST if job.as_on_gpu else self.roots,
             streams=all(_is_elsewhere(*pair) for pair in zip(out.tensors, state.tensors, strict=True)),
             threads=min(job.threads, 2**16),
             scale=-job.scale if settings.maximize else job.scale,
