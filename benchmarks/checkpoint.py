@@ -7,7 +7,7 @@ is also a hard cap. Two questions, each asked `--repeats` times; the file is wri
 
 beside    The plan has host memory for one more copy of the state, which is made ready beside the first steps, as `anyfit fit
           --save-every` does; by how much that delays them is told as well. A save is begun, and steps go on until it is whole and
-          a few longer. What that took more than as many steps take, just before and just after, is the delay, in steps.
+          a few longer. What that took more than as many steps take on average just before and after is the delay, in steps.
 waiting   It has not, and training waits. Bytes a second of the save, next to what the disk does: as many bytes written to one
           file in blocks of 16 MiB and synced, through the page cache and past it, by one thread and by several, up to as many as
           a save has, of which the fastest counts; in turn with the saves, on the same disk.
@@ -105,7 +105,7 @@ class Trained:
 
 def room(trained: Trained, steps: int) -> Figures:
     """Memory for saves beside the steps is made ready: by how much that delays them."""
-    run, usual, count = trained.run, statistics.median(trained.seconds_of(steps)), 0
+    run, usual, count = trained.run, statistics.mean(trained.seconds_of(steps)), 0
     began = time.perf_counter()
     run.make_room_to_save()
     copies: Any = run._copies
@@ -132,7 +132,7 @@ def beside(trained: Trained, folder: Path, steps: int) -> Figures:
         after += saving.is_done
     whole = time.perf_counter() - began
     run.finish_saving()
-    usual = statistics.median(usually + trained.seconds_of(steps))
+    usual = statistics.mean(usually + trained.seconds_of(steps))  # a slow one now and then is usual too
     shutil.rmtree(folder)
     return {
         "is_beside": saving.is_beside,
@@ -141,6 +141,8 @@ def beside(trained: Trained, folder: Path, steps: int) -> Figures:
         "steps_meanwhile": len(seconds),
         "step_seconds_meanwhile": seconds,
         "saving_seconds": saving.seconds,
+        "copied_seconds": saving.copied_seconds,
+        "waited_seconds": 0.0 if saving.copies is None else saving.copies.waited_seconds,
         "delay_seconds": whole - len(seconds) * usual,
         "delay_steps": whole / usual - len(seconds),
     }
@@ -253,7 +255,8 @@ def line_room(each: Figures) -> str:
 def line_beside(each: Figures) -> str:
     return (
         f"  beside: delayed by {each['delay_steps']:.2f} of {each['steps_meanwhile']} steps of {each['step_seconds']:.3f} s; "
-        f"the call took {each['call_seconds']:.3f} s, the save {each['saving_seconds']:.2f} s"
+        f"the call took {each['call_seconds']:.3f} s, the copy {each['copied_seconds']:.2f} s, which updates have waited for "
+        f"{each['waited_seconds']:.2f} s, the save {each['saving_seconds']:.2f} s"
     )
 
 
@@ -275,7 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(CONFIGURATIONS), default="1b")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=8, help="that make up the usual time of one")
+    parser.add_argument("--steps", type=int, default=10, help="before and after that make up the usual time of one")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads-beside", type=int, default=saves.WRITERS, help="that write beside the steps")
     parser.add_argument("--cap-gib", type=float, default=12)

@@ -1,5 +1,6 @@
 // What a checkpoint does with bytes: adds them up (CRC-32, as zlib does), and puts exact numbers together from their halves.
-// Plain C++ and a C interface; it starts no threads.
+// Plain C++ and a C interface. What is to wait for others has a thread of its own: one that also runs Python would, whenever it
+// has to give way, keep Python's lock from those that it gives way to.
 //
 // CRC-32 by folding (V. Gopal et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ, Intel 2009): the message is a
 // polynomial over GF(2); 64 bytes of it are multiplied by x^512 modulo the CRC's and added to the next 64, until few are left.
@@ -8,6 +9,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <system_error>
+#include <thread>
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -146,17 +155,77 @@ extern "C" uint32_t anyfit_crc32(const uint8_t* data, int64_t count, uint32_t va
     return ~crc;
 }
 
+namespace {
+
 // out[i] = (high[i] << 16) + low[i]; none of them overlap.
-extern "C" void anyfit_merge(const uint16_t* high, const int16_t* low, uint32_t* out, int64_t count, int32_t past) {
+void merge(const uint16_t* high, const int16_t* low, uint32_t* out, int64_t count, int32_t past) {
 #if defined(__x86_64__)
     if (PROCESSOR.has_avx2) return past ? merge_past(high, low, out, count) : merge_in_vectors(high, low, out, count);
 #endif
     merge_plainly(high, low, out, count);
 }
 
-extern "C" void anyfit_copy(const uint8_t* from, uint8_t* to, int64_t count, int32_t past) {
+void copy(const uint8_t* from, uint8_t* to, int64_t count, int32_t past) {
 #if defined(__x86_64__)
     if (PROCESSOR.has_avx2 && past) return copy_past(from, to, count);
 #endif
     std::memcpy(to, from, static_cast<size_t>(count));
+}
+
+// Of this thread alone, where a thread has a priority of its own; as good as it goes.
+void give_way([[maybe_unused]] int32_t nice) {
+#if defined(__linux__)
+    setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), nice);
+#endif
+}
+
+template <typename Work>
+void apart(int32_t nice, Work work) {
+    if (nice <= 0) return work();
+    try {
+        std::thread([&] {
+            give_way(nice);
+            work();
+        }).join();
+    } catch (const std::system_error&) {  // no thread is to be had
+        work();
+    }
+}
+
+}  // namespace
+
+struct Move {
+    const void* from;  // or the high halves
+    const int16_t* low;  // nullptr where there are none
+    void* to;
+    int64_t count;  // of numbers that have halves, else of bytes
+};
+
+// One after another; `nice` is how much others come first.
+extern "C" void anyfit_move_all(const Move* moves, int64_t count, int32_t past, int32_t nice) {
+    apart(nice, [=] {
+        for (const Move* each = moves; each < moves + count; ++each) {
+            if (each->low) {
+                merge(static_cast<const uint16_t*>(each->from), each->low, static_cast<uint32_t*>(each->to), each->count, past);
+            } else {
+                copy(static_cast<const uint8_t*>(each->from), static_cast<uint8_t*>(each->to), each->count, past);
+            }
+        }
+    });
+}
+
+// Has the kernel give memory to these bytes, which begin at a page's, so many at a time; until `*ends` is not 0. Whether it can.
+extern "C" int32_t anyfit_populate(uint8_t* memory, int64_t count, int64_t at_once, int32_t nice, const volatile int32_t* ends) {
+    int32_t populated = 0;
+#if defined(__linux__)
+    constexpr int POPULATE_WRITE = 23;  // Linux 5.14
+    apart(nice, [&] {
+        populated = 1;
+        for (int64_t at = 0; at < count && populated && !*ends; at += at_once) {
+            const int64_t size = count - at < at_once ? count - at : at_once;
+            populated = !madvise(memory + at, static_cast<size_t>(size), POPULATE_WRITE);
+        }
+    });
+#endif
+    return populated;
 }

@@ -1,5 +1,5 @@
-"""What a checkpoint does with bytes, on the thread that calls and without Python's lock: adding them up, copying them, and
-putting exact numbers together from their halves (split.py).
+"""What a checkpoint does with bytes, without Python's lock: adding them up, copying them, and putting exact numbers together
+from their halves (split.py).
 
 In C++ (bytes.cpp); where that is not built, zlib and numpy do the same. Not torch: it would wake a team of threads for each one
 that copies, and those would take turns with the ones that train.
@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,42 +38,66 @@ def crc32(data: Tensor | bytes | bytearray | memoryview, value: int = 0) -> int:
     return int(run.anyfit_crc32(flat.ctypes.data, flat.nbytes, value))
 
 
-def merge(high: Tensor, low: Tensor, out: Tensor, *, past_cache: bool = False) -> None:
-    """Writes the fp32 numbers of (bf16 `high`, int16 `low`) into `out`, all flat and on the host. Past the cache is for what is
-    not read again soon."""
-    _check("merged", high, low, out)
-    if (high.dtype, low.dtype, out.dtype) != (torch.bfloat16, torch.int16, torch.float32):
-        raise ValueError(f"{high.dtype} and {low.dtype} cannot be merged into {out.dtype}")
+@dataclass(frozen=True)
+class Move:
+    """To be copied, or, of exact numbers that lie in halves, put together: bf16 `source` and int16 `low` into fp32 `out`. All are
+    flat and on the host."""
+
+    source: Tensor
+    low: Tensor | None
+    out: Tensor
+
+    def __post_init__(self) -> None:
+        tensors = [each for each in (self.source, self.low, self.out) if each is not None]
+        dtypes = [each.dtype for each in tensors]
+        if self.low is None and self.source.dtype != self.out.dtype:
+            raise ValueError(f"{self.source.dtype} is not copied to {self.out.dtype}")
+        if self.low is not None and dtypes != [torch.bfloat16, torch.int16, torch.float32]:
+            raise ValueError(f"{self.source.dtype} and {self.low.dtype} cannot be merged into {self.out.dtype}")
+        count = self.out.numel()
+        if any(each.numel() != count or each.dim() != 1 or not each.is_contiguous() or not each.is_cpu for each in tensors):
+            shapes = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
+            raise ValueError(f"what is moved is flat, of one length and on the host, each without gaps: {shapes}")
+
+    @property
+    def row(self) -> tuple[int, int, int, int]:
+        """As the C++ has it."""
+        source, out = self.source.data_ptr(), self.out.data_ptr()
+        return (source, 0, out, self.out.nbytes) if self.low is None else (source, self.low.data_ptr(), out, self.out.numel())
+
+
+def move_all(moves: Sequence[Move], *, past_cache: bool = False, nice: int = 0) -> None:
+    """One after another, and Python's lock is asked for once. Past the cache is for what is not read again soon; the more `nice`,
+    the more others come first."""
     run = _library()
     if run is not None:
-        run.anyfit_merge(high.data_ptr(), low.data_ptr(), out.data_ptr(), out.numel(), past_cache)
+        table = np.array([each.row for each in moves], np.int64)
+        run.anyfit_move_all(table.ctypes.data, len(moves), past_cache, nice)
         return
-    halves, lows, bits = high.view(torch.int16).numpy(), low.numpy(), out.view(torch.int32).numpy()
-    for start in range(0, len(bits), AT_ONCE):
+    for each in moves:
+        if each.low is None:
+            np.copyto(each.out.view(torch.uint8).numpy(), each.source.view(torch.uint8).numpy())
+        else:
+            _merge(each.source.view(torch.int16).numpy(), each.low.numpy(), each.out.view(torch.int32).numpy())
+
+
+def _merge(high: Any, low: Any, out: Any) -> None:
+    for start in range(0, len(out), AT_ONCE):
         part = slice(start, start + AT_ONCE)
-        np.copyto(bits[part], halves[part])
-        np.left_shift(bits[part], 16, out=bits[part])
-        np.add(bits[part], lows[part], out=bits[part])
+        np.copyto(out[part], high[part])
+        np.left_shift(out[part], 16, out=out[part])
+        np.add(out[part], low[part], out=out[part])
 
 
 def copy(source: Tensor, out: Tensor, *, past_cache: bool = False) -> None:
-    """The same bytes, both flat and on the host. Past the cache is for what is not read again soon."""
-    _check("copied", source, out)
-    if source.dtype != out.dtype:
-        raise ValueError(f"{source.dtype} is not copied to {out.dtype}")
+    """The same bytes."""
+    move_all([Move(source, None, out)], past_cache=past_cache)
+
+
+def populate(memory: Tensor, at_once: int, *, nice: int, ends: ctypes.c_int32) -> bool:
+    """Has the kernel give memory to these bytes, so many at a time, until all have some or `ends` is not 0; whether it can."""
     run = _library()
-    if run is not None:
-        run.anyfit_copy(source.data_ptr(), out.data_ptr(), out.nbytes, past_cache)
-    else:
-        np.copyto(out.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
-
-
-def _check(what: str, *tensors: Tensor) -> None:
-    count = tensors[0].numel()
-    for each in tensors:
-        if each.numel() != count or each.dim() != 1 or not each.is_contiguous() or not each.is_cpu:
-            shapes = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
-            raise ValueError(f"what is {what} is flat, of one length and on the host, each without gaps: {shapes}")
+    return run is not None and bool(run.anyfit_populate(memory.data_ptr(), len(memory), at_once, nice, ctypes.byref(ends)))
 
 
 _lock = threading.Lock()
@@ -94,6 +120,6 @@ def _built() -> Any:
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     found.anyfit_folds.argtypes, found.anyfit_folds.restype = [], number
     found.anyfit_crc32.argtypes, found.anyfit_crc32.restype = [pointer, size, ctypes.c_uint32], ctypes.c_uint32
-    found.anyfit_merge.argtypes, found.anyfit_merge.restype = [pointer, pointer, pointer, size, number], None
-    found.anyfit_copy.argtypes, found.anyfit_copy.restype = [pointer, pointer, size, number], None
+    found.anyfit_move_all.argtypes, found.anyfit_move_all.restype = [pointer, size, number, number], None
+    found.anyfit_populate.argtypes, found.anyfit_populate.restype = [pointer, size, size, number, pointer], number
     return found

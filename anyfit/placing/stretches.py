@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyfit.kernels.bytes import copy, merge
+from anyfit.kernels.bytes import Move, move_all
 
 from .chunks import put
 from .place import Placed
@@ -44,20 +44,23 @@ class Stretch:
     def dtype(self) -> torch.dtype:
         return self.values.dtype if self.low is None else torch.float32
 
+    @property
+    def is_on_device(self) -> bool:
+        return self.values.is_cuda or (self.low is not None and self.low.is_cuda)
+
     def read(self, start: int, end: int, out: Tensor, by: Fetcher) -> None:
         """Some of its elements into a flat tensor on the host."""
         parts = [part.detach() for part in (self.values, self.low) if part is not None]
-        at_once = max(end - start, 1)
-        if any(part.is_cuda for part in parts):
-            at_once = FETCHED_BYTES // sum(part.itemsize for part in parts)
+        at_once = FETCHED_BYTES // sum(part.itemsize for part in parts) if self.is_on_device else max(end - start, 1)
         for first in range(start, end, at_once):
             last = min(first + at_once, end)
             values, *low = by.on_host([part[first:last] for part in parts])
-            place = out[first - start : last - start]
-            if low:
-                merge(values, low[0], place, past_cache=by.past_cache)
-            else:
-                copy(values, place, past_cache=by.past_cache)
+            move = Move(values, low[0] if low else None, out[first - start : last - start])
+            move_all([move], past_cache=by.past_cache)
+
+    def move(self, start: int, end: int, out: Tensor) -> Move:
+        """The same, to be done, of one that is on the host."""
+        return Move(self.values.detach()[start:end], None if self.low is None else self.low[start:end], out)
 
     def write(self, start: int, values: Tensor) -> None:
         """Sets some of its elements, from `start` of it on."""

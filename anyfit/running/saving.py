@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import itertools
 import json
-import os
 import queue
 import sys
 import threading
@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from anyfit.kernels.bytes import is_native
-from anyfit.kernels.pages import MADV_POPULATE_WRITE, advise, in_huge_pages
+from anyfit.kernels.bytes import Move, move_all, populate
+from anyfit.kernels.pages import advise, in_huge_pages
 from anyfit.placing.stretches import Fetcher, Stretch
 from anyfit.placing.tiers import HostSlabs
 
@@ -44,7 +44,7 @@ from .team import Post, Team
 
 COPIERS = 8  # threads: one does not keep up with the memory
 WRITERS = 2  # threads that write beside the steps: more would only take cores from those that train
-NICE = 10  # of threads at work beside the steps: those that train come first
+NICE = 10  # of work beside the steps that can wait: what trains comes first
 TOUCHED_AT_ONCE = 2**21  # bytes: while the kernel is at them, whoever else wants memory of this process waits
 PAGE_BYTES = 4096
 MADV_DONTFORK = 10  # of Linux
@@ -57,6 +57,7 @@ class Saving:
         self.folder: Path = writer.folder
         self.is_beside = False
         self.seconds = 0.0  # that it took in all
+        self.copied_seconds = 0.0  # until the steps could change what they like
         self.then: Callable[[], None] = lambda: None  # on rank 0, once it is in its place
         self.copies: Copies | None = None
         self._writer, self._plans, self._metadata, self._team = writer, plans, metadata, team
@@ -120,11 +121,7 @@ class Saving:
         """Writes it beside what comes: once its copies are made, from them."""
         self.is_beside, self.copies, self._writer.threads = True, copies, WRITERS
         atexit.register(self._last_word)
-        threading.Thread(target=self._run_beside, name="anyfit saving").start()
-
-    def _run_beside(self) -> None:
-        let_others_first()
-        self._run()
+        threading.Thread(target=self._run, name="anyfit saving").start()
 
     def _run(self) -> None:
         try:
@@ -143,6 +140,7 @@ class Saving:
         try:
             if self.copies is not None:
                 self.copies.result()
+                self.copied_seconds = time.monotonic() - self._began
             assert self._content is not None
             record = self._writer.write(self._plan, self._content, None if self.copies is None else self.copies.image)
             word = {"bytes": record.bytes, "blocks": record.blocks}
@@ -176,13 +174,6 @@ class Saving:
         with contextlib.suppress(OSError):
             self.then()
         return ""
-
-
-def let_others_first() -> None:
-    """Of this thread, and of those it starts, where a thread has a priority of its own."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _in_words(error: Exception) -> str:
@@ -231,6 +222,10 @@ class Part:
     def read(self, start: int, end: int, out: Tensor, by: Fetcher) -> None:
         self.stretch.read(self.first + start, self.first + end, out, by)
 
+    def move(self, out: Tensor) -> Move:
+        """All of it, as elements of `out`, where it is on the host."""
+        return self.stretch.move(self.first, self.first + out.numel(), out)
+
 
 class Planner(DefaultSavePlanner):
     """Plans what each rank writes: of what several have, one does."""
@@ -254,12 +249,13 @@ class Copies:
         self._memory: Tensor | None = None
         self._held = 0  # bytes of it that count
         self._touching: threading.Thread | None = None
-        self._is_closed = False
+        self._ends = ctypes.c_int32()  # not 0: memory that is being made ready is not wanted any more
         self._copying: dict[int, Future[None]] = {}
         self._fetchers: queue.SimpleQueue[Fetcher] = queue.SimpleQueue()
         for _ in range(COPIERS):
             self._fetchers.put(Fetcher(past_cache=True))
         self.image: Image | None = None  # of the file at hand, once `result` has returned
+        self.waited_seconds = 0.0  # for the copies at hand, by updates
 
     def has_room(self, content: Content) -> bool:
         return self._slabs.has_room(_bytes(_copied(content)) - self._held)
@@ -288,15 +284,14 @@ class Copies:
             advise(self._memory, MADV_DONTFORK)  # else the next copy would take as much again while a data loader's workers live
 
     def _touch(self, memory: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-        let_others_first()
-        is_native()  # built now, where it is not yet
         for start, end in ranges:
-            for first in range(start - start % PAGE_BYTES, end, TOUCHED_AT_ONCE):
-                part = memory[first : min(first + TOUCHED_AT_ONCE, end)]
-                if self._is_closed:
+            whole = memory[start - start % PAGE_BYTES : end]
+            if populate(whole, TOUCHED_AT_ONCE, nice=NICE, ends=self._ends):
+                continue
+            for part in whole.split(TOUCHED_AT_ONCE):
+                if self._ends.value:
                     return
-                if not advise(part, MADV_POPULATE_WRITE):
-                    part.numpy()[::PAGE_BYTES] = 0  # a kernel that cannot; nothing is written there yet
+                part.numpy()[::PAGE_BYTES] = 0  # a kernel that cannot; nothing is written there yet
 
     def begin(self, content: Content, order: Callable[[int], Any]) -> None:
         """Starts to copy what updates change, in the order in which they will."""
@@ -304,7 +299,7 @@ class Copies:
         for piece in _copied(content)[1:]:
             assert isinstance(piece.source, Part)
             by_chunk.setdefault(piece.source.stretch.chunk, []).append(piece)
-        self.image = None
+        self.image, self.waited_seconds = None, 0.0
         pool = ThreadPoolExecutor(COPIERS, "anyfit copying")
         ready = pool.submit(self._make_ready, content)
         self._copying = {chunk: pool.submit(self._copy, by_chunk[chunk], ready) for chunk in sorted(by_chunk, key=order)}
@@ -318,25 +313,37 @@ class Copies:
         self._take(padded(content.bytes), _bytes(pieces))
         assert self._memory is not None
         image = Image(self._memory, pieces)
-        self._read([content.header], image)
+        self._read(content.header, self._memory[: content.header.end])
         self.image = image
         return image
 
     def _copy(self, pieces: Sequence[Piece], ready: Future[Image]) -> None:
-        self._read(pieces, ready.result())
+        """One chunk. What is on the host is copied in one go, and those that train come first: it is not changed before the step
+        after next where updates have a second generation, and whoever does wait for it leaves it the cores."""
+        image, moves = ready.result(), []
+        for piece in pieces:
+            assert isinstance(piece.source, Part)
+            place = image.memory[piece.start : piece.end]
+            if piece.source.stretch.is_on_device:
+                self._read(piece, place)
+            else:
+                moves.append(piece.source.move(place.view(piece.dtype)))
+        move_all(moves, past_cache=True, nice=NICE)
 
-    def _read(self, pieces: Sequence[Piece], image: Image) -> None:
+    def _read(self, piece: Piece, place: Tensor) -> None:
         by = self._fetchers.get()
         try:
-            for piece in pieces:
-                piece.read(piece.start, piece.end, image.memory[piece.start : piece.end], by)
+            piece.read(piece.start, piece.end, place, by)
         finally:
             self._fetchers.put(by)
 
     def wait_for(self, chunk: int) -> None:
         """However it ends: a copy that fails is the save's concern, and not the update's."""
-        if chunk in self._copying:
-            wait([self._copying[chunk]])
+        copying = self._copying.get(chunk)
+        if copying is not None and not copying.done():
+            began = time.monotonic()
+            wait([copying])
+            self.waited_seconds += time.monotonic() - began
 
     def result(self) -> None:
         """Waits for all; raises what went wrong."""
@@ -345,7 +352,7 @@ class Copies:
 
     def close(self) -> None:
         """Memory that is being made ready is not wanted any more."""
-        self._is_closed = True
+        self._ends.value = 1
 
 
 def _copied(content: Content) -> list[Piece]:

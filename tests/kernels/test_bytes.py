@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import threading
 import zlib
 from collections.abc import Iterator
 
@@ -13,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anyfit.kernels import bytes as module
-from anyfit.kernels.bytes import copy, crc32, merge
+from anyfit.kernels.bytes import Move, copy, crc32, move_all, populate
+from anyfit.kernels.pages import in_huge_pages
 from anyfit.kernels.split import merge as merge_in_torch
 from tests.conftest import FULL
 
@@ -30,6 +35,10 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     assert module.is_native() == (request.param == "built")
     yield request.param
     module._libraries[:] = before
+
+
+def merge(high: Tensor, low: Tensor, out: Tensor, *, past_cache: bool = False) -> None:
+    move_all([Move(high, low, out)], past_cache=past_cache)
 
 
 def random_bytes(count: int, seed: int, offset: int = 0) -> Tensor:
@@ -100,6 +109,49 @@ def test_what_is_copied_is_the_same_and_nothing_beside_it_changes(count: int, at
     assert torch.equal(room[to : to + count], data)
     assert not room[:to].any()
     assert not room[to + count :].any()
+
+
+@pytest.mark.usefixtures("kind")
+@settings(max_examples=EXAMPLES // 5, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 300), st.booleans()), max_size=8), st.booleans(), st.sampled_from([0, 10]))
+def test_many_are_moved_at_once(sizes: list[tuple[int, bool]], past_cache: bool, nice: int) -> None:
+    generator, moves, expected = torch.Generator().manual_seed(len(sizes)), [], []
+    for count, has_halves in sizes:
+        high, out = torch.randn(count, generator=generator).bfloat16(), torch.zeros(count)
+        low = torch.randint(-(2**15), 2**15, (count,), generator=generator).to(torch.int16)
+        exact = torch.empty(count)
+        merge_in_torch(high, low, exact)
+        moves.append(Move(high, low, out) if has_halves else Move(exact, None, out))
+        expected.append(exact)
+    move_all(moves, past_cache=past_cache, nice=nice)
+    for move, exact in zip(moves, expected, strict=True):
+        assert torch.equal(move.out.view(torch.int32), exact.view(torch.int32))
+
+
+def test_who_gives_way_is_another_thread() -> None:
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    move_all([Move(torch.ones(3), None, torch.zeros(3))], nice=10)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_memory_is_given_until_it_is_not_wanted_any_more() -> None:
+    size = 2**24
+    if not populate(in_huge_pages(size), 2**21, nice=10, ends=ctypes.c_int32()):
+        pytest.skip("the kernel cannot, or there is no C++ compiler here")
+    memory, unwanted = in_huge_pages(size), in_huge_pages(size)
+    memory[5] = 7
+    assert populate(memory, 2**21, nice=10, ends=ctypes.c_int32())
+    assert populate(unwanted, 2**21, nice=10, ends=ctypes.c_int32(1))
+    assert memory[5] == 7
+    assert resident_bytes(memory) == size
+    assert resident_bytes(unwanted) == 0
+
+
+def resident_bytes(memory: Tensor) -> int:
+    """Of the pages that it lies in."""
+    pages = (ctypes.c_ubyte * (memory.numel() // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 def test_what_does_not_go_together_is_refused() -> None:
