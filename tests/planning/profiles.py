@@ -78,6 +78,7 @@ def small_profile(**changes: Any) -> Profile:
         "reserved_error": 0.03,
         "model_fingerprint": "model-1",
         "machine_fingerprint": "machine-1",
+        "memory_bytes_per_second": 1e12,
     }
     return Profile(**profile | changes)
 
@@ -107,6 +108,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         context_bytes=draw(st.integers(0, GIB)),
         workspace_bytes=draw(st.integers(0, GIB)),
         reserved_error=draw(st.floats(0, 0.2)),
+        memory_bytes_per_second=draw(st.floats(1e9, 1e13)),
     )
 
 

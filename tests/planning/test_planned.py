@@ -16,7 +16,7 @@ import anyfit
 from anyfit.costing import cost
 from anyfit.planning import search
 from anyfit.planning.offload import FRAGMENTATION, Space
-from anyfit.planning.search import OFFLOAD_ERROR
+from anyfit.planning.search import OFFLOAD_ERROR, forecast
 from anyfit.planning.simulate import simulate
 from anyfit.planning.weigh import weigh
 from anyfit.values.graph import Graph
@@ -37,11 +37,13 @@ def rows_of(name: str) -> list[Row]:
 
 # A plan does not know that every step will clip. Older steps of several passes were measured before norms were taken by several
 # threads; that the host adds up a small model's gradients as slowly as was measured once (35 % over the forecast) is not known.
+# The oldest waited for the copy of each pass's images.
 LEFT_OUT = {
-    "planned": ("4b batch 8 cap 24 clipping", "llama-1b batch 4 cap 12 not micro-batch"),
+    "planned": ("4b batch 8 cap 24 clipping", "llama-1b batch 4 cap 12 not micro-batch", "convnext-tiny"),
     "planned-regret": ("micro-batches of",),
     "planned-more": ("4b batch 8 cap 24 clipping", "llama-1b batch 4 cap 12 not micro-batch"),
     "planned-third": ("4b batch 8 cap 24 clipping",),
+    "planned-fourth": (),
 }
 RECORDS = [
     (name, row)
@@ -106,11 +108,18 @@ def test_a_step_takes_what_is_forecast_within_its_band(index: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "median", "most"),
-    [("planned-regret", 0.04, 0.11), ("planned", 0.06, 0.18), ("planned-more", 0.09, 0.26), ("planned-third", 0.09, 0.24)],
+    [
+        ("planned-regret", 0.04, 0.11),
+        ("planned", 0.06, 0.18),
+        ("planned-more", 0.09, 0.26),
+        ("planned-third", 0.09, 0.24),
+        ("planned-fourth", 0.085, 0.16),
+    ],
 )
 def test_steps_are_forecast_well(name: str, median: float, most: float) -> None:
-    """All were measured on the very machine that was probed, in full, before; with an engine whose lanes were given nothing while
-    the host waited for the norm, which streamed chunks felt, and that began resident updates after that."""
+    """All were measured on the very machine that was probed, in full, before. A batch came up behind all the weights that a step
+    had left to be sent then, which a small model felt; and but for the fourth, lanes were given nothing while the host waited for
+    the norm, which streamed chunks felt, and resident updates began after that."""
     off = off_by(name, "")
     assert statistics.median(off.values()) <= median, off
     assert max(off.values()) <= most, off
@@ -118,9 +127,22 @@ def test_steps_are_forecast_well(name: str, median: float, most: float) -> None:
 
 def test_steps_that_were_planned_are_forecast_well() -> None:
     off = off_by("planned", "-planned")
-    assert len(off) == 12
+    assert len(off) == 10
     assert statistics.median(off.values()) <= 0.06, off
     assert max(off.values()) <= 0.12, off
+
+
+@pytest.mark.parametrize(("name", "jobs"), [("planned", 1), ("planned-more", 2), ("planned-fourth", 4)])
+def test_steps_with_everything_on_the_device_are_forecast_well(name: str, jobs: int) -> None:
+    """In one pass and in several; of a transformer, and of a convolutional network, whose steps wait for the host."""
+    rows: list[Row] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["figures"]["rows"]
+    off = {}
+    for row in (each for each in rows if not each["about"]["chunks"]):
+        job = planned.JOBS[row["job"]]
+        profile = profiled(name, job.case, job.batch, row["about"]["micro_batch"])
+        off[row["job"]] = abs(forecast(profile, profile.passes[0]).step_seconds / row["measured"]["step_seconds"] - 1)
+    assert len(off) == jobs
+    assert max(off.values()) <= 0.06, off
 
 
 def off_by(name: str, ending: str) -> dict[str, float]:

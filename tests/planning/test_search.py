@@ -10,6 +10,7 @@ from hypothesis import assume, given
 
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
+from anyfit.planning.offload import ADD_BYTES
 from anyfit.planning.search import TIE
 from anyfit.values.corrections import Correction, Pace
 from anyfit.values.profile import Pass, Profile
@@ -21,7 +22,9 @@ CLOSE = 1 + 1e-9
 
 
 def seconds_of(profile: Profile, each: Pass) -> float:
-    return profile.batch_size / each.micro_batch * each.seconds + profile.update.seconds
+    passes = -(-profile.batch_size // each.micro_batch)
+    added = passes * profile.trainable * ADD_BYTES["fp32"] / profile.memory_bytes_per_second if passes > 1 else 0.0
+    return profile.batch_size / each.micro_batch * each.seconds + added + profile.update.seconds
 
 
 def reserved_by(profile: Profile, each: Pass) -> int:
