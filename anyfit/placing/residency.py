@@ -162,6 +162,7 @@ class Residency:
         self._seen: list[int] | None = None  # of the step under way; None between steps
         self._cursor = 0
         self._needed: set[int] = set()  # by the call under way
+        self._is_ahead = False  # these are there, and so is what comes next
         self._pinned: list[int] = []  # by compiled modules under way
         self.undo: list[Callable[[], None]] = []  # what the end has to put back
         self.fetches = 0  # uploads so far
@@ -195,18 +196,21 @@ class Residency:
 
     def touch(self, chunks: Iterable[int]) -> None:
         """Makes the weights of these chunks ready for what the computation is given next."""
-        self._needed = set(chunks)
-        for index in self._needed:
+        needed = set(chunks)
+        if self._is_ahead and needed == self._needed:  # as by the op before: most have parameters of the same chunk
+            return
+        self._needed, self._is_ahead = needed, False
+        for index in needed:
             self._note(index)
             self.settle(self._state.chunks[index])
-        for index in self._needed & self._fetched:
+        for index in needed & self._fetched:
             slot = self._slot_of.get(index)
             if slot is None:
                 self.misses += 1
                 slot = self._load(self._state.chunks[index], self._make_room(index, at_all_costs=True))
             self._lanes.hold_computation(slot.ticket)
             slot.ticket = None
-        self._fetch_ahead()
+        self._is_ahead = self._fetch_ahead()
 
     def settle(self, state: ChunkState) -> None:
         """The computation waits for the chunk's update. A failed one is raised once, and started again by the next to ask."""
@@ -281,7 +285,7 @@ class Residency:
             for position, index in enumerate(self._learnt):
                 self._positions.setdefault(index, []).append(position)
         self._seen, self._cursor = [], 0
-        self._needed = set()
+        self._needed, self._is_ahead = set(), False
         self._fetch_ahead()
 
     def end(self) -> None:
@@ -292,7 +296,7 @@ class Residency:
 
     def forget(self) -> None:
         """The step under way was broken off: nothing is learnt from it."""
-        self._seen = None
+        self._seen, self._is_ahead = None, False
 
     def _note(self, index: int) -> None:
         if self._seen is None:
@@ -314,9 +318,10 @@ class Residency:
 
     # ------------------------------------------------------------------ slots
 
-    def _fetch_ahead(self) -> None:
+    def _fetch_ahead(self) -> bool:
+        """Whether a step is under way, and all that it needs next is there or comes."""
         if self._seen is None or not self._prefetch_depth:
-            return
+            return self._seen is not None
         coming: dict[int, None] = {}
         for index in itertools.islice(self._learnt, self._cursor, None):
             if index in self._fetched:
@@ -327,8 +332,9 @@ class Residency:
             if index not in self._slot_of:
                 slot = self._make_room(index, at_all_costs=False)
                 if slot is None:
-                    return
+                    return False
                 self._load(self._state.chunks[index], slot)
+        return True
 
     def _make_room(self, index: int, *, at_all_costs: bool) -> Any:
         """An empty slot for the chunk. When nobody waits for it yet, only what is needed later makes room."""
@@ -383,6 +389,7 @@ class Residency:
 
     def drop(self, state: ChunkState) -> None:
         """The chunk's weights leave the device."""
+        self._is_ahead = False
         slot = self._slot_of.pop(state.index, None)
         if slot is not None:
             self._empty(slot, state)
