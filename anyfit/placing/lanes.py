@@ -258,6 +258,7 @@ class Lanes:
         self._on_gpu = device.type == "cuda"
         self.device = device
         self.send = Sender(device)  # what the computation reads of the host
+        self._reading: Callable[[], Tensor] | None = None  # the last that the host reads of it
         self.mark: Mark | None = None  # of the computation
 
         def stream() -> Any:
@@ -311,11 +312,11 @@ class Lanes:
             with _marked(self.mark, f"wait for {ticket.label}"):
                 ticket.wait()
 
-    @staticmethod
-    def reading(tensor: Tensor) -> Callable[[], Tensor]:
+    def reading(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begins to bring what the computation made to the host; what it returns waits for it. A copy would wait for gradients
         and states that go down; and one to memory that is not pinned would keep all threads from the driver until then."""
-        return read(tensor) if tensor.is_cuda else lambda: tensor
+        self._reading = read(tensor) if tensor.is_cuda else lambda: tensor  # kept, should nobody wait: the GPU will write to it
+        return self._reading
 
     def computing(self, label: str) -> AbstractContextManager[None]:
         """Around a part of the computation, for whoever records it."""
