@@ -22,7 +22,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.optim.lr_scheduler import LRScheduler
 
 from anyfit.placing import Placed
+from anyfit.placing.ranks import Ranks
 from anyfit.placing.stretches import BUFFERS, Stretch, buffers_of, home_of, moments_of, spread, weights_of
 from anyfit.values.plan import Plan
 from anyfit.values.record import nearest
 
 from .boxes import Box, boxes_of
-from .files import MANIFEST, Content, remove_left_behind
+from .files import MANIFEST, Content, Entry, remove_left_behind
 from .saving import Planner, Saved, Saving, copied_ranges, could_not_write
-from .storage import Reader, Writer, content_of
+from .storage import Reader, Writer, content_of, lie
 from .stored import Opened
 from .team import Team
 
@@ -53,7 +54,34 @@ OVER_SHARE, OVER_BYTES = 0.25, 2**20  # addresses, and not memory: for a header,
 # ---------------------------------------------------------------------- writing
 
 
-def prepared(folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan, team: Team | None) -> tuple[Saving, Content]:
+class Layout:
+    """Which tensors a run saves, and where each lies in the files: planned by all ranks together, and kept for the next save."""
+
+    def __init__(self) -> None:
+        self._shapes: list[tuple[Any, ...]] | None = None
+        self.plans: list[SavePlan] = []
+        self.metadata = Metadata({})
+        self.lying: list[tuple[WriteItem, Entry]] = []  # of this rank
+
+    def is_of(self, tensors: Mapping[str, Saved]) -> bool:
+        return self._shapes == _shapes_of(tensors)
+
+    def plan(self, tensors: Mapping[str, Saved], planner: Planner, ranks: Ranks) -> None:
+        local = planner.create_local_plan()
+        plans, self.metadata = planner.create_global_plan(ranks.objects(local) if ranks.are_several else [local])
+        self.plans = [replace(plan, storage_data=index) for index, plan in enumerate(plans)]
+        self.lying = lie(self.plans[ranks.index].items)
+        self._shapes = _shapes_of(tensors)
+
+
+def _shapes_of(tensors: Mapping[str, Saved]) -> list[tuple[Any, ...]]:
+    stretches = ((name, each.stretch) for name, each in tensors.items())
+    return [(name, each.shape, each.start, each.elements, each.dtype) for name, each in stretches]
+
+
+def prepared(
+    folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan, team: Team | None, layout: Layout
+) -> tuple[Saving, Content]:
     """Everything but the writing, planned by all ranks together; and what this one writes."""
     folder, ranks = folder.absolute(), placed.ranks
     placed.residency.settle_all()
@@ -64,11 +92,11 @@ def prepared(folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Pl
     scalars: dict[str, Any] = {}
     for each in placed.updates.chunks:
         scalars |= each.scalars()
-    mine = _Exchanged(planner.create_local_plan(), sorted(moments), scalars, _Randoms.now())
+    mine = _Exchanged(layout.is_of(tensors), sorted(moments), scalars, _Randoms.now())
     everybody = ranks.objects(mine) if ranks.are_several else [mine]
-    plans, metadata = planner.create_global_plan([each.plan for each in everybody])
+    if not all(each.knows_layout for each in everybody):
+        layout.plan(tensors, planner, ranks)
     writer = Writer(folder, moments={name for each in everybody for name in each.moments})
-    plans = writer.prepare_global_plan(plans)
 
     def begin_aside() -> None:
         writer.documents = _documents(placed, progress, plan, everybody)
@@ -82,11 +110,11 @@ def prepared(folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Pl
         begin_aside()
     else:
         team.from_first(begin_aside, f"word that {folder.name} can be written")
-    content = content_of(plans[ranks.index], planner)
-    return Saving(writer, content, plans, metadata, team), content
+    content = content_of(layout.lying, planner)
+    return Saving(writer, content, layout.plans, layout.metadata, team), content
 
 
-def room_to_save(placed: Placed) -> tuple[int, list[tuple[int, int]]]:
+def room_to_save(placed: Placed, layout: Layout) -> tuple[int, list[tuple[int, int]]]:
     """How large this rank's file will be, and which of its bytes a save beside the steps copies. Several ranks know that when
     they plan together; that those which have the same divide it evenly is near enough."""
     placed.residency.settle_all()
@@ -95,7 +123,8 @@ def room_to_save(placed: Placed) -> tuple[int, list[tuple[int, int]]]:
     if not placed.ranks.are_several:
         planner = Planner()
         planner.set_up_planner(tensors, is_coordinator=True)
-        content = content_of(planner.create_local_plan(), planner)
+        layout.plan(tensors, planner, placed.ranks)
+        content = content_of(layout.lying, planner)
         return content.bytes, copied_ranges(content)
     size = copied = 0.0
     for each in (saved.stretch for saved in tensors.values()):
@@ -109,7 +138,7 @@ def room_to_save(placed: Placed) -> tuple[int, list[tuple[int, int]]]:
 class _Exchanged:
     """What a rank tells the others before they write."""
 
-    plan: SavePlan
+    knows_layout: bool
     moments: list[str]
     scalars: dict[str, dict[str, Any]]
     randoms: _Randoms

@@ -96,6 +96,8 @@ class Run:
         self._over: OverLimitError | None = None  # met meanwhile
         self.saving: Saving | None = None  # the checkpoint that is being written, or the last one
         self._copies: Copies | None = None  # of the state, that it is written from
+        self._layout = checkpoint.Layout()  # of the files that it is written to
+        self._facts: dict[str, Any] | None = None  # of the model, for whoever reads these
         self._save_failed = False  # on some rank, as all know after the step
         self._lacking: list[float] = []  # by rank, host bytes that are left, where they are too few
         self._clock = time.perf_counter()
@@ -540,7 +542,7 @@ class Run:
         except OSError as error:
             self._say(str(error))  # and here comes another
         before, self._doing = self._doing, f"saving step {self.steps}"
-        self.saving, content = checkpoint.prepared(folder, self._placed, self._progress(), self.plan, self.team)
+        self.saving, content = checkpoint.prepared(folder, self._placed, self._progress(), self.plan, self.team, self._layout)
         self.saving.then = then
         copies = self._copies_for()
         has_room = not wait and copies.has_room(content)
@@ -561,7 +563,7 @@ class Run:
         """Memory for saves with wait=False is made ready beside the steps that follow, where the plan's host memory has room for
         it; else the first such save does that, and steps wait. Best called after a step: optimizers make state in the first."""
         self._check_open()
-        self._copies_for().make_room(*checkpoint.room_to_save(self._placed))
+        self._copies_for().make_room(*checkpoint.room_to_save(self._placed, self._layout))
 
     def _copies_for(self) -> Copies:
         if self._copies is None:
@@ -599,13 +601,14 @@ class Run:
             group.update(saved)
 
     def _progress(self) -> dict[str, Any]:
+        self._facts = self._facts or facts_of(self.model, self.job)
         return {
             "steps": self.steps,
             "skipped": self.skipped,
             "loader_position": self._loader.position if self._loader is not None else self._loader_position,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups],
-            "model": facts_of(self.model, self.job),
+            "model": self._facts,
         }
 
     # ------------------------------------------------------------------ looking

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from anyfit.kernels.pages import advise, in_huge_pages
 from anyfit.placing.stretches import Fetcher, Stretch
 from anyfit.placing.tiers import HostSlabs
 
-from .boxes import boxes_of, whole
+from .boxes import Box, boxes_of, whole
 from .files import MANIFEST, Content, FileRecord, Image, Piece, joined, padded
 from .storage import Writer, results_of
 from .team import Post, Team
@@ -190,10 +191,17 @@ class Saved:
 
     def __init__(self, stretch: Stretch) -> None:
         self.stretch = stretch
-        end = stretch.start + stretch.elements
-        self._boxes = boxes_of(stretch.shape, stretch.start, end) if stretch.elements else [whole(stretch.shape)]
+
+    @cached_property
+    def _boxes(self) -> list[Box]:
+        stretch = self.stretch
+        return boxes_of(stretch.shape, stretch.start, stretch.start + stretch.elements) or [whole(stretch.shape)]
+
+    @cached_property
+    def _starts(self) -> dict[tuple[int, ...], int]:
+        """By where a box begins in the tensor, where it does in the stretch."""
         sizes = itertools.accumulate((box.elements for box in self._boxes), initial=0)
-        self._starts = dict(zip((box.offsets for box in self._boxes), sizes, strict=False))
+        return dict(zip((box.offsets for box in self._boxes), sizes, strict=False))
 
     def __create_write_items__(self, name: str, _object: Any) -> list[WriteItem]:
         shape, properties = torch.Size(self.stretch.shape), TensorProperties(self.stretch.dtype)
@@ -209,7 +217,7 @@ class Saved:
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Part:
         assert index.offset is not None
-        return Part(self.stretch, self._starts[tuple(index.offset)])
+        return Part(self.stretch, self._starts[tuple(index.offset)] if any(index.offset) else 0)  # most are whole
 
 
 @dataclass(frozen=True)

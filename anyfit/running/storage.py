@@ -105,7 +105,7 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         found: Future[list[WriteResult]] = Future()
-        found.set_result(results_of(plan, self.write(plan, content_of(plan, planner))))
+        found.set_result(results_of(plan, self.write(plan, content_of(lie(plan.items), planner))))
         return found
 
     def write(self, plan: SavePlan, content: Content, image: Image | None = None) -> FileRecord:
@@ -144,10 +144,10 @@ class Writer(StorageWriter):
         return bool(checkpoint_id)
 
 
-def content_of(plan: SavePlan, planner: SavePlanner) -> Content:
-    """What a rank writes by its plan."""
+def content_of(lying: Iterable[tuple[WriteItem, Entry]], planner: SavePlanner) -> Content:
+    """What a rank writes: boxes that lie so, which the planner knows."""
     parts = []
-    for item, entry in lie(plan.items):
+    for item, entry in lying:
         data: Any = planner.resolve_data(item)
         parts.append((entry, Whole(data) if isinstance(data, Tensor) else data))
     return Content(parts)

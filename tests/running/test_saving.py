@@ -391,3 +391,37 @@ def test_a_script_that_ends_meanwhile_ends_when_it_is_written(tmp_path: Path, ro
     done = subprocess.run([*command, str(tmp_path / "2")], cwd=root, check=True, timeout=120, capture_output=True, text=True)
     assert "anyfit: could not write a checkpoint" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def test_files_are_laid_out_anew_only_when_tensors_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    plan = checkpoint.Layout.plan
+
+    def counted(layout: Any, tensors: Any, *others: Any) -> None:
+        planned.append(len(tensors))
+        plan(layout, tensors, *others)
+
+    monkeypatch.setattr(checkpoint.Layout, "plan", counted)
+    job = job_for(tiny_gpt, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    batches = byte_batches(3, ROWS)
+    with started(job, hand_written(job)) as run:
+        run.save(tmp_path / "0")  # before there is momentum
+        weights = len(tensors_in(tmp_path / "0"))
+        for number, batch in enumerate(batches, start=1):
+            run.step(batch)
+            run.save(tmp_path / str(number), wait=number == 2)
+            run.finish_saving()
+            found = tensors_in(tmp_path / str(number))
+            assert len(found) > weights
+            assert_bit_equal(weights_in(found, run), run.state_dict())
+    assert planned == [weights, len(found)]
+    with started(job, hand_written(job)) as other:
+        other.resume(tmp_path / "2")
+        other.step(batches[2])
+        assert_bit_equal(other.state_dict(), weights_in(found, other))
+
+
+def weights_in(found: dict[str, Tensor], run: Run) -> dict[str, Tensor]:
+    """Under all their names: those that are tied are stored once."""
+    first = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    return {name: found[first[id(tensor)]] for name, tensor in run.model.state_dict(keep_vars=True).items()}
