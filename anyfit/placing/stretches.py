@@ -78,17 +78,21 @@ class Fetcher:
         self._stream: Any = None
         self._pinned: Tensor | None = None
 
+    def make_ready(self, device: torch.device) -> None:
+        """Else the first call does that: to pin memory takes the driver a while, which serves nobody else meanwhile."""
+        if self._stream is None and device.type == "cuda":
+            self._stream = _cuda.Stream(device, priority=-1)  # torch has few others, which lanes may have as well
+            self._pinned = torch.empty(FETCHED_BYTES, dtype=torch.uint8, pin_memory=True)
+
     def on_host(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """The same numbers on the host, until the next call. They are FETCHED_BYTES at most."""
         device = next((part.device for part in parts if part.is_cuda), None)
         if device is None:
             return parts
-        if self._stream is None:
-            self._stream = _cuda.Stream(device, priority=-1)  # torch has few others, which lanes may have as well
+        self.make_ready(device)
+        assert self._pinned is not None
         found, end = [], 0
         with _cuda.stream(self._stream):
-            if self._pinned is None:
-                self._pinned = torch.empty(FETCHED_BYTES, dtype=torch.uint8, pin_memory=True)
             for part in parts:
                 if part.is_cuda:
                     start, end = end, end + part.nbytes

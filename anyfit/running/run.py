@@ -567,7 +567,7 @@ class Run:
 
     def _copies_for(self) -> Copies:
         if self._copies is None:
-            self._copies = Copies(self._placed.slabs)
+            self._copies = Copies(self._placed.slabs, self._placed.device)
         return self._copies
 
     def finish_saving(self) -> None:

@@ -252,8 +252,8 @@ class Copies:
     that take no memory. An update may change a chunk once `wait_for` it has returned.
     """
 
-    def __init__(self, slabs: HostSlabs) -> None:
-        self._slabs = slabs
+    def __init__(self, slabs: HostSlabs, device: torch.device) -> None:
+        self._slabs, self._device = slabs, device
         self._memory: Tensor | None = None
         self._held = 0  # bytes of it that count
         self._touching: threading.Thread | None = None
@@ -292,6 +292,10 @@ class Copies:
             advise(self._memory, MADV_DONTFORK)  # else the next copy would take as much again while a data loader's workers live
 
     def _touch(self, memory: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        for _ in range(COPIERS):
+            by = self._fetchers.get()
+            by.make_ready(self._device)
+            self._fetchers.put(by)
         for start, end in ranges:
             whole = memory[start - start % PAGE_BYTES : end]
             if populate(whole, TOUCHED_AT_ONCE, nice=NICE, ends=self._ends):
