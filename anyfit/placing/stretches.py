@@ -104,6 +104,17 @@ class Fetcher:
         return found
 
 
+def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As they are now; a GPU is waited for once, and not for each."""
+    found = []
+    for each in tensors:
+        home = torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda)
+        found.append(home.copy_(each, non_blocking=True))
+    for device in {each.device for each in tensors if each.is_cuda}:
+        _cuda.current_stream(device).synchronize()
+    return found
+
+
 def weights_of(placed: Placed) -> Iterator[Stretch]:
     """Parameters under their names, as far as they are this rank's; an empty one is everybody's."""
     for state in placed.state.chunks:

@@ -35,7 +35,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anyfit.placing import Placed
 from anyfit.placing.ranks import Ranks
-from anyfit.placing.stretches import BUFFERS, Stretch, buffers_of, home_of, moments_of, spread, weights_of
+from anyfit.placing.stretches import (
+    BUFFERS,
+    Stretch,
+    buffers_of,
+    copied_to_host,
+    home_of,
+    moments_of,
+    spread,
+    weights_of,
+)
 from anyfit.values.plan import Plan
 from anyfit.values.record import nearest
 
@@ -148,8 +157,8 @@ def _state(placed: Placed) -> tuple[dict[str, Saved], set[str]]:
     """Tensors to be saved by their names; and which are the optimizer's. Buffers are those of rank 0, as they are now."""
     found = {each.name: Saved(each) for each in weights_of(placed)}
     if placed.ranks.index == 0:
-        for each in buffers_of(placed):
-            still = each.values.to("cpu", copy=True)
+        buffers = list(buffers_of(placed))
+        for each, still in zip(buffers, copied_to_host([each.values for each in buffers]), strict=True):
             found[each.name] = Saved(Stretch(each.name, each.shape, 0, still, changes=False))
     moments = {each.name: Saved(each) for each in moments_of(placed)}
     twice = next((name for name in moments if name in found), None)
