@@ -35,7 +35,10 @@ class Sender:
         pinned = tensor
         if not (tensor.is_pinned() and tensor.is_contiguous()):
             pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)  # torch keeps such memory for the next
-        found = seen(pinned, self._device).bitwise_or(0)
+        there = seen(pinned, self._device)
+        if there is None:
+            return pinned.to(self._device, non_blocking=True)
+        found = there.bitwise_or(0)
         event = _cuda.Event()
         event.record()
         self._sent.append((event, pinned))
@@ -46,7 +49,10 @@ def read(tensor: Tensor) -> Callable[[], Tensor]:
     """Begins to bring a tensor of a few numbers to the host; what it returns waits for it, and leaves its core to others."""
     found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     place = seen(found, tensor.device)
-    torch.bitwise_or(tensor.detach().reshape(-1).view(place.dtype), 0, out=place)
+    if place is None:
+        found.copy_(tensor.detach(), non_blocking=True)
+    else:
+        torch.bitwise_or(tensor.detach().reshape(-1).view(place.dtype), 0, out=place)
     done = _cuda.Event(blocking=True)
     done.record()
 
@@ -57,11 +63,13 @@ def read(tensor: Tensor) -> Callable[[], Tensor]:
     return there
 
 
-def seen(pinned: Tensor, device: torch.device) -> Tensor:
-    """A dense tensor in pinned memory as the GPU has it: its bytes in their order, flat, in words as large as they make up."""
+def seen(pinned: Tensor, device: torch.device) -> Tensor | None:
+    """A dense tensor in pinned memory as the GPU has it: its bytes in their order, flat, in words as large as they make up. None
+    where torch would rather copy it, since it was pinned for another GPU."""
     flat = pinned.as_strided((pinned.numel(),), (1,))
     words, code = WORDS[next(size for size in (8, 4, 1) if flat.nbytes % size == 0 and flat.data_ptr() % size == 0)]
-    return torch.as_tensor(_Seen(flat.view(words), code), device=device)
+    found = torch.as_tensor(_Seen(flat.view(words), code), device=device)
+    return found if found.data_ptr() == flat.data_ptr() else None
 
 
 class _Seen:

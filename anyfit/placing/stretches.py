@@ -82,7 +82,8 @@ class Fetcher:
         """Else the first call does that: to pin memory takes the driver a while, which serves nobody else meanwhile."""
         if self._stream is None and device.type == "cuda":
             self._stream = _cuda.Stream(device, priority=-1)  # torch has few others, which lanes may have as well
-            self._pinned = torch.empty(FETCHED_BYTES, dtype=torch.uint8, pin_memory=True)
+            with _cuda.device(device):  # a thread's own is the first, whosever that is
+                self._pinned = torch.empty(FETCHED_BYTES, dtype=torch.uint8, pin_memory=True)
 
     def on_host(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """The same numbers on the host, until the next call. They are FETCHED_BYTES at most."""
