@@ -221,7 +221,12 @@ def test_a_batch_that_needs_more_than_the_sample_may_come_at_any_step(
         run = run_of(job, limited(job, share), random_delays(at))
     except anyfit.NoPlan:
         return
-    losses, weights = trained(run, batches)
+    try:
+        losses, weights = trained(run, batches)
+    except MemoryError as error:
+        if share > 0.4 or not any("nothing fits" in note for note in error.__notes__):
+            raise  # at 0.4, about the least that has a plan, a longer batch may have none
+        return
     expected_losses, expected = plainly(job, batches, accumulation)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     assert_bit_equal(weights, expected)
