@@ -1,7 +1,8 @@
 """The search: every micro-batch that was profiled, first with everything resident on one device and all activations kept.
 
     minimise    seconds(m), and where several are within TIE of the least, the number of passes
-    with        seconds(m) = B / m * (pass_seconds(m) + adding_seconds) + update_seconds    (a smaller last one costs its share)
+    with        seconds(m) = B / m * pass_seconds(m) + passes(m) * adding_seconds + update_seconds
+                passes(m) = ceil(B / m)        (a smaller last micro-batch costs its share; of one pass, nothing is added up)
     over        m in the profiled micro-batches
     subject to  (1 + error) * reserved(m) <= device limit
     where       peak(m) = state + workspaces + max(pass_peak(m), gradients + update scratch)

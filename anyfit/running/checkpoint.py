@@ -22,7 +22,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ from anyfit.values.record import nearest
 from .boxes import Box, boxes_of
 from .files import MANIFEST, Content, Entry, remove_left_behind
 from .saving import Planner, Saved, Saving, copied_ranges, could_not_write
-from .storage import Reader, Writer, content_of, lie
+from .storage import Reader, Writer, content_of, lie, numbered
 from .stored import Opened
 from .team import Team
 
@@ -78,7 +78,7 @@ class Layout:
     def plan(self, tensors: Mapping[str, Saved], planner: Planner, ranks: Ranks) -> None:
         local = planner.create_local_plan()
         plans, self.metadata = planner.create_global_plan(ranks.objects(local) if ranks.are_several else [local])
-        self.plans = [replace(plan, storage_data=index) for index, plan in enumerate(plans)]
+        self.plans = numbered(plans)
         self.lying = lie(self.plans[ranks.index].items)
         self._shapes = _shapes_of(tensors)
 

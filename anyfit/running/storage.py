@@ -69,6 +69,11 @@ def _data(item: WriteItem) -> Any:
     return item.tensor_data
 
 
+def numbered(plans: Iterable[SavePlan]) -> list[SavePlan]:
+    """Each knows whose file it is of."""
+    return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+
 @dataclass
 class Writer(StorageWriter):
     """Writes a checkpoint to `folder`, where it is whole or is not.
@@ -101,7 +106,7 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+        return numbered(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         found: Future[list[WriteResult]] = Future()

@@ -30,9 +30,10 @@ Row = dict[str, Any]
 FULL = 0.97  # of what the allocator may take
 
 
-def rows_of(name: str) -> list[Row]:
+def rows_of(name: str, *, in_chunks: bool = True) -> list[Row]:
+    """Those whose chunks are placed one by one; or those that have everything on the device."""
     rows: list[Row] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["figures"]["rows"]
-    return [row for row in rows if row["about"]["chunks"]]  # without those that have everything on the device
+    return [row for row in rows if bool(row["about"]["chunks"]) == in_chunks]
 
 
 # A plan does not know that every step will clip. Older steps of several passes were measured before norms were taken by several
@@ -135,9 +136,8 @@ def test_steps_that_were_planned_are_forecast_well() -> None:
 @pytest.mark.parametrize(("name", "jobs"), [("planned", 1), ("planned-more", 2), ("planned-fourth", 4)])
 def test_steps_with_everything_on_the_device_are_forecast_well(name: str, jobs: int) -> None:
     """In one pass and in several; of a transformer, and of a convolutional network, whose steps wait for the host."""
-    rows: list[Row] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["figures"]["rows"]
     off = {}
-    for row in (each for each in rows if not each["about"]["chunks"]):
+    for row in rows_of(name, in_chunks=False):
         job = planned.JOBS[row["job"]]
         profile = profiled(name, job.case, job.batch, row["about"]["micro_batch"])
         off[row["job"]] = abs(forecast(profile, profile.passes[0]).step_seconds / row["measured"]["step_seconds"] - 1)
