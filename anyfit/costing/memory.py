@@ -86,15 +86,18 @@ def chunk_costs(graph: Graph, chunks: Sequence[Chunk]) -> tuple[ChunkCost, ...]:
     """Each chunk's share of the state, to be placed by itself."""
     rule = graph.update
     used = {parameter.name for parameter in graph.parameters if parameter.used}
+    summed = {parameter.name for parameter in graph.parameters if parameter.adds_up}
     block_of = {parameter.name: parameter.block for parameter in graph.parameters}
     costs = []
     for chunk in chunks:
         low = 2 if chunk.dtype == "bfloat16" else 0
         optimizer = chunk.elements * (rule.state_bytes_per_element[chunk.group] + low) if chunk.is_updated else 0
-        gradient = sum(slot.elements for slot in chunk.slots if slot.name in used) * chunk.element_bytes
+        gradient, sums = (
+            sum(slot.elements for slot in chunk.slots if slot.name in names) * chunk.element_bytes for names in (used, summed)
+        )
         blocks = tuple(sorted({block_of[slot.name] for slot in chunk.slots}))
         outside = tuple(slot.name for slot in chunk.slots if not graph.blocks[block_of[slot.name]].name)
-        costs.append(ChunkCost(chunk.bytes, chunk.elements, chunk.trainable, gradient, int(optimizer), blocks, outside))
+        costs.append(ChunkCost(chunk.bytes, chunk.elements, chunk.trainable, gradient, int(optimizer), blocks, outside, sums))
     return tuple(costs)
 
 

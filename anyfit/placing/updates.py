@@ -604,7 +604,7 @@ class Updates:
             second.made = load.rest
         else:
             each.rest |= load.rest
-            load.gradients.clear()
+        load.gradients.clear()  # the carrier knows this load until it takes another, which may be in the next step
 
     # ------------------------------------------------------------------ on the host
 

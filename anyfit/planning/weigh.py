@@ -199,7 +199,7 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
         stays = placement.gradients == "device" and not adds_up and candidate.division is None
         for block in chunk.blocks if stays and chunk.gradient_bytes else ():
             staying[block].append(index)
-    waiting = [0] * len(each.segments) if candidate.division is None else _waiting(candidate)
+    waiting = _adding_up(candidate) if candidate.division is None else _waiting(candidate)
     held: set[int] = set()  # blocks
     back: dict[int, int] = {}  # by block: bytes that are on the device again
     for segment, leaving, unsummed in zip(each.segments, going, waiting, strict=True):
@@ -234,6 +234,19 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
                 kept -= keeps[block]
                 back.pop(block, None)
     yield gradients + updating  # when all are there
+
+
+def _adding_up(candidate: Candidate) -> list[int]:
+    """By segment, bytes of gradients that are to go elsewhere and that autograd still adds to: such as those of an embedding that
+    the loss shares, from the loss's backward to the embedding's."""
+    found = [0] * len(candidate.each.segments)
+    for chunk, placement in zip(candidate.chunks, candidate.placements, strict=True):
+        if chunk.summed_bytes and (placement.gradients == "host" or candidate.accumulation > 1):
+            own = enumerate(candidate.each.segments)
+            uses = [position for position, each in own if each.phase == "backward" and each.block in chunk.blocks]
+            for position in range(uses[0], uses[-1]):  # the last has it in its work
+                found[position] += chunk.summed_bytes
+    return found
 
 
 def _waiting(candidate: Candidate) -> list[int]:

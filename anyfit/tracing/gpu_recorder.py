@@ -36,8 +36,9 @@ class GpuRecorder(Recorder):
             return None
         return self._known.get(args[0].untyped_storage()._cdata)
 
-    def settle(self) -> None:
-        """After backward: gives every such sum the storage of its summand, if nothing else needed that any more."""
+    def settle(self) -> set[int]:
+        """After backward: gives every such sum the storage of its summand, if nothing else needed that any more. Identities of
+        these."""
         stands_for: dict[int, Storage] = {}
         for moment, total, summand in self._sums:
             first = stands_for.get(id(summand), summand)
@@ -45,3 +46,4 @@ class GpuRecorder(Recorder):
                 first.dies, first.kind = total.dies, total.kind
                 stands_for[id(total)] = first
         self.storages = [storage for storage in self.storages if id(storage) not in stands_for]
+        return set(stands_for)

@@ -96,10 +96,11 @@ class Recorder(TorchDispatchMode):
     def count_input(self, tensor: torch.Tensor) -> None:
         self._meet(tensor, "input")
 
-    def mark_gradient(self, tensor: torch.Tensor) -> None:
+    def mark_gradient(self, tensor: torch.Tensor) -> Storage | None:
         storage = self._known.get(tensor.untyped_storage()._cdata)
         if storage is not None:
             storage.kind = "gradient"
+        return storage
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -225,20 +225,17 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
             loss = total if weight is None else total / weight
         with _saying(f"running backward on {what} tensors"), recorder.backward():
             loss.backward()
-    used = set()
+    used: dict[int, int] = {}  # by identity: that of the record of its gradient
     for parameter in stand_in.parameters.values():
         if parameter.grad is not None:
-            used.add(id(parameter))
-            recorder.mark_gradient(parameter.grad)
+            used[id(parameter)] = id(recorder.mark_gradient(parameter.grad))
             parameter.grad = None  # the next trace starts afresh
     if not used:
         raise ValueError("the loss gives no parameter a gradient: is everything frozen or detached?")
     for block, twin in twin_of.items():
         pairs = zip(blocks.modules[block].parameters(), blocks.modules[twin].parameters(), strict=True)
-        used |= {id(mine) for mine, theirs in pairs if id(theirs) in used}
-
-    if isinstance(recorder, GpuRecorder):
-        recorder.settle()
+        used |= {id(mine): used[id(theirs)] for mine, theirs in pairs if id(theirs) in used}
+    sums = recorder.settle() if isinstance(recorder, GpuRecorder) else set()
     ops, storages = recorder.ops, recorder.storages
     for repeat in repeats:
         ops, storages = write_in(repeat, [block.name for block in blocks.blocks], ops, storages)
@@ -249,7 +246,8 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         batch_bytes=_host_bytes(job, batch),
         precision=job.precision,
         parameters=tuple(
-            fact[id(parameter) in used] for fact, parameter in zip(stand_in.facts, stand_in.parameters.values(), strict=True)
+            replace(fact[identity in used], adds_up=used.get(identity) in sums)
+            for fact, identity in zip(stand_in.facts, map(id, stand_in.parameters.values()), strict=True)
         ),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers),
         blocks=tuple(

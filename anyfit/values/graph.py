@@ -72,6 +72,7 @@ class Parameter:
     used: bool  # this batch gave it a gradient
     block: int
     group: int  # of the optimizer; -1 outside every group
+    adds_up: bool = False  # its gradient: that of a first use, to which those of others are added in place
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class UpdateRule:
 @dataclass(frozen=True)
 class Graph(Record):
     kind: ClassVar[str] = "graph"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
 
     model: str  # class of the model
     micro_batch: int

@@ -134,6 +134,7 @@ class ChunkCost:
     optimizer_bytes: int  # low halves and moments; 0 where it is not updated
     blocks: tuple[int, ...]  # whose parameters it holds, ascending
     parameters: tuple[str, ...] = ()  # those of no block
+    summed_bytes: int = 0  # of gradients that autograd adds up over several uses, and has from the first of them on
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class Division:
 @dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
 
     model: str
     machine: str

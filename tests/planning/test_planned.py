@@ -28,6 +28,7 @@ from benchmarks.peers import CONTEXT_BYTES, GIB
 ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
 FULL = 0.97  # of what the allocator may take
+MOST_KEPT = 0.33  # as FRAGMENTATION, of plans that were measured beside the planner's, one after another in one process
 
 
 def rows_of(name: str, *, in_chunks: bool = True) -> list[Row]:
@@ -45,7 +46,11 @@ LEFT_OUT = {
     "planned-more": ("4b batch 8 cap 24 clipping", "llama-1b batch 4 cap 12 not micro-batch"),
     "planned-third": ("4b batch 8 cap 24 clipping",),
     "planned-fourth": (),
+    "planned-fifth": ("4b batch 8 cap 24 clipping",),
+    "planned-fifth-regret": (),
+    "planned-fifth-llama": ("not micro-batch",),
 }
+MACHINES = {"planned-fifth-regret": "planned-fifth", "planned-fifth-llama": "planned-fifth"}
 RECORDS = [
     (name, row)
     for name, left_out in LEFT_OUT.items()
@@ -62,7 +67,7 @@ def traced(case: str, batch: int, micro_batch: int) -> Graph:
 
 @cache
 def profiled(name: str, case: str, batch: int, micro_batch: int) -> Profile:
-    machine = Machine.load(ROOT / f"tests/golden/h200/{name}-machine.json")
+    machine = Machine.load(ROOT / f"tests/golden/h200/{MACHINES.get(name, name)}-machine.json")
     return cost([traced(case, batch, micro_batch)], machine, batch)
 
 
@@ -98,7 +103,8 @@ def test_memory_is_as_forecast(index: int) -> None:
     assert reserved <= allowed
     if reserved < FULL * allowed:  # beyond that the allocator gives back what it keeps, and what it keeps means little
         added = reserved - measured["allocated_bytes"]
-        assert added <= FRAGMENTATION * (measured["allocated_bytes"] - measured["pool_bytes"])
+        most = FRAGMENTATION if row["plan"] == "planned" else MOST_KEPT
+        assert added <= most * (measured["allocated_bytes"] - measured["pool_bytes"])
 
 
 @pytest.mark.parametrize("index", range(len(RECORDS)), ids=IDS)
@@ -115,25 +121,29 @@ def test_a_step_takes_what_is_forecast_within_its_band(index: int) -> None:
         ("planned-more", 0.09, 0.26),
         ("planned-third", 0.09, 0.24),
         ("planned-fourth", 0.085, 0.16),
+        ("planned-fifth", 0.03, 0.12),
+        ("planned-fifth-regret", 0.025, 0.14),
+        ("planned-fifth-llama", 0.06, 0.19),
     ],
 )
 def test_steps_are_forecast_well(name: str, median: float, most: float) -> None:
-    """All were measured on the very machine that was probed, in full, before. A batch came up behind all the weights that a step
-    had left to be sent then, which a small model felt; and but for the fourth, lanes were given nothing while the host waited for
-    the norm, which streamed chunks felt, and resident updates began after that."""
+    """All but the last were measured on the very machine that was probed, in full, before. Up to the fourth a batch came up
+    behind all the weights that a step had left to be sent, which a small model felt; and but for the fourth and fifth, lanes were
+    given nothing while the host waited for the norm, which streamed chunks felt, and resident updates began after that."""
     off = off_by(name, "")
     assert statistics.median(off.values()) <= median, off
     assert max(off.values()) <= most, off
 
 
-def test_steps_that_were_planned_are_forecast_well() -> None:
-    off = off_by("planned", "-planned")
-    assert len(off) == 10
+@pytest.mark.parametrize(("name", "jobs"), [("planned", 10), ("planned-fifth", 13)])
+def test_steps_that_were_planned_are_forecast_well(name: str, jobs: int) -> None:
+    off = off_by(name, "-planned")
+    assert len(off) == jobs
     assert statistics.median(off.values()) <= 0.06, off
     assert max(off.values()) <= 0.12, off
 
 
-@pytest.mark.parametrize(("name", "jobs"), [("planned", 1), ("planned-more", 2), ("planned-fourth", 4)])
+@pytest.mark.parametrize(("name", "jobs"), [("planned", 1), ("planned-more", 2), ("planned-fourth", 4), ("planned-fifth", 2)])
 def test_steps_with_everything_on_the_device_are_forecast_well(name: str, jobs: int) -> None:
     """In one pass and in several; of a transformer, and of a convolutional network, whose steps wait for the host."""
     off = {}
@@ -172,6 +182,9 @@ def _then(row: Row) -> float:
         ("planned-more", "llama-1b batch 4 cap 12", 18, 1.0),
         ("planned-more", "4b batch 8 cap 40", 18, 1.09),
         ("planned-third", "4b batch 8 cap 40", 16, 1.10),
+        ("planned-fifth-regret", "4b batch 8 cap 24", 17, 1.03),
+        ("planned-fifth-regret", "4b batch 8 cap 12", 15, 1.03),
+        ("planned-fifth-llama", "llama-1b batch 4 cap 12", 17, 1.0),
     ],
 )
 def test_no_plan_of_many_was_much_faster_than_the_planner_s(name: str, job: str, plans: int, most: float) -> None:

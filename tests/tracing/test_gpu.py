@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anyfit
+from anyfit.costing.memory import chunk_costs, chunks_of
 from anyfit.tracing import trace
 from anyfit.values.graph import Graph
 
@@ -27,6 +28,17 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x).tanh()
         return (x + self.norm(x)).tanh()
+
+
+class Tied(nn.Module):
+    """One weight at both ends, and one in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.inner = (nn.Parameter(torch.ones(ROWS, LENGTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x * self.outer).tanh() * self.inner).tanh() * self.outer
 
 
 class Attending(nn.Module):
@@ -67,6 +79,17 @@ def test_gradients_from_several_sides_add_up_in_place_on_a_gpu() -> None:
     first = [value for value in on_gpu.values if value.born < moment < value.dies and value.born >= on_gpu.backward_starts]
     assert any(value.bytes == 2 * ROWS * LENGTH * WIDTH and value.kind == "activation" for value in first)
     assert max(on_gpu.live_bytes("kept")) <= max(on_cpu.live_bytes("kept"))
+
+
+def test_a_gradient_that_adds_up_over_several_uses_is_known_and_there_from_the_first() -> None:
+    graph = graph_of(Tied, "cuda")
+    assert {parameter.name: parameter.adds_up for parameter in graph.parameters} == {"outer": True, "inner": False}
+    costs = chunk_costs(graph, chunks_of(graph, 2**20))
+    assert [cost.summed_bytes for cost in costs] == [2 * ROWS * LENGTH * WIDTH]
+    born = sorted(value.born for value in graph.values if value.kind == "gradient")
+    moment = max(index for index, op in enumerate(graph.ops) if op.name == "add.Tensor")
+    assert born[0] < born[1] < moment
+    assert not any(parameter.adds_up for parameter in graph_of(Tied, "cpu").parameters)
 
 
 def test_gradients_outlive_the_pass() -> None:
