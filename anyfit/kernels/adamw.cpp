@@ -60,6 +60,7 @@ struct Update {
     int32_t vectors;       // what torch uses on this processor: 0 no fused multiply-add, 1 AVX2, 2 AVX-512
     int32_t roots;         // 0 the nearest, 1 by Newton's method where the processor has AVX-512, 2 as `roots_of_torch` takes them
     int32_t streams;       // all of out is elsewhere than the state, and begins on cache lines
+    int32_t part;          // 0 all of the state changes, 1 masters alone, 2 moments alone
     int32_t threads;
     float scale;        // of the gradient; negative to maximize
     float decay;        // AdamW: 1 - lr * weight_decay
@@ -198,9 +199,11 @@ template <bool fused>
 INLINE void update_block(const Update& u, int64_t from, int64_t count, bool streams) {
     alignas(64) float g[BLOCK], masters[BLOCK], roots[BLOCK], new_m[BLOCK], new_v[BLOCK];
     const float *m = u.m + from, *v = u.v + from;
-    float *out_m = streams ? new_m : u.out_m + from, *out_v = streams ? new_v : u.out_v + from;
+    const bool keeps_moments = u.part != 1, keeps_masters = u.part != 2;
+    const bool elsewhere = streams || !keeps_moments;
+    float *out_m = elsewhere ? new_m : u.out_m + from, *out_v = elsewhere ? new_v : u.out_v + from;
     load_gradients(u, from, count, g);
-    load_masters(u, from, count, masters);
+    if (keeps_masters) load_masters(u, from, count, masters);
     ask_for(m + AHEAD, BLOCK * sizeof *m);
     ask_for(v + AHEAD, BLOCK * sizeof *v);
     if (u.l2 != 0) {
@@ -215,6 +218,11 @@ INLINE void update_block(const Update& u, int64_t from, int64_t count, bool stre
         out_m[i] = multiply_add<fused>(coefficient, g[i] - old_m, leans_on_old ? old_m : g[i]);
         out_v[i] = multiply_add<fused>(u.square_weight * g[i], g[i], v[i] * u.beta2);
     }
+    if (streams && keeps_moments) {
+        stream(u.out_m + from, new_m, sizeof new_m);
+        stream(u.out_v + from, new_v, sizeof new_v);
+    }
+    if (!keeps_masters) return;
     roots_of(u, out_v, roots, count);
 #pragma omp simd
     for (int64_t i = 0; i < count; i++) {
@@ -222,8 +230,6 @@ INLINE void update_block(const Update& u, int64_t from, int64_t count, bool stre
         masters[i] = masters[i] * u.decay + (u.negative_step_size * out_m[i]) / denominator;
     }
     if (streams) {
-        stream(u.out_m + from, new_m, sizeof new_m);
-        stream(u.out_v + from, new_v, sizeof new_v);
         if (u.low) {
             alignas(64) uint16_t high[BLOCK];
             alignas(64) int16_t low[BLOCK];
@@ -278,10 +284,14 @@ void copy_over(const Update& u, int64_t from, int64_t to) {
         if (out == in) return;
         std::memcpy(static_cast<char*>(out) + from * size, static_cast<const char*>(in) + from * size, (to - from) * size);
     };
-    copy(u.out_weights, u.weights, u.low ? 2 : 4);
-    if (u.low) copy(u.out_low, u.low, 2);
-    copy(u.out_m, u.m, 4);
-    copy(u.out_v, u.v, 4);
+    if (u.part != 2) {
+        copy(u.out_weights, u.weights, u.low ? 2 : 4);
+        if (u.low) copy(u.out_low, u.low, 2);
+    }
+    if (u.part != 1) {
+        copy(u.out_m, u.m, 4);
+        copy(u.out_v, u.v, 4);
+    }
 }
 
 // All of [from, to): the ranges are updated, what lies between them stays as it is.

@@ -10,8 +10,9 @@ For each element, in fp32, with the scalars computed in float64 and rounded once
     p = p - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
 
 `adamw` runs it in C++ (adamw.cpp) on threads of its own, without Python's lock: 26 bytes of memory traffic a parameter with
-bf16 gradients. `adamw_in_torch` is the same in plain torch: what the kernel is tested against, and what runs where it cannot
-be built. Both give the bits that torch.optim.AdamW(foreach=False) gives on the same machine.
+bf16 gradients. Masters and moments can be updated one after the other, with 18 bytes each: where masters are waited for and the
+host has nothing to do later. `adamw_in_torch` is the same in plain torch: what the kernel is tested against, and what runs where
+it cannot be built. Both give the bits that torch.optim.AdamW(foreach=False) gives on the same machine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -67,10 +69,16 @@ class State:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.weights, self.low, self.m, self.v) if tensor is not None]
+        return self.of("all")
+
+    def of(self, part: Part) -> list[Tensor]:
+        masters = [] if part == "moments" else [self.weights, self.low]
+        moments = [] if part == "masters" else [self.m, self.v]
+        return [tensor for tensor in (*masters, *moments) if tensor is not None]
 
 
 Ranges = Sequence[tuple[int, int]]
+Part = Literal["all", "masters", "moments"]
 
 
 def adamw(
@@ -82,6 +90,7 @@ def adamw(
     out: State | None = None,
     scale: float | None = None,
     ranges: Ranges | None = None,
+    part: Part = "all",
     threads: int = 1,
     as_on_gpu: bool = False,
     waits: bool = True,
@@ -95,6 +104,7 @@ def adamw(
                What lies outside the ranges is copied
     scale      a factor of the gradient, applied in fp32 before anything else
     ranges     (start, end) in elements, ascending and disjoint: what is updated. All when not given
+    part       what of the state: where `can_be_parted` says so, first the masters and then the moments come to the same as all
     threads    how many share the work, the calling one included; the n-th always begins with the n-th stretch of the chunk. On
                several nodes of memory each has its share of the chunk and of the threads, and the calling one only waits. In
                plain torch it is torch's own number of threads that counts
@@ -105,7 +115,8 @@ def adamw(
 
     Written behind autograd's back: it does not see that these tensors have changed.
     """
-    job = replace(_Job.checked(state, gradient, settings, step, out, scale, ranges, threads), as_on_gpu=as_on_gpu)
+    job = _Job.checked(state, gradient, settings, step, out, scale, ranges, threads, part)
+    job = replace(job, as_on_gpu=as_on_gpu)
     run = _kernel()
     if run is None:
         _in_torch(job)
@@ -122,10 +133,16 @@ def adamw_in_torch(
     out: State | None = None,
     scale: float | None = None,
     ranges: Ranges | None = None,
+    part: Part = "all",
     threads: int = 1,
 ) -> None:
     """The same as `adamw` in plain torch, on torch's own threads."""
-    _in_torch(_Job.checked(state, gradient, settings, step, out, scale, ranges, threads))
+    _in_torch(_Job.checked(state, gradient, settings, step, out, scale, ranges, threads, part))
+
+
+def can_be_parted(settings: Settings) -> bool:
+    """Moments do not need the masters of before."""
+    return settings.decoupled or settings.weight_decay == 0
 
 
 def is_native() -> bool:
@@ -162,6 +179,7 @@ class _Job:
     step_size: float
     root_correction: float
     threads: int
+    part: Part = "all"
     as_on_gpu: bool = False
 
     @classmethod
@@ -175,6 +193,7 @@ class _Job:
         scale: float | None,
         ranges: Ranges | None,
         threads: int,
+        part: Part = "all",
     ) -> _Job:
         out = out or state
         elements = state.weights.numel()
@@ -197,6 +216,8 @@ class _Job:
             raise ValueError(f"step={step}: it counts from 1")
         if threads < 1:
             raise ValueError(f"threads={threads}: at least 1")
+        if part != "all" and not can_be_parted(settings):
+            raise ValueError(f"part={part!r}: Adam's weight decay of {settings.weight_decay} needs masters and moments at once")
         return cls(
             state,
             out,
@@ -207,6 +228,7 @@ class _Job:
             step_size=settings.lr / (1 - settings.beta1**step),
             root_correction=(1 - settings.beta2**step) ** 0.5,
             threads=threads,
+            part=part,
         )
 
 
@@ -238,7 +260,7 @@ class _Update(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weights", "low", "m", "v", "gradient")),
         *((name, ctypes.c_void_p) for name in ("out_weights", "out_low", "out_m", "out_v", "ranges")),
         *((name, ctypes.c_int64) for name in ("range_count", "elements")),
-        *((name, ctypes.c_int32) for name in ("gradient_is_bf16", "vectors", "roots", "streams", "threads")),
+        *((name, ctypes.c_int32) for name in ("gradient_is_bf16", "vectors", "roots", "streams", "part", "threads")),
         *((name, ctypes.c_float) for name in ("scale", "decay", "l2", "lerp_weight", "beta2", "square_weight")),
         *((name, ctypes.c_float) for name in ("root_correction", "eps", "negative_step_size")),
     )
@@ -300,6 +322,7 @@ class _Kernel:
             vectors=self.vectors,
             roots=NEAREST if job.as_on_gpu else self.roots,
             streams=all(_is_elsewhere(*pair) for pair in zip(out.tensors, state.tensors, strict=True)),
+            part=get_args(Part).index(job.part),
             threads=min(job.threads, 2**16),
             scale=-job.scale if settings.maximize else job.scale,
             decay=1 - settings.lr * settings.weight_decay if decoupled else 1.0,
@@ -376,7 +399,7 @@ def _kernel() -> _Kernel | None:
 
 @torch.no_grad()
 def _in_torch(job: _Job) -> None:
-    for new, old in zip(job.out.tensors, job.state.tensors, strict=True):
+    for new, old in zip(job.out.of(job.part), job.state.of(job.part), strict=True):
         if new.data_ptr() != old.data_ptr():
             new.copy_(old)
     for start, end in job.ranges:
@@ -388,6 +411,8 @@ def _slice_in_torch(job: _Job, part: slice) -> None:
     """Updates a part of `out` in place; the operations are those of torch.optim.adam._single_tensor_adam."""
     settings = job.settings
     weights, m, v = job.out.weights[part], job.out.m[part], job.out.v[part]
+    if job.part == "masters":
+        m, v = job.state.m[part].clone(), job.state.v[part].clone()
     low = None if job.out.low is None else job.out.low[part]
     master = weights
     if low is not None:
@@ -400,11 +425,14 @@ def _slice_in_torch(job: _Job, part: slice) -> None:
         gradient = -gradient
     if settings.weight_decay != 0:
         if settings.decoupled:
-            master.mul_(1 - settings.lr * settings.weight_decay)
+            if job.part != "moments":
+                master.mul_(1 - settings.lr * settings.weight_decay)
         else:
             gradient = gradient.add(master, alpha=settings.weight_decay)
     m.lerp_(gradient, 1 - settings.beta1)
     v.mul_(settings.beta2).addcmul_(gradient, gradient, value=1 - settings.beta2)
+    if job.part == "moments":
+        return
     denominator = (v.sqrt() / job.root_correction).add_(settings.eps)
     master.addcdiv_(m, denominator, value=-job.step_size)
     if low is not None:

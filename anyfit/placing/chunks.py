@@ -65,6 +65,7 @@ class ChunkState:
         self.low = self.optimizer_zeros(torch.int16, elements=self.own.elements if self.is_split else 0)
         self.fresh: Ticket | None = None  # of the update under way
         self.again: Callable[[], Ticket] | None = None  # starts that update once more, should it have failed
+        self.left: Ticket | None = None  # of what is left of it when weights are fresh, and still reads the host's gradients
 
     @property
     def is_gathered(self) -> bool:

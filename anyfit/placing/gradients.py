@@ -218,7 +218,7 @@ class Gradients:
             for start, end in stretches:
                 flat[start:end].copy_(filled[start:end], non_blocking=True)
 
-        label, after = f"gradients of chunk {state.index}", (self._lanes.so_far(), state.fresh)
+        label, after = f"gradients of chunk {state.index}", (self._lanes.so_far(), state.fresh, state.left)
         home.ticket = stage.ticket = self._lanes.down.run(copy, after, label)
         home.names.update(slot.name for slot in slots)
         if len(home.names) == len(state.chunk.slots):
@@ -241,7 +241,7 @@ class Gradients:
                 for start, end in _stretches([slot for slot in slots if (slot.name not in known) == is_first]):
                     add(flat[start:end], summand[start:end], is_first=is_first, threads=self._threads)
 
-        home.ticket = self._lanes.host.run(add_up, after=(down, home.ticket), label=f"add {label}")
+        home.ticket = self._lanes.host.run(add_up, after=(down, home.ticket, state.left), label=f"add {label}")
         self._landings.append((landing, home.ticket))
         home.names.update(slot.name for slot in slots)
         return down

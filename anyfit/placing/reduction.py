@@ -227,7 +227,7 @@ class Reduction:
         if state.placement.gradients == "device":
             return self._lanes.reduce.run(lambda: _take(home.flat, own, is_first=is_first), (reduced,), f"add {label}")
         if not self.adds_up:
-            return self._lanes.down.run(lambda: _take(home.flat, own, is_first=True), (reduced,), label)
+            return self._lanes.down.run(lambda: _take(home.flat, own, is_first=True), (reduced, state.left), label)
         landing, taken = self._landings.pop(0)
         summand = landing[: own.nbytes].view(own.dtype)
         down = self._lanes.down.run(lambda: _take(summand, own, is_first=True), (reduced, taken), label)
@@ -236,7 +236,7 @@ class Reduction:
         def add_up() -> None:
             add(home.flat, summand, is_first=is_first, threads=threads)
 
-        added = self._lanes.host.run(add_up, (down, home.ticket), f"add {label}")
+        added = self._lanes.host.run(add_up, (down, home.ticket, state.left), f"add {label}")
         self._landings.append((landing, added))
         return added
 

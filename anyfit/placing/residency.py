@@ -230,6 +230,10 @@ class Residency:
         """The host waits until every update is done."""
         for state in self._state.chunks:
             self.settle(state)
+        for state in self._state.chunks:
+            if state.left is not None:
+                state.left.wait()
+                state.left = None
         self._lanes.so_far().wait()
 
     def drop_all(self) -> None:

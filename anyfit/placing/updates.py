@@ -13,6 +13,10 @@ nothing that counts, so one that fails can be started again.
 A plan may have chunks updated before the norm is known, into a second generation of their state: it is taken over when nothing
 was clipped, and the update done anew when something was. Where that happens often, updates wait for the norm; only the states
 of the first streamed chunks are lifted before.
+
+When all updates wait for the norm, the next forward waits for those of the host, whose memory is too slow for them, and which has
+nothing to do in backward. So the host updates weights first, and moments once all weights are fresh: of as many chunks as it is
+through with before their next gradients come, which shows in whether it was in the steps before.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anyfit.kernels.adamw import Begun, Settings, State, adamw
+from anyfit.kernels.adamw import Begun, Part, Settings, State, adamw, can_be_parted
 from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
 from anyfit.kernels.split import merge, split
 from anyfit.values.layout import Slot
@@ -46,6 +50,8 @@ from .tiers import HostSlabs
 ADAM_KEYS = ("exp_avg", "exp_avg_sq")
 CLIPPED_SHARE = 0.5  # of late steps: with more, no update begins before the norm is known
 LATE_STEPS = 8  # about so many count in that share
+LATER = 2**30  # urgency of what can wait for all weights
+LESS, MORE = 1 / 8, 1 / 32  # share of chunks, more or fewer of which are then updated in two parts
 BROKEN_OFF = "the update was broken off half-way"
 Groups = list[dict[str, Any]]
 
@@ -205,6 +211,7 @@ class Updates:
         self._before: Ticket | None = None  # what was computed before these
         self._threads = update_threads(torch.get_num_threads())
         self._clipped = 0.0  # share of late steps
+        self._parted = 1.0  # share of chunks on the host, where they wait for the norm
         self.before_change: Callable[[int], None] = lambda _chunk: None  # waits where somebody still reads a chunk's state
         self._adopt_made_by_constructor(state)
         for each in self.chunks:
@@ -326,6 +333,8 @@ class Updates:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers, which would warn
         groups = self._settings()
         self._clipped += ((factor is not None) - self._clipped) / LATE_STEPS
+        is_late = any(each.state.left is not None and not each.state.left.is_over for each in self.chunks)
+        self._parted = max(self._parted - LESS, 0.0) if is_late else min(self._parted + MORE, 1.0)
         if self._ranks.are_several:
             for each in self.chunks:
                 self._residency.settle(each.state)  # one that only other ranks used may still be at its last update
@@ -618,8 +627,13 @@ class Updates:
     ) -> Ticket:
         state = each.state
         arrived, before = after
-        job = functools.partial(self._host_job, each, own, factor, groups)
+        part: Part = "masters" if self._is_parted(state, groups) else "all"
+        job = functools.partial(self._host_job, each, own, factor, groups, part)
         updated = self._run_on_host(each, job, arrived, f"update chunk {state.index}")
+        if part == "masters":
+            job = functools.partial(self._finish_on_host, each, own, factor, groups)
+            label = f"finish chunk {state.index}"  # the last first: their next gradients come first
+            state.left = each.home = self._lanes.host.run(job, (updated,), label, order=LATER - state.index)
         if state.on_device is None:
             return updated
         return self._lanes.fresh.run(lambda: self._upload(each), (updated, before), f"upload chunk {state.index}")
@@ -641,11 +655,19 @@ class Updates:
         assert on_device is not None
         on_device.copy_(source, non_blocking=True)
 
-    def _host_job(self, each: OptimizerState, own: Mapping[str, Tensor], factor: float | None, groups: Groups) -> Begun | None:
+    def _is_parted(self, state: ChunkState, groups: Groups) -> bool:
+        settings = self._settings_of(state, groups)
+        if settings is None or not can_be_parted(settings):
+            return False
+        return int((state.index + 1) * self._parted) > int(state.index * self._parted)
+
+    def _host_job(
+        self, each: OptimizerState, own: Mapping[str, Tensor], factor: float | None, groups: Groups, part: Part
+    ) -> Begun | None:
         state, bench = each.state, self._benches["host"]
         assert state.on_host is not None
         if self._settings_of(state, groups) is not None:  # one pass, that cannot fail half-way
-            known, begun = self._in_one_pass_on_host(each, own, None, factor, groups)
+            known, begun = self._in_one_pass_on_host(each, own, None, factor, groups, part)
             each.rest |= known
             return begun
         before = {}
@@ -665,8 +687,24 @@ class Updates:
             state.on_host.copy_(exact)
         return None
 
+    def _finish_on_host(
+        self, each: OptimizerState, own: Mapping[str, Tensor], factor: float | None, groups: Groups
+    ) -> Begun | None:
+        """The moments of a chunk whose weights are fresh."""
+        try:
+            return self._in_one_pass_on_host(each, own, None, factor, groups, "moments")[1]
+        except BaseException:
+            self._broken = BROKEN_OFF
+            raise
+
     def _in_one_pass_on_host(
-        self, each: OptimizerState, own: Mapping[str, Tensor], second: Second | None, factor: float | None, groups: Groups
+        self,
+        each: OptimizerState,
+        own: Mapping[str, Tensor],
+        second: Second | None,
+        factor: float | None,
+        groups: Groups,
+        part: Part = "all",
     ) -> tuple[dict[str, dict[str, Any]], Begun | None]:
         """In place, or into the second generation."""
         state = each.state
@@ -678,7 +716,7 @@ class Updates:
         out = None
         if second is not None:
             out = State(second.weights, second.low if state.is_split else None, *(second.moments[key] for key in ADAM_KEYS))
-        return self._in_one_pass(each, own, now, out, flat, factor, settings, waits=False)
+        return self._in_one_pass(each, own, now, out, flat, factor, settings, part, waits=False)
 
     def _host_step(
         self,
@@ -772,6 +810,7 @@ class Updates:
         gradient: Tensor,
         factor: float | Tensor | None,
         settings: Settings,
+        part: Part = "all",
         *,
         waits: bool = True,
     ) -> tuple[dict[str, dict[str, Any]], Begun | None]:
@@ -788,14 +827,14 @@ class Updates:
                 ranges.setdefault(step, []).append((slot.offset, slot.offset + slot.elements))
         begun, last = None, next(reversed(ranges), None)
         for step, stretches in ranges.items():
-            parts = stretches if len(stretches) < len(slots) else None  # all of it, and the padding between
+            own_ranges = stretches if len(stretches) < len(slots) else None  # all of it, and the padding between
             if now.weights.is_cuda:
-                adamw_on_gpu(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
+                adamw_on_gpu(now, gradient, settings, step, out=out, scale=factor, ranges=own_ranges)
             else:
                 assert not isinstance(factor, Tensor)
                 on_gpu = self._device.type == "cuda"  # the same bits, wherever it is updated
-                how = functools.partial(adamw, threads=self._threads, as_on_gpu=on_gpu, waits=waits or step != last)
-                begun = how(now, gradient, settings, step, out=out, scale=factor, ranges=parts)
+                how = functools.partial(adamw, part=part, threads=self._threads, as_on_gpu=on_gpu, waits=waits or step != last)
+                begun = how(now, gradient, settings, step, out=out, scale=factor, ranges=own_ranges)
             now, out = out or now, None
         return made, begun
 

@@ -34,7 +34,7 @@ import heapq
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from .simulate import ADDED, BESIDE, DONE, NORMED, REDUCED_BYTES, Candidate, Rates
+from .simulate import ADDED, BESIDE, DONE, NORMED, PARTED, REDUCED_BYTES, Candidate, Rates
 
 
 class Job(NamedTuple):
@@ -143,8 +143,9 @@ def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: flo
         gradients = chunk.gradient_bytes if candidate.division is None else REDUCED_BYTES * elements
         up, down = weights / host.up_bytes_per_second, gradients / host.down_bytes_per_second
         if placement.route == "host":
-            update = (1 - DONE) * elements / host.updates_per_second
-            added = ADDED * update if passes > 1 else 0.0
+            # In two parts, where it waits for the norm: here the second takes nothing.
+            update = (1 if speculates else PARTED) * (1 - DONE) * elements / host.updates_per_second
+            added = ADDED * (1 - DONE) * elements / host.updates_per_second if passes > 1 else 0.0
             begin = born + down if speculates else max(born + down + added + (norm_seconds if added else 0.0), norm)
             rest = update + up + used
             for earlier in range(passes):  # gradients go down, and are added up, before the norm is taken

@@ -16,9 +16,10 @@ Where it goes through the link to the host, an exchange and a copy that meet are
 
 A block's activations go down when its forward is over, and come back up when backward comes to the offloaded block after it.
 
-Updates that do not speculate begin when the norm is known. A chunk's weights are ready for the next forward when its update is
-over and they are where they live. The first steps fill the lanes; the last one is the figure. Of many micro-batches of a rank a
-few are played: those in the middle are alike.
+Updates that do not speculate begin when the norm is known; the host's are in two parts then, of as many chunks as it is through
+with in backward: weights, and moments when nobody waits for weights, before the chunk's next gradients come. A chunk's weights
+are ready for the next forward when its update is over and they are where they live. The first steps fill the lanes; the last one
+is the figure. Of many micro-batches of a rank a few are played: those in the middle are alike.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ DOWN = 1.7  # times as much as a byte that goes up, one that comes down slows th
 LIFT_SECONDS = 1.5e-3  # of a lift, beside its copies: its parts wait for each other
 UPDATE_TRAFFIC = 26  # bytes of the host's memory that an update reads and writes
 DONE = 1e-3  # of an update: what is left of it when it counts as done
-# Of an update's traffic: to add a gradient up on the host, and to take its norm there.
-ADDED, NORMED = 10 / UPDATE_TRAFFIC, 4 / UPDATE_TRAFFIC
+# Of an update's traffic: to add a gradient up on the host, and to take its norm there; weights alone, or moments alone.
+ADDED, NORMED, PARTED = 10 / UPDATE_TRAFFIC, 4 / UPDATE_TRAFFIC, 18 / UPDATE_TRAFFIC
+LATER = 2**30  # urgency of what can wait for all weights
 REDUCED_BYTES = 4  # an element, of gradients that ranks sum
 HAND_OUT_SECONDS = 1e-4  # that the host takes to start one chunk's update, while the device has nothing to do
 
@@ -299,6 +301,8 @@ class _Chunk:
     gathers: bool = False
     missing: int = 0  # backward segments of this micro-batch until its gradients are complete
     fresh: _Signal = field(default_factory=lambda: _Signal(happened=True))  # its weights are those of the last step
+    is_parted: bool = False
+    whole: _Signal = field(default_factory=lambda: _Signal(happened=True))  # and so are its moments
 
     def __post_init__(self) -> None:
         self.is_on_host = self.placement.weights == "host"
@@ -329,6 +333,7 @@ class _Play:
         self._link = _Server(self._clock, "gather", "reduce", "spread")  # in seconds
         self._shares_copies = division is not None and division.shares_copies
         self._link.rate = lambda: 0.5 if self._shares_copies and (self._up.is_busy or self._down.is_busy) else 1.0
+        self._part()
         self._gathers = [0.0 if division is None else division.gather.seconds(each.weights_bytes) for each in candidate.chunks]
         self._reduces = [
             0.0 if division is None else division.reduce.seconds(REDUCED_BYTES * each.elements) for each in candidate.chunks
@@ -368,6 +373,26 @@ class _Play:
         self._exchanged = 0.0  # seconds of this step
         self._debt = 0.0  # seconds that host and copies take from the computation, where they share its cores
         self._steps: list[float] = []
+
+    def _part(self) -> None:
+        """Chooses the chunks that the host updates in two parts."""
+        candidate, rates = self._candidate, self._rates.host
+        waiting = [
+            chunk
+            for chunk in self._chunks
+            if chunk.route == "host" and chunk.cost.optimizer_bytes and not self._speculates(chunk)
+        ]
+        elements = sum(chunk.elements for chunk in waiting)
+        if not rates.overlaps or not elements:
+            return
+        backward = sum(segment.seconds for segment in candidate.each.segments if segment.phase == "backward")
+        per_second = (rates.loaded or rates).updates_per_second
+        share = min((backward + candidate.seconds_again) * per_second / (PARTED * elements), 1.0)
+        for chunk in waiting:
+            chunk.is_parted = int((chunk.index + 1) * share) > int(chunk.index * share)
+
+    def _speculates(self, chunk: _Chunk) -> bool:
+        return chunk.placement.speculates and self._candidate.accumulation == 1
 
     def _rate(self, other: _Server, unloaded: float, loaded: float) -> float:
         """Of a copy, beside what is under way."""
@@ -588,9 +613,9 @@ class _Play:
                 self._copy(self._down, "gradients", size, landed)
 
             if division is None:
-                go_down()
+                chunk.whole.then(go_down)
             else:
-                after = go_down if chunk.placement.gradients == "host" else landed
+                after = functools.partial(chunk.whole.then, go_down) if chunk.placement.gradients == "host" else landed
                 self._exchange("reduce", self._reduces[chunk.index], after)
         else:
             self._debt += (self._candidate.accumulation > 1) * self._rates.add_seconds * chunk.cost.elements
@@ -601,15 +626,21 @@ class _Play:
             return
         chunk.fresh = _Signal()
         self._norm.then(lambda: self._drop(chunk))  # the weights that are there will be old
-        speculates = chunk.placement.speculates and self._candidate.accumulation == 1
-        norm = self._norm
+        speculates, norm = self._speculates(chunk), self._norm
 
         def start() -> None:
             if speculates:
                 update(lambda: norm.then(lambda: self._send_up(chunk)))
+            elif chunk.is_parted:
+                norm.then(lambda: self._on_host(PARTED * chunk.elements, finish, chunk.index))
             else:
                 there = self._share if route == "streamed" else self._send_up
                 norm.then(lambda: update(lambda: there(chunk)))
+
+        def finish() -> None:
+            chunk.whole = _Signal()
+            self._on_host(PARTED * chunk.elements, chunk.whole.fire, LATER - chunk.index)
+            self._send_up(chunk)
 
         def update(done: Callable[[], None]) -> None:
             if route == "streamed":

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anyfit.kernels import adamw as module
-from anyfit.kernels.adamw import Settings, State, adamw, adamw_in_torch, is_native
+from anyfit.kernels.adamw import Settings, State, adamw, adamw_in_torch, can_be_parted, is_native
 from anyfit.kernels.split import merge, split
 
 Update = Callable[..., None]
@@ -129,6 +129,49 @@ def test_the_kernel_is_built_here() -> None:
 
 
 # ---------------------------------------------------------------------- the arithmetic
+
+
+@BOTH
+@given(
+    elements=sizes,
+    settings=settings_of_any_kind.filter(can_be_parted),
+    is_split=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    scale=st.sampled_from([None, 0.37]),
+    in_place=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_masters_and_then_moments_come_to_the_same_as_both_at_once(
+    update: Update,
+    elements: int,
+    settings: Settings,
+    is_split: bool,
+    dtype: torch.dtype,
+    scale: float | None,
+    in_place: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    whole = state_of(numbers(elements, generator), is_split=is_split)
+    parted = copy_of(whole)
+    for step in range(1, 4):
+        gradient = numbers(elements, generator).to(dtype)
+        update(whole, gradient, settings, step, scale=scale)
+        before, out = copy_of(parted), parted if in_place else empty_like(parted)
+        moments = copy_of(out)
+        update(parted, gradient, settings, step, scale=scale, out=out, part="masters", threads=2)
+        assert_bits(masters_of(out), masters_of(whole))
+        assert_same_state(replace(out, weights=moments.weights, low=moments.low), moments)  # the moments are as they were
+        update(replace(before, weights=out.weights, low=out.low), gradient, settings, step, scale=scale, out=out, part="moments")
+        assert_same_state(out, whole)
+        parted = out
+
+
+@BOTH
+def test_what_needs_masters_and_moments_at_once_is_not_parted(update: Update) -> None:
+    settings = Settings(lr=0.1, weight_decay=0.1, decoupled=False)
+    with pytest.raises(ValueError, match="needs masters and moments at once"):
+        update(state_of(torch.ones(4), is_split=False), torch.ones(4), settings, 1, part="masters")
 
 
 @BOTH

@@ -15,7 +15,7 @@ from anyfit import NoPlan
 from anyfit.demo import GPT
 from anyfit.planning.search import OFFLOAD_PEAK_ERROR
 from anyfit.planning.simulate import Candidate
-from anyfit.planning.weigh import weigh
+from anyfit.planning.weigh import _going, weigh
 from anyfit.values.plan import Placement
 from tests.conftest import FULL
 from tests.machines import small_machine
@@ -104,7 +104,9 @@ def test_what_moved_activations_take_of_device_and_host_is_as_forecast(
         measured = run.metrics.peak_bytes
     assert measured["host"] == weight.host_bytes
     assert (weight.host_bytes > 0) == ("offload" in activations)
-    assert measured["device"] == pytest.approx(weight.device_bytes, rel=OFFLOAD_PEAK_ERROR["cpu"])
+    error = OFFLOAD_PEAK_ERROR["cpu"]
+    in_time = weight.device_bytes - max(_going(candidate, profile.host))  # this host copies faster than the machine's
+    assert (1 - error) * in_time <= measured["device"] <= (1 + error) * weight.device_bytes
 
 
 def test_the_less_memory_the_less_stays_on_the_device() -> None:
