@@ -39,6 +39,7 @@ ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "offload.svg"
 SPARE_HOST_BYTES = 4 * GIB  # a system that leaves less is stopped: the machine would stop something else
 
+PARTED = 18 / 26  # of an update's traffic: weights alone, or moments alone
 Row = dict[str, Any]
 COMPUTE = "compute"  # a system that only computes: what the bounds need to know
 OWN = ("anyfit", COMPUTE)
@@ -93,9 +94,12 @@ def exactly(split: Split, parameters: float, compute_seconds: float, box: Box) -
     early = 10 * split.early_streamed
     copies = parameters * (max(2 * split.away, 2 * split.host) + early)
     backward = max(compute_seconds * 3 / 4, copies / box.copied_per_second)
-    early_host = min(split.early_host, backward * box.updates_per_second / parameters)  # more would only make it longer
+    in_backward = backward * box.updates_per_second / parameters  # that the host has time for
+    early_host = min(split.early_host, in_backward)  # more would only make it longer
     up = 2 * split.host + 10 * split.streamed - early + 2 * split.away_streamed  # never less than what goes down
-    on_host = parameters * (split.host - early_host) / box.updates_per_second
+    late_host = split.host - early_host
+    parted = min(late_host, (in_backward - early_host) / PARTED)
+    on_host = parameters * (late_host - (1 - PARTED) * parted) / box.updates_per_second
     return backward + max(compute_seconds / 4, on_host, parameters * up / box.copied_per_second)
 
 
@@ -123,13 +127,14 @@ def bound_seconds(
         free   max(C, hP/U, P/B max(up, down))
                up = 4a + 2 (h - a_h) + 10 s + 2 a_s    weights away come for forward and for backward; updated weights come back
                down = 2 h + 10 s + 2 a_s               gradients of host chunks; streamed states
-        exact  b + max(1/4 C, (h - e_h) P/U, P/B (2 h + 10 (s - e_s) + 2 a_s))
-               b = max(3/4 C, P/B (max(2 a, 2 h) + 10 e_s)), and as much of e_h as b has time for
+        exact  b + max(1/4 C, (h - e_h - 4/13 p) P/U, P/B (2 h + 10 (s - e_s) + 2 a_s))
+               b = max(3/4 C, P/B (max(2 a, 2 h) + 10 e_s)), and as much of e_h and then of 9/13 p as b has time for
 
     In `free` everything overlaps with everything, as if nothing were ever clipped. In `exact` gradients are clipped exactly: an
     update begins before backward ends only into a second generation of its state, for which the host has to have room, of shares
-    e_h of h and e_s of s. The others run into the next forward, which is 1/4 of the compute where blocks are recomputed. Weights
-    that are away come once in backward and once, updated, in forward.
+    e_h of h and e_s of s. The others run into the next forward, which is 1/4 of the compute where blocks are recomputed; of a
+    share p the host leaves moments for backward: 18 bytes a parameter for weights and as many for moments, where both at once take
+    26. Weights that are away come once in backward and once, updated, in forward.
 
         device   P (12 r + 2 (s + h - a)) + max(activations, P g (r + s)) + slots if a > 0 <= device_bytes
         host     P (10 (s + h) + 2 h + 2 a_s + g h + 10 (e_h + e_s)) <= the machine's

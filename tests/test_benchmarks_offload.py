@@ -49,9 +49,11 @@ def test_a_step_takes_as_long_as_its_busiest_resource() -> None:
 
 
 def test_exact_clipping_adds_the_updates_to_backward() -> None:
-    assert exactly(Split(0.0, 0.0, 1.0), P, 0.8, BOX) == pytest.approx(0.6 + 0.5)
+    assert exactly(Split(0.0, 0.0, 1.0), P, 0.8, BOX) == pytest.approx(0.6 + 0.5 * 18 / 26)  # moments are hidden by backward
     assert exactly(Split(0.0, 0.0, 1.0), P, 4.0, BOX) == pytest.approx(4.0)  # hidden by forward
-    assert exactly(Split(0.0, 0.0, 1.0), P, 0.1, BOX) == pytest.approx(0.2 + 0.5)  # backward waits for gradients
+    assert exactly(Split(0.0, 0.0, 1.0), P, 0.1, BOX) == pytest.approx(
+        0.2 + 0.5 - 0.2 * 8 / 18
+    )  # it waits for gradients, and hides some
     assert exactly(Split(0.0, 0.5, 0.5), P, 0.8, BOX) == pytest.approx(0.6 + 0.6)
 
 
@@ -112,7 +114,7 @@ def test_compute_is_measured_from_a_few_layers() -> None:
 def test_room_for_a_second_generation_brings_exact_near_free() -> None:
     times = [bound_seconds(P, 0.3, 4 * P, EXACT, box=replace(BOX, host_bytes=int(room * P)))[0] for room in (13, 16, 20, 30)]
     assert all(later < 1.01 * earlier for earlier, later in itertools.pairwise(times))  # in steps
-    assert times[-1] < 0.9 * times[0]
+    assert times[-1] < 0.95 * times[0]
     _, split = bound_seconds(P, 0.3, 4 * P, EXACT, box=replace(BOX, host_bytes=int(16 * P)))
     held = 10 * (split.streamed + split.host) + 4 * split.host + 2 * split.away_streamed
     assert held + 10 * (split.early_host + split.early_streamed) <= 16.01
