@@ -133,8 +133,8 @@ def bound_seconds(
     In `free` everything overlaps with everything, as if nothing were ever clipped. In `exact` gradients are clipped exactly: an
     update begins before backward ends only into a second generation of its state, for which the host has to have room, of shares
     e_h of h and e_s of s. The others run into the next forward, which is 1/4 of the compute where blocks are recomputed; of a
-    share p the host leaves moments for backward: 18 bytes a parameter for weights and as many for moments, where both at once take
-    26. Weights that are away come once in backward and once, updated, in forward.
+    share p the host leaves moments for backward: 18 bytes a parameter for weights and as many for moments, where both at once
+    take 26. Weights that are away come once in backward and once, updated, in forward.
 
         device   P (12 r + 2 (s + h - a)) + max(activations, P g (r + s)) + slots if a > 0 <= device_bytes
         host     P (10 (s + h) + 2 h + 2 a_s + g h + 10 (e_h + e_s)) <= the machine's
