@@ -159,7 +159,7 @@ def alternatives(profile: Profile, plan: Plan) -> Iterator[tuple[str, Plan]]:
         if offer is not None and is_new(other := planned_by(plan, profile, offer)):
             yield name, other
     speculates = any(each.speculates for each in plan.chunks)
-    for streamed, host_first, rung in product((0.15, 0.3, 0.45, 0.6), (0.0, 0.12), (last, round(0.8 * last))):
+    for streamed, host_first, rung in product((0.08, 0.15, 0.3, 0.45, 0.6), (0.0, 0.12, 0.3), (last, round(0.8 * last))):
         filled = space._fill(Knobs(size, rung, host_first=host_first, streamed=streamed, speculates=speculates))
         if filled is not None and space.fits(space.weight(filled)) and is_new(planned_by(plan, profile, space.offer(filled))):
             name = f"{streamed:.0%} streamed, first {host_first:.0%} host, rung {rung}"
