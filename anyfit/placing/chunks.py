@@ -67,6 +67,11 @@ class ChunkState:
         self.again: Callable[[], Ticket] | None = None  # starts that update once more, should it have failed
         self.left: Ticket | None = None  # of what is left of it when weights are fresh, and still reads the host's gradients
 
+    def finish(self) -> None:
+        """Waits for what is left of its update."""
+        if self.left is not None:
+            self.left.wait()
+
     @property
     def is_gathered(self) -> bool:
         """Its weights are put together for each use."""

@@ -226,15 +226,17 @@ class Residency:
             raise
         state.again = None
 
-    def settle_all(self) -> None:
-        """The host waits until every update is done."""
+    def settle_weights(self) -> None:
+        """The host waits until every weight is fresh. What is left of updates changes where no weights are."""
         for state in self._state.chunks:
             self.settle(state)
-        for state in self._state.chunks:
-            if state.left is not None:
-                state.left.wait()
-                state.left = None
         self._lanes.so_far().wait()
+
+    def settle_all(self) -> None:
+        """The host waits until every update is done."""
+        self.settle_weights()
+        for state in self._state.chunks:
+            state.finish()
 
     def drop_all(self) -> None:
         """No update is under way and no slot holds weights: their homes may be written."""

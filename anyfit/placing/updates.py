@@ -389,8 +389,11 @@ class Updates:
         state.fresh = self._lanes.spread.run(spread, (self._lanes.so_far(), before, state.fresh), label)
 
     def turn_of(self, chunk: int) -> tuple[int, int]:
-        """In which order chunks are changed: those on the device first; those of two generations a step later, the last first."""
+        """In which order chunks are changed: those on the device first; those of two generations a step later, the last first.
+        So are those finished that have something left."""
         each = self._by_index.get(chunk)
+        if each is not None and each.state.left is not None and not each.state.left.is_over:
+            return 1, -chunk
         if each is not None and each.second is not None and self._keeps_generations(each.state) and self._speculates:
             return 2, -chunk
         return int(each is None or each.state.placement.route != "resident"), chunk

@@ -91,9 +91,10 @@ def _shapes_of(tensors: Mapping[str, Saved]) -> list[tuple[Any, ...]]:
 def prepared(
     folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan, team: Team | None, layout: Layout
 ) -> tuple[Saving, Content]:
-    """Everything but the writing, planned by all ranks together; and what this one writes."""
+    """Everything but the writing, planned by all ranks together; and what this one writes. Moments may still be written to: a
+    chunk is to be finished before it is read."""
     folder, ranks = folder.absolute(), placed.ranks
-    placed.residency.settle_all()
+    placed.residency.settle_weights()
     placed.updates.settle()
     tensors, moments = _state(placed)
     planner = Planner()

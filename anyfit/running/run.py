@@ -549,11 +549,13 @@ class Run:
         if not wait and self.ranks.are_several:
             has_room = all(self.ranks.objects(has_room))
         if has_room:
-            copies.begin(content, self._placed.updates.turn_of)
+            chunks = self._placed.state.chunks
+            copies.begin(content, self._placed.updates.turn_of, lambda chunk: chunks[chunk].finish())
             self._placed.updates.let_read(copies.wait_for)
             self.saving.begin(copies)
         else:
             try:
+                self._placed.residency.settle_all()
                 self.saving.finish()
             finally:
                 self.saving = None if wait or self.saving.has_failed else self.saving

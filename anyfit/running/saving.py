@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import queue
@@ -305,8 +306,8 @@ class Copies:
                     return
                 part.numpy()[::PAGE_BYTES] = 0  # a kernel that cannot; nothing is written there yet
 
-    def begin(self, content: Content, order: Callable[[int], Any]) -> None:
-        """Starts to copy what updates change, in the order in which they will."""
+    def begin(self, content: Content, order: Callable[[int], Any], finish: Callable[[int], None]) -> None:
+        """Starts to copy what updates change, in the order in which they will; of each chunk once `finish` has returned."""
         by_chunk: dict[int, list[Piece]] = {}
         for piece in _copied(content)[1:]:
             assert isinstance(piece.source, Part)
@@ -314,7 +315,10 @@ class Copies:
         self.image, self.waited_seconds = None, 0.0
         pool = ThreadPoolExecutor(COPIERS, "anyfit copying")
         ready = pool.submit(self._make_ready, content)
-        self._copying = {chunk: pool.submit(self._copy, by_chunk[chunk], ready) for chunk in sorted(by_chunk, key=order)}
+        self._copying = {
+            chunk: pool.submit(self._copy, by_chunk[chunk], ready, functools.partial(finish, chunk))
+            for chunk in sorted(by_chunk, key=order)
+        }
         pool.shutdown(wait=False)
 
     def _make_ready(self, content: Content) -> Image:
@@ -329,10 +333,11 @@ class Copies:
         self.image = image
         return image
 
-    def _copy(self, pieces: Sequence[Piece], ready: Future[Image]) -> None:
+    def _copy(self, pieces: Sequence[Piece], ready: Future[Image], finish: Callable[[], None]) -> None:
         """One chunk. What is on the host is copied in one go, and those that train come first: it is not changed before the step
         after next where updates have a second generation, and whoever does wait for it leaves it the cores."""
         image, moves = ready.result(), []
+        finish()
         for piece in pieces:
             assert isinstance(piece.source, Part)
             place = image.memory[piece.start : piece.end]

@@ -88,15 +88,18 @@ def test_fewer_chunks_are_parted_while_the_host_is_not_through_in_time() -> None
         opening.join()
 
 
+@pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_what_is_saved_has_the_moments_of_its_step(tmp_path: Path, accumulation: int) -> None:
+def test_what_is_saved_has_the_moments_of_its_step(tmp_path: Path, accumulation: int, wait: bool) -> None:
     job, batches = job_for(precision="bf16"), byte_batches(6, ROWS)
     with started(job, hand_written(job, ON_HOST, chunk_bytes=8192, accumulation=accumulation)) as run:
         watch(run, lambda label: time.sleep(0.01) if label.startswith("finish") else None)
         for batch in batches[:3]:
             run.step(batch)
-        run.save(tmp_path / "3")
+        run.save(tmp_path / "3", wait=wait)
+        assert wait or (run.saving is not None and run.saving.is_beside)
         run.step(batches[3])
+        run.step(batches[4])
     with anyfit.start(job, hand_written(job, RESIDENT, accumulation=accumulation), resume=tmp_path / "3") as run:
         for batch in batches[3:]:
             run.step(batch)
