@@ -633,6 +633,7 @@ class Updates:
         part: Part = "masters" if self._is_parted(state, groups) else "all"
         job = functools.partial(self._host_job, each, own, factor, groups, part)
         updated = self._run_on_host(each, job, arrived, f"update chunk {state.index}")
+        state.left = None
         if part == "masters":
             job = functools.partial(self._finish_on_host, each, own, factor, groups)
             label = f"finish chunk {state.index}"  # the last first: their next gradients come first
