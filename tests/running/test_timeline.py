@@ -103,7 +103,8 @@ def test_a_recorded_run_gives_the_same_weights_and_shows_every_lane_that_worked(
     check(document)
     spans = spans_of(document)
     assert [span["name"] for span in spans.pop("steps")] == [f"step {step}" for step in range(FIRST, LAST + 1)]
-    assert {name: {span["cat"] for span in of} - {"wait"} for name, of in spans.items()} == KINDS[placement]
+    may_be = {"wait", "finish"}  # moments that wait for weights, where the host had time for them
+    assert {name: {span["cat"] for span in of} - may_be for name, of in spans.items()} == KINDS[placement]
     if placement is AWAY:
         with started(job, plan) as run:
             chunks = len(run._placed.state.chunks)
@@ -118,7 +119,7 @@ def test_sums_of_micro_batches_and_moved_activations_are_seen(monkeypatch: pytes
     document, _ = recorded(plan)
     check(document)
     spans = spans_of(document)
-    assert {span["cat"] for span in spans["host updates"]} == {"add", "update"}
+    assert {span["cat"] for span in spans["host updates"]} - {"finish"} == {"add", "update"}
     assert "offload blocks.1" in {span["name"] for span in spans["downloads"]}
     assert "return blocks.1" in {span["name"] for span in spans["uploads"]}
 
