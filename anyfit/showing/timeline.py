@@ -32,6 +32,7 @@ KINDS = {
     "backward": ("#d55e00", "backward"),
     "norm": ("#7f7f7f", "gradient norm"),
     "update": ("#cc79a7", "update"),
+    "finish": ("#edc9dd", "its moments, when all weights are updated"),
     "wait": ("#c9ccd1", "compute waits for a lane"),
     "fetch": ("#009e73", "weights of a chunk to a slot"),
     "lift": ("#1b5e20", "a chunk's state to the device for its update"),
