@@ -9,8 +9,8 @@
                 reserved(m) = max(peak(m), what the allocator was seen to reserve) + context
 
 With several micro-batches a step, gradient sums are held all along; with one, each gradient lives from its birth to the update.
-Where the whole batch does not fit in one pass so, plans that make blocks again, move what they keep, or have part of the state on
-the host (offload.py) are weighed against these:
+Where the largest micro-batch that was profiled, the whole batch unless the user wants less, does not fit so, plans that make
+blocks again, move what they keep, or have part of the state on the host (offload.py) are weighed against these:
 
     minimise    simulated seconds(m, c, knobs), (1 - TIE) times that where c is the usual size of chunks
     over        m; c in the usual size of chunks, about half of it and about twice; the knobs
@@ -93,7 +93,7 @@ class Found:
     forecasts: Mapping[int, Forecast]  # by micro-batch: everything on the device, all activations kept
     micro_batch: int
     chosen: Forecast
-    space: Space | None = None  # None: the whole batch fits in one pass so, and nothing else was weighed
+    space: Space | None = None  # None: the largest micro-batch fits so, and nothing else was weighed
     offer: Offer | None = None  # None: it is one of the forecasts
     neighbours: tuple[Neighbour, ...] | None = None  # of the offer, where they were looked at
     whole: Profile | None = None  # of all ranks, where `profile` is one rank's
@@ -122,7 +122,7 @@ def fastest(profile: Profile, space: Space | None = None, under: float = float("
         return _fastest_of_rank(profile, space or space_of(profile), under, starts)
     forecasts = {each.micro_batch: forecast(profile, each) for each in profile.passes}
     fitting = _fitting(profile, forecasts)
-    if profile.batch_size not in fitting and (space := space or space_of(profile)) is not None:
+    if max(forecasts) not in fitting and (space := space or space_of(profile)) is not None:
         resident = min((forecasts[size].step_seconds for size in fitting), default=float("inf"))
         offer = _fastest_offer(space, list(forecasts), min(resident, under), starts)
         if offer is not None and (chosen := _forecast_of(space, offer)).step_seconds < (1 - TIE) * resident:

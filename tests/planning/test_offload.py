@@ -109,6 +109,15 @@ def test_what_moved_activations_take_of_device_and_host_is_as_forecast(
     assert (1 - error) * in_time <= measured["device"] <= (1 + error) * weight.device_bytes
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_what_fits_stays_on_the_device_however_many_passes_are_wanted(precision: Any, passes: int) -> None:
+    plan = anyfit.plan(replace(job_for("gpt", precision), micro_batch=ROWS // passes), small_machine())
+    assert plan.accumulation == passes
+    assert plan.chunks == ()
+    assert set(plan.stages[0].activations.values()) <= {"keep"}
+
+
 def test_the_less_memory_the_less_stays_on_the_device() -> None:
     machine, job = small_machine(), job_for("gpt", "fp32")
     least = anyfit.plan(job, machine).forecast.needed_bytes
