@@ -3,8 +3,9 @@
     python -m benchmarks.host_update [--elements N] [--threads 1 2] [--rounds 7] [--while-copying] [--record NAME]
 
 The kernel works on split masters with bf16 gradients, in place and into a second generation: 26 bytes of memory traffic a
-parameter. The twin does the same in several passes. torch's fused AdamW works on fp32, which is all it takes: 28 bytes. All work
-on chunks of 32 Mi elements in huge pages, as the engine's do. Rounds of all are interleaved; the figure is the median.
+parameter; and in place on masters or moments alone: 18 bytes. The twin does the same in several passes. torch's fused AdamW
+works on fp32, which is all it takes: 28 bytes. All work on chunks of 32 Mi elements in huge pages, as the engine's do. Rounds
+of all are interleaved; the figure is the median.
 
 --while-copying measures each number of threads a second time, while pinned memory is copied to the GPU and from it without
 pause, as it is in training: both share the host's memory. By default the elements are then more than a large cache holds.
@@ -21,19 +22,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anyfit.kernels.adamw import Settings, State, adamw, adamw_in_torch, is_native
+from anyfit.kernels.adamw import Part, Settings, State, adamw, adamw_in_torch, is_native
 from anyfit.kernels.cores import nodes
 from anyfit.kernels.pages import in_huge_pages, touch
 
 from . import record
 
 CHUNK_ELEMENTS = 32 * 2**20
-TRAFFIC_BYTES = {"kernel in place": 26, "kernel out of place": 26, "torch fused fp32": 28}  # a parameter, each touched once
+# Of a parameter, each touched once.
+TRAFFIC_BYTES = {
+    "kernel in place": 26,
+    "kernel out of place": 26,
+    "masters alone": 18,
+    "moments alone": 18,
+    "torch fused fp32": 28,
+}
 COPIED_BUFFER_BYTES = 2**30  # more than caches hold: what is copied comes from memory
 COPY_BYTES = 64 * 2**20
 COPIES_AHEAD = 4
@@ -50,9 +59,9 @@ def updates(elements: int) -> dict[str, Call]:
     chunks = [(split_state(size), split_state(size), huge(size, torch.bfloat16).fill_(1e-3)) for size in sizes]
     fused = fused_fp32(sizes)
 
-    def in_place(threads: int) -> None:
+    def in_place(threads: int, part: Part = "all") -> None:
         for first, _, gradient in chunks:
-            adamw(first, gradient, settings, 1, threads=threads)
+            adamw(first, gradient, settings, 1, part=part, threads=threads)
 
     def out_of_place(threads: int) -> None:
         for first, second, gradient in chunks:
@@ -63,6 +72,7 @@ def updates(elements: int) -> dict[str, Call]:
             adamw_in_torch(first, gradient, settings, 1)
 
     calls: dict[str, Call] = {"kernel in place": in_place, "kernel out of place": out_of_place}
+    calls |= {"masters alone": partial(in_place, part="masters"), "moments alone": partial(in_place, part="moments")}
     calls["torch fused fp32"] = lambda threads: fused.step()
     if len(sizes) == 1:  # thirty times slower: not worth the wait on many
         calls["twin in place"] = twin_in_place
