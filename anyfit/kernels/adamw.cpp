@@ -1,4 +1,4 @@
-// One pass of Adam or AdamW over a flat chunk, or of adding up gradients, on threads of its own. Plain C++ and a C interface: it
+// One pass of Adam or AdamW over a flat chunk, or of adding up gradients or their squares, on threads of its own. Plain C++ and a C interface: it
 // needs no torch header.
 //
 // Every number is computed as torch's single-tensor AdamW computes it, down to the last bit: the same fp32 operations in the
@@ -544,6 +544,51 @@ void add_best(const Sum& s, int64_t from, int64_t to) {
     add_range(s, from, to);
 }
 
+// ---------------------------------------------------------------------- sums of squares
+
+struct Squares {
+    const void* values;
+    bool is_bf16;
+    double* sums;  // of each block
+};
+
+// Stretches begin at blocks: each has its sum from one thread, whichever that is.
+INLINE void square_range(const Squares& s, int64_t from, int64_t to) {
+    for (int64_t next; from < to; from = next) {
+        next = std::min(from + BLOCK, to);
+        double sum = 0;
+        if (s.is_bf16) {
+            const auto* values = static_cast<const uint16_t*>(s.values);
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = from; i < next; i++) {
+                const double value = as_float(uint32_t(values[i]) << 16);
+                sum += value * value;
+            }
+        } else {
+            const auto* values = static_cast<const float*>(s.values);
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = from; i < next; i++) sum += double(values[i]) * double(values[i]);
+        }
+        s.sums[from / BLOCK] = sum;
+    }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
+void square_avx512(const Squares& s, int64_t from, int64_t to) { square_range(s, from, to); }
+
+__attribute__((target("avx2,fma")))
+void square_avx2(const Squares& s, int64_t from, int64_t to) { square_range(s, from, to); }
+#endif
+
+void square_best(const Squares& s, int64_t from, int64_t to) {
+#if defined(__x86_64__)
+    if (PROCESSOR.has_avx512) return square_avx512(s, from, to);
+    if (PROCESSOR.has_avx2) return square_avx2(s, from, to);
+#endif
+    square_range(s, from, to);
+}
+
 }  // namespace
 
 extern "C" void anyfit_adamw(const Update* update) {
@@ -575,6 +620,17 @@ extern "C" void anyfit_forget(const std::shared_ptr<Work>* work) { delete work; 
 extern "C" void anyfit_add(float* total, const void* part, int32_t is_bf16, int32_t is_first, int64_t elements, int32_t threads) {
     const Sum s{total, part, is_bf16 != 0, is_first != 0};
     begin([s](int64_t from, int64_t to) { add_best(s, from, to); }, elements, threads, true)->wait();
+}
+
+// The same for any number of threads.
+extern "C" double anyfit_squares(const void* values, int32_t is_bf16, int64_t elements, int32_t threads) {
+    std::vector<double> sums((elements + BLOCK - 1) / BLOCK);
+    const Squares s{values, is_bf16 != 0, sums.data()};
+    begin([s](int64_t from, int64_t to) { square_best(s, from, to); }, elements, threads, true)->wait();
+    double total = 0;
+#pragma omp simd reduction(+ : total)
+    for (size_t each = 0; each < sums.size(); each++) total += sums[each];
+    return total;
 }
 
 // How torch takes square roots, where it can be asked: vmsSqrt_64 of MKL.

@@ -4,9 +4,8 @@ On the device: with one micro-batch autograd's own gradient is used as it is. Wi
 put them; bf16 ones are added in fp32 to a buffer beside the chunk as soon as each is complete, and freed.
 
 On the host: gradients of a chunk are gathered in a staging buffer on the device, which goes down in one copy when all are
-there, or when another chunk needs the buffer. With several micro-batches the host adds them up in fp32; torch takes a norm
-there on one thread, so several chunks' are taken at once. A parameter counts when its gradient came; which ones a step uses may
-change from step to step.
+there, or when another chunk needs the buffer. With several micro-batches the host adds them up in fp32. A parameter counts when
+its gradient came; which ones a step uses may change from step to step.
 """
 
 from __future__ import annotations
@@ -267,27 +266,25 @@ class Gradients:
         divisor = None if weight is None else self._lanes.reading(weight)().numpy()
         found: dict[str, Tensor] = {}
 
-        @torch.no_grad()
-        def finish(index: int) -> dict[str, Tensor]:
-            home = self._on_host[index]
+        def finish(home: HostGradients) -> Views:
             if home.ticket is not None:
                 home.ticket.wait()
             own = _there(home)
             if divisor is not None:
                 for gradient in own.values():
-                    numpy.divide(gradient.numpy(), divisor, out=gradient.numpy())  # on this thread alone, as the norm is
-            return self._norms_on_host(own)
+                    numpy.divide(gradient.numpy(), divisor, out=gradient.numpy())  # on this thread alone
+            return own
 
-        with ThreadPoolExecutor(self._threads, "anyfit norms") as pool:
-            for norms in pool.map(finish, self._on_host):
-                found |= norms
+        with ThreadPoolExecutor(self._threads, "anyfit gradients") as pool:
+            for own in pool.map(finish, self._on_host.values()):
+                found |= self._norms_on_host(own)
         return found
 
     def _norms_on_host(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As near as a GPU's; on a CPU device with torch's bits, which are those of the same model in plain PyTorch."""
         if self._state.device.type == "cpu":
             return _norms(gradients)
-        return {name: norm(gradient) for name, gradient in gradients.items()}
+        return {name: norm(gradient, threads=self._threads) for name, gradient in gradients.items()}
 
     def _of_device(self) -> dict[str, Tensor]:
         found = {}

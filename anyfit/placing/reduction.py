@@ -253,7 +253,7 @@ class Reduction:
                 self._lanes.hold_computation(home.ticket)
                 if home.flat.device != self._state.device:
                     self._lanes.wait(home.ticket)
-                part = norm(home.flat)
+                part = norm(home.flat, threads=self._threads)
             else:
                 self._lanes.hold_computation(home.reduced)
                 assert home.norm is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -60,9 +62,23 @@ def test_what_does_not_fit_together_is_refused() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 5000, 3_000_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_is_right_however_many_elements_it_has(count: int, dtype: torch.dtype) -> None:
+def test_a_norm_is_right_however_many_elements_it_has(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     values = (torch.randn(count, generator=torch.Generator().manual_seed(count)) * 1e-3).to(dtype)
     found = norm(values)
     assert found.dtype == torch.float32
     assert found.shape == ()
     assert float(found) == pytest.approx(float(values.double().norm()), rel=2e-7)
+    for threads in (2, 3, 16):
+        assert torch.equal(norm(values, threads=threads), found)
+    monkeypatch.setattr(sums, "is_native", lambda: False)
+    assert float(norm(values)) == pytest.approx(float(found), rel=2e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_of_what_is_not_finite_is_not_finite_either(dtype: torch.dtype) -> None:
+    values = torch.ones(100_000, dtype=dtype)
+    values[77_777] = math.inf
+    assert float(norm(values, threads=2)) == math.inf
+    values[99_999] = math.nan
+    assert math.isnan(float(norm(values, threads=2)))
+    assert float(norm(torch.full((4,), 1e30))) == pytest.approx(2e30)  # whose squares fp32 has no room for
