@@ -132,6 +132,7 @@ class Space:
         self._candidates: dict[Knobs, Candidate] = {}
         self._weights: dict[Knobs, Weight] = {}
         self._simulated: dict[Knobs, Simulated] = {}
+        self._played: dict[tuple[object, ...], Simulated] = {}
         self._bounds: dict[Knobs, float] = {}
         self._lives: dict[tuple[int, int, int, bool], int] = {}
         self._least: dict[int, Knobs] = {}
@@ -262,7 +263,12 @@ class Space:
 
     def simulated(self, knobs: Knobs) -> Simulated:
         if knobs not in self._simulated:
-            self._simulated[knobs] = simulate(self.candidate(knobs), self.rates)
+            candidate = self.candidate(knobs)
+            # Others may have come to the same, and a simulation takes far longer than to look.
+            same = candidate.each.micro_batch, candidate.activations, candidate.placements, candidate.slots, candidate.prefetch
+            if same not in self._played:
+                self._played[same] = simulate(candidate, self.rates)
+            self._simulated[knobs] = self._played[same]
         return self._simulated[knobs]
 
     def reserved_bytes(self, weight: Weight) -> int:

@@ -239,11 +239,11 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
 def _adding_up(candidate: Candidate) -> list[int]:
     """By segment, bytes of gradients that are to go elsewhere and that autograd still adds to: such as those of an embedding that
     the loss shares, from the loss's backward to the embedding's."""
-    found = [0] * len(candidate.each.segments)
+    segments = candidate.each.segments
+    found = [0] * len(segments)
     for chunk, placement in zip(candidate.chunks, candidate.placements, strict=True):
         if chunk.summed_bytes and (placement.gradients == "host" or candidate.accumulation > 1):
-            own = enumerate(candidate.each.segments)
-            uses = [position for position, each in own if each.phase == "backward" and each.block in chunk.blocks]
+            uses = [at for at, each in enumerate(segments) if each.phase == "backward" and each.block in chunk.blocks]
             for position in range(uses[0], uses[-1]):  # the last has it in its work
                 found[position] += chunk.summed_bytes
     return found
