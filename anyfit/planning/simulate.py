@@ -19,7 +19,8 @@ A block's activations go down when its forward is over, and come back up when ba
 Updates that do not speculate begin when the norm is known; the host's are in two parts then, of as many chunks as it is through
 with in backward: weights, and moments when nobody waits for weights, before the chunk's next gradients come. A chunk's weights
 are ready for the next forward when its update is over and they are where they live. The first steps fill the lanes; the last one
-is the figure. Of many micro-batches of a rank a few are played: those in the middle are alike.
+is the figure, or the one before it where both take as long up to the first backward: that is where all that was left of a step is
+over. Of many micro-batches of a rank a few are played: those in the middle are alike.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from anyfit.values.plan import Activations, Placement
 from anyfit.values.profile import ChunkCost, Division, HostRates, Pass
 
 STEPS = 3
+ALIKE = 1e-9  # of a step, by which times differ that are the same
 RANK_STEPS = 2  # where nothing is on the host, whose lanes fill slowly
 RANK_PASSES = 4  # of a step of a rank that are played at most; one before the last stands for those that are not
 STAGES = 5  # buffers in which gradients gather before they go down
@@ -373,6 +375,8 @@ class _Play:
         self._exchanged = 0.0  # seconds of this step
         self._debt = 0.0  # seconds that host and copies take from the computation, where they share its cores
         self._steps: list[float] = []
+        self._began = 0.0  # the step at hand
+        self._forwards: list[float] = []  # by step, seconds up to its first backward
 
     def _part(self) -> None:
         """Chooses the chunks that the host updates in two parts."""
@@ -434,8 +438,9 @@ class _Play:
         passes = candidate.accumulation if candidate.division is None else min(candidate.accumulation, RANK_PASSES)
         steps = RANK_STEPS if candidate.division is not None and not self._uses_host else STEPS
         for _ in range(steps):
-            began = self._clock.now
+            began = self._began = self._clock.now
             self._norm = _Signal()
+            last = self._waits, self._exchanged
             self._waits, self._exchanged = dict.fromkeys(self._waits, 0.0), 0.0
             for micro_batch in range(passes):
                 self._position = 0
@@ -444,6 +449,10 @@ class _Play:
                 if micro_batch == passes - 1 and passes < candidate.accumulation:
                     began -= self._stand_for(candidate.accumulation - passes, *before)
                 yield from self._one_pass(is_last=micro_batch == passes - 1)
+                if self._is_like_the_last:
+                    self._waits, self._exchanged = last
+                    over.fire()
+                    return
             yield from self._wait(self._summing, self._added)
             yield self._norm_seconds()
             self._norm.fire()
@@ -455,6 +464,13 @@ class _Play:
             yield candidate.ending_seconds(resident) - resident
             self._steps.append(self._clock.now - began)
         over.fire()
+
+    @property
+    def _is_like_the_last(self) -> bool:
+        """The step under way, of which no more has to be played."""
+        if len(self._steps) < STEPS - 1 or len(self._forwards) <= len(self._steps):
+            return False
+        return abs(self._forwards[-1] - self._forwards[-2]) <= ALIKE * self._steps[-1]
 
     def _stand_for(self, times: int, began: float, waits: Mapping[Waits, float], exchanged: float) -> float:
         """Counts the pass that is over so many times more; seconds of these."""
@@ -471,6 +487,10 @@ class _Play:
             chunk.missing = self._backward_segments[chunk.index]
         for segment, used in zip(candidate.each.segments, self._uses, strict=True):
             block, choice = segment.block, candidate.activations[segment.block]
+            if segment.phase == "backward" and len(self._forwards) == len(self._steps):
+                self._forwards.append(self._clock.now - self._began)
+                if self._is_like_the_last:
+                    return
             yield from self._ready(used)
             costs = candidate.each.blocks[block].choices.get(choice)
             seconds = self._slowness * segment.seconds
