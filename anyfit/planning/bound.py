@@ -143,9 +143,11 @@ def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: flo
         gradients = chunk.gradient_bytes if candidate.division is None else REDUCED_BYTES * elements
         up, down = weights / host.up_bytes_per_second, gradients / host.down_bytes_per_second
         if placement.route == "host":
-            # In two parts, where it waits for the norm: here the second takes nothing.
-            update = (1 if speculates else PARTED) * (1 - DONE) * elements / host.updates_per_second
-            added = ADDED * (1 - DONE) * elements / host.updates_per_second if passes > 1 else 0.0
+            at_once = (1 - DONE) * elements / host.updates_per_second
+            update = (
+                at_once if speculates else PARTED * at_once
+            )  # where it waits for the norm: its second part takes nothing here
+            added = ADDED * at_once if passes > 1 else 0.0
             begin = born + down if speculates else max(born + down + added + (norm_seconds if added else 0.0), norm)
             rest = update + up + used
             for earlier in range(passes):  # gradients go down, and are added up, before the norm is taken

@@ -28,7 +28,7 @@ from benchmarks.peers import CONTEXT_BYTES, GIB
 ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
 FULL = 0.97  # of what the allocator may take
-MOST_KEPT = 0.33  # as FRAGMENTATION, of plans that were measured beside the planner's, one after another in one process
+MOST_KEPT = {"planned-fifth-llama": 0.33}  # in place of FRAGMENTATION, of plans that were measured beside the planner's
 
 
 def rows_of(name: str, *, in_chunks: bool = True) -> list[Row]:
@@ -91,7 +91,7 @@ def predicted(index: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("index", range(len(RECORDS)), ids=IDS)
 def test_memory_is_as_forecast(index: int) -> None:
-    expected, row = predicted(index), RECORDS[index][1]
+    expected, (name, row) = predicted(index), RECORDS[index]
     measured = row["measured"]
     assert expected["device_bytes"] == pytest.approx(measured["allocated_bytes"], rel=0.025 if row["plan"] == "planned" else 0.03)
     live = measured["allocated_bytes"] - expected["pool_bytes"]
@@ -103,7 +103,7 @@ def test_memory_is_as_forecast(index: int) -> None:
     assert reserved <= allowed
     if reserved < FULL * allowed:  # beyond that the allocator gives back what it keeps, and what it keeps means little
         added = reserved - measured["allocated_bytes"]
-        most = FRAGMENTATION if row["plan"] == "planned" else MOST_KEPT
+        most = FRAGMENTATION if row["plan"] == "planned" else MOST_KEPT.get(name, FRAGMENTATION)
         assert added <= most * (measured["allocated_bytes"] - measured["pool_bytes"])
 
 
