@@ -15,13 +15,15 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .values.job import Job
 from .values.machine import Machine
 from .values.plan import NoPlan, Plan
+from .values.units import show_bytes
 
 if TYPE_CHECKING:
     from .running.launch import Launch
@@ -195,8 +197,8 @@ def _prepared(
     """What rank 0 finds out for all: the machine, as far as a rank may use it, the plan, and where to go on from."""
     from torch import nn
 
-    from .planning import search
-    from .running.several import machine_of_rank, spread_of
+    from .planning.offload import PROCESS_BYTES
+    from .running.several import machine_of_rank, ranks_of_node, spread_of
 
     is_given = plan is not None or (launch is not None and launch.plan is not None)
     if machine is None:
@@ -219,7 +221,8 @@ def _prepared(
     found = _loaded(plan)
     if found is None:
         assert profile is not None
-        found = search(profile)
+        is_gpu, beside = machine.device.kind == "cuda", 1 if team is None else ranks_of_node(team.places, 0)
+        found, profile = _planned(profile, beside, PROCESS_BYTES if is_gpu else 0, _say if launch is None else launch.say)
     if found.batch_size != job.batch_size or found.precision != job.precision:
         raise ValueError(
             f"the plan is for batch_size {found.batch_size} in {found.precision}, the job is {job.batch_size} in {job.precision};"
@@ -232,15 +235,34 @@ def _prepared(
     return machine, found, resume, profile if team is None else None
 
 
+def _planned(profile: Profile, ranks: int, process_bytes: int, say: Callable[[str], None]) -> tuple[Plan, Profile]:
+    """A plan for what the host has, or, where that does not suffice, for what other programs leave of it to so many ranks."""
+    from .planning import search
+    from .probing.host import left_memory_bytes, own_memory_bytes
+
+    found = search(profile)
+    needed = found.forecast.peak_bytes["host"] + process_bytes
+    free = int(left_memory_bytes()) // ranks + min(own_memory_bytes(), process_bytes)
+    if needed <= free:
+        return found, profile
+    say(
+        f"the plan would take {show_bytes(needed)} of the {show_bytes(profile.host_limit_bytes)} of host memory, "
+        f"of which {show_bytes(free)} are free: planning anew"
+    )
+    profile = replace(profile, host_limit_bytes=free)
+    return search(profile), profile
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _whole(resume: str | Path, launch: Launch | None) -> Path:
     """The checkpoint that is meant."""
     from .running.checkpoint import latest
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     if launch is None:
-        return latest(resume, say)
+        return latest(resume, _say)
     return latest(launch.checkpoints / resume if str(resume) == "latest" else resume, launch.say)
 
 

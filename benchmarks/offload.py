@@ -38,6 +38,7 @@ from .peers import CONTEXT_BYTES, GIB, JOBS, MODELS, SYSTEMS, Job
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "offload.svg"
 SPARE_HOST_BYTES = 4 * GIB  # a system that leaves less is stopped: the machine would stop something else
+SPARE_BYTES_OF_PLANNED = GIB // 2  # one that knows what is free, and plans for that, may take more of it
 
 PARTED = 18 / 26  # of an update's traffic: weights alone, or moments alone
 Row = dict[str, Any]
@@ -269,7 +270,7 @@ def run_apart(system: str, job: str, attempt: int, options: argparse.Namespace) 
     command += ["--steps", str(options.steps), "--warmup", str(options.warmup), "--device", options.device]
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=errors, start_new_session=True)
-        stopped = _watch(process, options.timeout)
+        stopped = _watch(process, options.timeout, SPARE_BYTES_OF_PLANNED if system in OWN else SPARE_HOST_BYTES)
         output.seek(0)
         errors.seek(0)
         rows = [json.loads(line.partition("ROW")[2]) for line in output if "ROW{" in line]
@@ -281,15 +282,15 @@ def run_apart(system: str, job: str, attempt: int, options: argparse.Namespace) 
     return peers.empty_row(system, job) | {"error": stopped or died}
 
 
-def _watch(process: subprocess.Popen[bytes], timeout: float) -> str | None:
+def _watch(process: subprocess.Popen[bytes], timeout: float, spare_bytes: int) -> str | None:
     """Why it was stopped, if it was."""
     end = time.monotonic() + timeout
     while process.poll() is None:
         reason = None
         if time.monotonic() > end:
             reason = f"not done after {timeout:.0f} s"
-        elif free_host_bytes() < SPARE_HOST_BYTES:
-            reason = "out of host memory"
+        elif free_host_bytes() < spare_bytes:
+            reason = f"left less than {spare_bytes / GIB:.1f} GiB of host memory"
         if reason:
             os.killpg(process.pid, signal.SIGKILL)  # it has a session of its own, with what it started
             process.wait()

@@ -70,6 +70,7 @@ SUBSETS = 4  # of resident chunks that are started from, for every other start
 MOST_ACTIVATIONS = 3**7  # choices for all blocks: few enough to try them all
 RUNGS = 9  # of a ladder that are tried at first
 STREAMED = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+MORE_STREAMED = (0.0, 0.05, 0.1, 0.15)  # where that is too much for the host, which has no gradients of what is streamed
 HOST_FIRST = (0.0, 0.12)
 TRIED = 48  # that are simulated at first, of all STARTS
 STARTS, ROUNDS = 4, 10  # that are improved, and by how many single steps at most
@@ -77,6 +78,7 @@ CLOSE = 1.1  # times the best before it: what may become better still
 WORTH = 0.002  # of a step: less is no reason to change a plan
 WORTH_LEAVING = 0.05  # of a step of several ranks: for less, nothing goes to the host
 PROCESS_BYTES = 3 * 2**30  # of the host, that a process with a GPU takes besides the plan's
+PAGES_BYTES = 10 * 4096  # of the host, at most, for a chunk's arrays to begin on pages
 FRAGMENTATION = 0.21  # of what is live beyond the pools: the most that torch's allocator was seen to add, with segments that grow
 NORM_BYTES, UPDATE_BYTES, GATHER_BYTES = 2, 30, 4  # read and written of a parameter on the device
 # Of a gradient that is added up over passes: a sum in fp32 is read and written in each but the first, which only writes it; and
@@ -283,7 +285,8 @@ class Space:
         return self._fits_device(weight) and self._host_bytes(weight) <= self.profile.host_limit_bytes
 
     def _host_bytes(self, weight: Weight) -> int:
-        return weight.host_bytes + (PROCESS_BYTES if self.is_gpu else 0)
+        pages = PAGES_BYTES * len(self.profile.chunks) if weight.host_bytes else 0
+        return weight.host_bytes + pages + (PROCESS_BYTES if self.is_gpu else 0)
 
     def _fits_device(self, weight: Weight) -> bool:
         return self.needed_bytes(weight) <= self.profile.device_limit_bytes
@@ -600,14 +603,16 @@ class Space:
         kept = [*((rung, 0) for rung in some), *((0, moved) for moved in self._some_moved(micro_batch)[-2:] if moved)]
         kept = [each for each in kept if self._pass_seconds(Knobs(micro_batch, *each)) < under]
         for (rung, moved), streamed in product(kept, STREAMED if self.is_gpu else (0.0,)):
-            start = Knobs(micro_batch, rung, moved, streamed=streamed)
-            if not _is_forced(start, forced, "rung", "moved", "streamed"):
-                continue
-            filled = list(self._fillings(start))
-            for knobs, first, guess in product(filled, HOST_FIRST if self.is_gpu else (0.0,), speculates):
-                near = self._near(replace(knobs, host_first=first, speculates=guess))
-                if near is not None and _is_forced(near, forced):
-                    yield self.bound(near), near
+            for more in MORE_STREAMED if self.is_gpu else (0.0,):
+                start = Knobs(micro_batch, rung, moved, streamed=round(streamed + more, 3))
+                if not _is_forced(start, forced, "rung", "moved", "streamed"):
+                    continue
+                filled = product(self._fillings(start), HOST_FIRST if self.is_gpu else (0.0,), speculates)
+                ways = [self._near(replace(knobs, host_first=first, speculates=guess)) for knobs, first, guess in filled]
+                fitting = [near for near in ways if near is not None]
+                yield from ((self.bound(near), near) for near in fitting if _is_forced(near, forced))
+                if fitting:
+                    break
 
     def _pass_seconds(self, knobs: Knobs) -> float:
         """Of all passes of a step, and nothing else."""

@@ -46,9 +46,13 @@ def memory_figure() -> Figure:
     return Figure(total, 0.0, "measured")
 
 
+def own_memory_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
 def free_memory_bytes() -> float:
     """What this process may still take: of the machine's memory, and of its control group's limit."""
-    left_of_limit = memory_figure().value - float(psutil.Process().memory_info().rss)
+    left_of_limit = memory_figure().value - own_memory_bytes()
     return max(min(float(psutil.virtual_memory().available), left_of_limit), 0.0)
 
 

@@ -11,14 +11,19 @@ from anyfit.values.machine import Machine
 
 def machine_of_rank(machine: Machine, places: Sequence[str], rank: int) -> Machine:
     """What one rank may take of the machine. `places` has every rank's node and device. Limits that were given stay."""
-    node = places[rank].partition(" ")[0]
-    on_node = sum(place.partition(" ")[0] == node for place in places)
+    on_node = ranks_of_node(places, rank)
     on_device = sum(place == places[rank] for place in places)
     limits = machine.limits
     return machine.with_limits(
         device_memory=machine.device_limit_bytes // on_device if limits.device_bytes is None and on_device > 1 else None,
         host_memory=machine.host_limit_bytes // on_node if limits.host_bytes is None and on_node > 1 else None,
     )
+
+
+def ranks_of_node(places: Sequence[str], rank: int) -> int:
+    """How many ranks are on this one's node."""
+    node = places[rank].partition(" ")[0]
+    return sum(place.partition(" ")[0] == node for place in places)
 
 
 def spread_of(places: Sequence[str]) -> tuple[tuple[int, int], int]:

@@ -69,6 +69,10 @@ def gpt() -> GPT:
     return GPT(width=32, layers=6, heads=2, length=300)
 
 
+def wide_gpt() -> GPT:
+    return GPT(width=128, layers=6, heads=2, length=300)
+
+
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
@@ -426,6 +430,28 @@ def test_a_run_with_little_host_memory_left_has_less_there_from_the_next_step_on
     assert after <= before - watch.floor_bytes
     assert "of host memory are left; planned anew with" in capfd.readouterr().err
     assert_bit_equal(weights, train_plainly(job, batches)[1])
+
+
+def test_a_start_takes_no_more_of_the_host_than_others_leave(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = job_for(wide_gpt, precision="bf16")  # the engine takes whole pages, of which so much does not show
+    machine, batches = limited(job, 0.45), byte_batches(3, ROWS, LENGTH)
+    with anyfit.start(job, machine=machine) as run:
+        wanted = run.plan.forecast.peak_bytes["host"]
+    assert "planning anew" not in capfd.readouterr().err
+    left = int(0.95 * wanted)
+    monkeypatch.setattr("anyfit.probing.host.left_memory_bytes", lambda: float(left))
+    with anyfit.start(job, machine=machine) as run:
+        assert 0 < run.plan.forecast.peak_bytes["host"] <= run.plan.limit_bytes["host"] == left
+        for batch in batches:
+            run.step(batch)
+        weights = run.state_dict()
+    assert "of which " in (said := capfd.readouterr().err) and "are free: planning anew" in said
+    assert_bit_equal(weights, train_plainly(job, batches)[1])
+    monkeypatch.setattr("anyfit.probing.host.left_memory_bytes", lambda: 1000.0)
+    with pytest.raises(anyfit.NoPlan, match="1000 B are allowed"):
+        anyfit.start(job, machine=machine)
 
 
 def test_a_shortage_that_passes_before_the_step_changes_nothing(free: Free) -> None:
