@@ -197,7 +197,6 @@ def _prepared(
     """What rank 0 finds out for all: the machine, as far as a rank may use it, the plan, and where to go on from."""
     from torch import nn
 
-    from .planning.offload import PROCESS_BYTES
     from .running.several import machine_of_rank, ranks_of_node, spread_of
 
     is_given = plan is not None or (launch is not None and launch.plan is not None)
@@ -221,8 +220,8 @@ def _prepared(
     found = _loaded(plan)
     if found is None:
         assert profile is not None
-        is_gpu, beside = machine.device.kind == "cuda", 1 if team is None else ranks_of_node(team.places, 0)
-        found, profile = _planned(profile, beside, PROCESS_BYTES if is_gpu else 0, _say if launch is None else launch.say)
+        ranks = 1 if team is None else ranks_of_node(team.places, 0)
+        found, profile = _planned(profile, ranks, _beside_bytes(machine), _say if launch is None else launch.say)
     if found.batch_size != job.batch_size or found.precision != job.precision:
         raise ValueError(
             f"the plan is for batch_size {found.batch_size} in {found.precision}, the job is {job.batch_size} in {job.precision};"
@@ -235,14 +234,16 @@ def _prepared(
     return machine, found, resume, profile if team is None else None
 
 
-def _planned(profile: Profile, ranks: int, process_bytes: int, say: Callable[[str], None]) -> tuple[Plan, Profile]:
-    """A plan for what the host has, or, where that does not suffice, for what other programs leave of it to so many ranks."""
+def _planned(
+    profile: Profile, ranks: int, beside_bytes: Callable[[int], int], say: Callable[[str], None]
+) -> tuple[Plan, Profile]:
+    """A plan for what the host has, or, where that is not there, for what other programs leave of it to so many ranks."""
     from .planning import search
     from .probing.host import left_memory_bytes, own_memory_bytes
 
     found = search(profile)
-    needed = found.forecast.peak_bytes["host"] + process_bytes
-    free = int(left_memory_bytes()) // ranks + min(own_memory_bytes(), process_bytes)
+    needed = found.forecast.peak_bytes["host"] + beside_bytes(found.forecast.peak_bytes["host"])
+    free = int(left_memory_bytes()) // ranks + min(own_memory_bytes(), beside_bytes(0))
     if needed <= free:
         return found, profile
     say(
@@ -251,6 +252,13 @@ def _planned(profile: Profile, ranks: int, process_bytes: int, say: Callable[[st
     )
     profile = replace(profile, host_limit_bytes=free)
     return search(profile), profile
+
+
+def _beside_bytes(machine: Machine) -> Callable[[int], int]:
+    """What a process takes of the host besides so much that its plan does."""
+    from .planning.offload import beside_bytes
+
+    return beside_bytes if machine.device.kind == "cuda" else lambda _host_bytes: 0
 
 
 def _say(line: str) -> None:
@@ -298,7 +306,6 @@ def _show_weights(match: Match) -> None:
 def _rescue(job: Job, machine: Machine, known: Profile | None) -> Rescue:
     """What a run may do whose plan the planner made, when memory ends."""
     from .planning import search
-    from .planning.offload import PROCESS_BYTES
     from .probing.cache import keep_correction
     from .running.rescue import Rescue
 
@@ -307,7 +314,7 @@ def _rescue(job: Job, machine: Machine, known: Profile | None) -> Rescue:
         search=search,
         keep=lambda correction: keep_correction(machine, correction),
         context_bytes=int(machine.device.context_bytes.value),
-        process_bytes=PROCESS_BYTES if machine.device.kind == "cuda" else 0,
+        beside_bytes=_beside_bytes(machine),
     )
 
 

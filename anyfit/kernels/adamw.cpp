@@ -21,6 +21,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <pthread.h>
 #if defined(__linux__)
 #include <sched.h>
@@ -36,6 +37,7 @@
 namespace {
 
 constexpr int64_t BLOCK = 64;                  // elements: whole cache lines, and few enough that blocks overlap in the processor
+constexpr int64_t GROUP = 1024;                // elements whose squares are added up by one thread; stretches begin at groups
 constexpr int64_t AHEAD = 8 * BLOCK;           // elements: how far ahead of the work memory is asked for
 constexpr int64_t GRAIN = 32 * 1024;           // elements that a thread takes at once
 constexpr int64_t WORTH_A_THREAD = 16 * 1024;  // elements: less takes no longer than waking a thread
@@ -343,9 +345,9 @@ struct Work {
         for (size_t node = 0; node < nodes.size(); node++) {
             cores_so_far += nodes[node].cores;
             const int64_t owned = threads * cores_so_far / cores - threads_so_far, count = std::max<int64_t>(1, owned);
-            const int64_t end = cores_so_far == cores ? elements : elements * cores_so_far / cores / BLOCK * BLOCK;
+            const int64_t end = cores_so_far == cores ? elements : elements * cores_so_far / cores / GROUP * GROUP;
             int64_t size = (end - from + count - 1) / count;
-            size = (size + BLOCK - 1) / BLOCK * BLOCK;
+            size = (size + GROUP - 1) / GROUP * GROUP;
             for (int64_t each = 0; each < count; each++)
                 stretches.emplace_back(node, std::min(from + each * size, end), std::min(from + (each + 1) * size, end),
                                        each < owned);
@@ -498,42 +500,54 @@ std::shared_ptr<Work> begin(const std::function<void(int64_t, int64_t)>& pass, i
     return work;
 }
 
-// ---------------------------------------------------------------------- sums of gradients
+// ---------------------------------------------------------------------- sums of gradients, and of squares
 
+template <class Value>
+INLINE double squares_of(const Value& value, int64_t from, int64_t to) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = from; i < to; i++) sum += double(value(i)) * double(value(i));
+    return sum;
+}
+
+// Each GROUP has the sum of its squares from one thread, whichever that is, so that their sum is the same for any number of them.
 struct Sum {
     float* total;
-    const void* part;
+    const void* part;  // bf16 or fp32: added to the total, or in its place if it is the first
     bool is_bf16, is_first;
-};
+    double* squares;  // of each group of the total, or of the part where there is none
 
-INLINE void add_range(const Sum& s, int64_t from, int64_t to) {
-    float* total = s.total;
-    if (s.is_bf16) {
-        const auto* part = static_cast<const uint16_t*>(s.part);
-        if (s.is_first) {
-#pragma omp simd
-            for (int64_t i = from; i < to; i++) total[i] = as_float(uint32_t(part[i]) << 16);
-        } else {
-#pragma omp simd
-            for (int64_t i = from; i < to; i++) total[i] += as_float(uint32_t(part[i]) << 16);
-        }
-    } else {
-        const auto* part = static_cast<const float*>(s.part);
-        if (s.is_first) {
-            std::memcpy(total + from, part + from, size_t(to - from) * sizeof *part);
-        } else {
-#pragma omp simd
-            for (int64_t i = from; i < to; i++) total[i] += part[i];
+    INLINE void range(int64_t from, int64_t to) const {
+        const auto half = [in = static_cast<const uint16_t*>(part)](int64_t i) { return as_float(uint32_t(in[i]) << 16); };
+        const auto whole = [in = static_cast<const float*>(part)](int64_t i) { return in[i]; };
+        for (int64_t next; from < to; from = next) {
+            next = std::min(from + GROUP, to);
+            squares[from / GROUP] = is_bf16 ? group(half, from, next) : group(whole, from, next);
         }
     }
-}
+
+    // Squares are taken of what is still in the nearest cache.
+    template <class Value>
+    INLINE double group(const Value& value, int64_t from, int64_t to) const {
+        if (!total) return squares_of(value, from, to);
+        float* const out = total;
+        if (is_first) {
+#pragma omp simd
+            for (int64_t i = from; i < to; i++) out[i] = value(i);
+        } else {
+#pragma omp simd
+            for (int64_t i = from; i < to; i++) out[i] += value(i);
+        }
+        return squares_of([out](int64_t i) { return out[i]; }, from, to);
+    }
+};
 
 #if defined(__x86_64__)
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
-void add_avx512(const Sum& s, int64_t from, int64_t to) { add_range(s, from, to); }
+void add_avx512(const Sum& s, int64_t from, int64_t to) { s.range(from, to); }
 
 __attribute__((target("avx2,fma")))
-void add_avx2(const Sum& s, int64_t from, int64_t to) { add_range(s, from, to); }
+void add_avx2(const Sum& s, int64_t from, int64_t to) { s.range(from, to); }
 #endif
 
 void add_best(const Sum& s, int64_t from, int64_t to) {
@@ -541,52 +555,7 @@ void add_best(const Sum& s, int64_t from, int64_t to) {
     if (PROCESSOR.has_avx512) return add_avx512(s, from, to);
     if (PROCESSOR.has_avx2) return add_avx2(s, from, to);
 #endif
-    add_range(s, from, to);
-}
-
-// ---------------------------------------------------------------------- sums of squares
-
-struct Squares {
-    const void* values;
-    bool is_bf16;
-    double* sums;  // of each block
-};
-
-// Stretches begin at blocks: each has its sum from one thread, whichever that is.
-INLINE void square_range(const Squares& s, int64_t from, int64_t to) {
-    for (int64_t next; from < to; from = next) {
-        next = std::min(from + BLOCK, to);
-        double sum = 0;
-        if (s.is_bf16) {
-            const auto* values = static_cast<const uint16_t*>(s.values);
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = from; i < next; i++) {
-                const double value = as_float(uint32_t(values[i]) << 16);
-                sum += value * value;
-            }
-        } else {
-            const auto* values = static_cast<const float*>(s.values);
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = from; i < next; i++) sum += double(values[i]) * double(values[i]);
-        }
-        s.sums[from / BLOCK] = sum;
-    }
-}
-
-#if defined(__x86_64__)
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
-void square_avx512(const Squares& s, int64_t from, int64_t to) { square_range(s, from, to); }
-
-__attribute__((target("avx2,fma")))
-void square_avx2(const Squares& s, int64_t from, int64_t to) { square_range(s, from, to); }
-#endif
-
-void square_best(const Squares& s, int64_t from, int64_t to) {
-#if defined(__x86_64__)
-    if (PROCESSOR.has_avx512) return square_avx512(s, from, to);
-    if (PROCESSOR.has_avx2) return square_avx2(s, from, to);
-#endif
-    square_range(s, from, to);
+    s.range(from, to);
 }
 
 }  // namespace
@@ -616,21 +585,12 @@ extern "C" void anyfit_wait(const std::shared_ptr<Work>* work, double* seconds) 
 
 extern "C" void anyfit_forget(const std::shared_ptr<Work>* work) { delete work; }
 
-// total = part, or total += part, element by element.
-extern "C" void anyfit_add(float* total, const void* part, int32_t is_bf16, int32_t is_first, int64_t elements, int32_t threads) {
-    const Sum s{total, part, is_bf16 != 0, is_first != 0};
+// total = part, or total += part, element by element; the sum of the squares that it then has. Without a total, those of the part.
+extern "C" double anyfit_add(float* total, const void* part, int32_t is_bf16, int32_t is_first, int64_t elements, int32_t threads) {
+    std::vector<double> squares((elements + GROUP - 1) / GROUP);
+    const Sum s{total, part, is_bf16 != 0, is_first != 0, squares.data()};
     begin([s](int64_t from, int64_t to) { add_best(s, from, to); }, elements, threads, true)->wait();
-}
-
-// The same for any number of threads.
-extern "C" double anyfit_squares(const void* values, int32_t is_bf16, int64_t elements, int32_t threads) {
-    std::vector<double> sums((elements + BLOCK - 1) / BLOCK);
-    const Squares s{values, is_bf16 != 0, sums.data()};
-    begin([s](int64_t from, int64_t to) { square_best(s, from, to); }, elements, threads, true)->wait();
-    double total = 0;
-#pragma omp simd reduction(+ : total)
-    for (size_t each = 0; each < sums.size(); each++) total += sums[each];
-    return total;
+    return std::accumulate(squares.begin(), squares.end(), 0.0);
 }
 
 // How torch takes square roots, where it can be asked: vmsSqrt_64 of MKL.

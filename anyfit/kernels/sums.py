@@ -29,16 +29,21 @@ def norm(values: Tensor, *, threads: int = 1) -> Tensor:
         return vector_norm(flat, dtype=torch.float32)
     if flat.dtype in (torch.bfloat16, torch.float32) and is_native():
         flat = flat.contiguous()
-        squares = _squares_in_cpp()(flat.data_ptr(), flat.dtype == torch.bfloat16, flat.numel(), threads)
-        return torch.tensor(math.sqrt(squares), dtype=torch.float32)
+        return root(_in_cpp()(None, flat.data_ptr(), flat.dtype == torch.bfloat16, True, flat.numel(), threads))
     even = flat.numel() // ROW * ROW
     rows = vector_norm(flat[:even].view(-1, ROW), dim=1, dtype=torch.float32)
     rest = vector_norm(flat[even:], dtype=torch.float32)
     return vector_norm(torch.cat([rows, rest.view(1)]), dtype=torch.float64).to(torch.float32)
 
 
-def add(total: Tensor, part: Tensor, *, is_first: bool, threads: int = 1) -> None:
-    """Adds `part`, bf16 or fp32, to the flat fp32 `total`; or makes it the total. Written behind autograd's back."""
+def root(squares: float) -> Tensor:
+    """The norm of what has this sum of squares."""
+    return torch.tensor(math.sqrt(squares), dtype=torch.float32)
+
+
+def add(total: Tensor, part: Tensor, *, is_first: bool, threads: int = 1) -> float | None:
+    """Adds `part`, bf16 or fp32, to the flat fp32 `total`; or makes it the total. Written behind autograd's back. In C++ the sum
+    of the squares of that total comes with it."""
     if total.dtype != torch.float32 or part.dtype not in (torch.bfloat16, torch.float32) or total.shape != part.shape:
         raise ValueError(f"{part.dtype} {tuple(part.shape)} cannot be added to {total.dtype} {tuple(total.shape)}")
     if not (total.is_contiguous() and part.is_contiguous() and total.device.type == part.device.type == "cpu"):
@@ -48,21 +53,14 @@ def add(total: Tensor, part: Tensor, *, is_first: bool, threads: int = 1) -> Non
             total.copy_(part)
         else:
             total.add_(part)
-        return
-    _in_cpp()(total.data_ptr(), part.data_ptr(), part.dtype == torch.bfloat16, is_first, total.numel(), threads)
-
-
-@functools.cache
-def _squares_in_cpp() -> Any:
-    run = compiled().anyfit_squares
-    run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32]
-    run.restype = ctypes.c_double
-    return run
+        return None
+    squares: float = _in_cpp()(total.data_ptr(), part.data_ptr(), part.dtype == torch.bfloat16, is_first, total.numel(), threads)
+    return squares
 
 
 @functools.cache
 def _in_cpp() -> Any:
     run = compiled().anyfit_add
     run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32]
-    run.restype = None
+    run.restype = ctypes.c_double
     return run

@@ -10,6 +10,7 @@ its gradient came; which ones a step uses may change from step to step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from anyfit.kernels.sums import add, norm
+from anyfit.kernels.sums import add, norm, root
 from anyfit.values.layout import ALIGN_ELEMENTS, Slot
 from anyfit.values.machine import update_threads
 
@@ -56,6 +57,24 @@ class HostGradients:
     stretches: tuple[tuple[int, int], ...]  # that all of them take
     names: set[str] = field(default_factory=set)  # of parameters that have one
     ticket: Ticket | None = None  # of the last that came
+    squares: dict[tuple[int, int], float] = field(default_factory=dict)  # sums of them, by stretch, as far as they are known
+
+    def add(self, slots: Sequence[Slot], summand: Tensor, *, is_first: bool, threads: int) -> None:
+        """To the gradients of these parameters, or in their place, from a buffer with the same offsets."""
+        for start, end in _stretches(slots, apart=1):  # what lies in the padding is nobody's
+            squares = add(self.flat[start:end], summand[start:end], is_first=is_first, threads=threads)
+            for known in [each for each in self.squares if each[0] < end and start < each[1]]:
+                del self.squares[known]
+            if squares is not None:
+                self.squares[start, end] = squares
+
+    def norm(self, threads: int) -> Tensor:
+        """Of all that are there, together."""
+        own = _there(self)
+        if sum(end - start for start, end in self.squares) == sum(each.numel() for each in own.values()):
+            return root(math.fsum(self.squares.values()))
+        vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
+        return vector_norm(torch.stack([norm(each, threads=threads) for each in own.values()]))
 
 
 class Gradients:
@@ -184,7 +203,8 @@ class Gradients:
             home.ticket.wait()
         total = home.views[slot.name]
         total.add_(gradient.to(total.device))
-        self._norms |= self._norms_on_host({slot.name: total})
+        on_cpu = self._state.device.type == "cpu"
+        self._norms |= _norms({slot.name: total}) if on_cpu else {slot.name: norm(total, threads=self._threads)}
 
     def _stage_for(self, state: ChunkState) -> Stage:
         for stage in self._stages:
@@ -233,12 +253,12 @@ class Gradients:
 
         label, after = f"gradients of chunk {state.index}", (self._lanes.so_far(), taken, state.fresh)
         down = self._lanes.down.run(copy, after, label)
-        known, flat = set(home.names), home.flat
+        known = set(home.names)
 
         def add_up() -> None:
             for is_first in (True, False):
-                for start, end in _stretches([slot for slot in slots if (slot.name not in known) == is_first]):
-                    add(flat[start:end], summand[start:end], is_first=is_first, threads=self._threads)
+                now = [slot for slot in slots if (slot.name not in known) == is_first]
+                home.add(now, summand, is_first=is_first, threads=self._threads)
 
         home.ticket = self._lanes.host.run(add_up, after=(down, home.ticket, state.left), label=f"add {label}")
         self._landings.append((landing, home.ticket))
@@ -249,7 +269,7 @@ class Gradients:
 
     def finish(self, weight: Tensor | None) -> dict[str, Tensor]:
         """Every gradient of the step is where it belongs and divided by the weight; by name, in the model's order, the norm of
-        each. Parameters without a gradient are not there."""
+        each, or of a chunk's under the name of its first. Parameters without a gradient are not there."""
         for stage in self._stages:
             if stage.state is not None:
                 self._go_down(stage)
@@ -264,27 +284,24 @@ class Gradients:
 
     def _finish_sums(self, weight: Tensor | None) -> dict[str, Tensor]:
         divisor = None if weight is None else self._lanes.reading(weight)().numpy()
-        found: dict[str, Tensor] = {}
+        on_cpu = self._state.device.type == "cpu"  # has torch's bits, which are those of the same model in plain PyTorch
 
-        def finish(home: HostGradients) -> Views:
+        def finish(home: HostGradients) -> dict[str, Tensor]:
             if home.ticket is not None:
                 home.ticket.wait()
             own = _there(home)
+            together = {} if on_cpu or not own else {next(iter(own)): home.norm(self._threads)}
             if divisor is not None:
                 for gradient in own.values():
                     numpy.divide(gradient.numpy(), divisor, out=gradient.numpy())  # on this thread alone
-            return own
+                together = {name: each / float(divisor) for name, each in together.items()}
+            return together
 
+        found: dict[str, Tensor] = {}
         with ThreadPoolExecutor(self._threads, "anyfit gradients") as pool:
-            for own in pool.map(finish, self._on_host.values()):
-                found |= self._norms_on_host(own)
+            for home, together in zip(self._on_host.values(), pool.map(finish, self._on_host.values()), strict=True):
+                found |= _norms(_there(home)) if on_cpu else together
         return found
-
-    def _norms_on_host(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As near as a GPU's; on a CPU device with torch's bits, which are those of the same model in plain PyTorch."""
-        if self._state.device.type == "cpu":
-            return _norms(gradients)
-        return {name: norm(gradient, threads=self._threads) for name, gradient in gradients.items()}
 
     def _of_device(self) -> dict[str, Tensor]:
         found = {}
@@ -325,6 +342,7 @@ class Gradients:
             stage.state, stage.slots = None, {}
         for home in self._on_host.values():
             home.names.clear()
+            home.squares.clear()
         with quietly():
             for parameter in self._parameters.values():
                 parameter.grad = None
@@ -348,12 +366,13 @@ def _norms(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(gradients, norms, strict=True))
 
 
-def _stretches(slots: Sequence[Slot]) -> Iterator[tuple[int, int]]:
-    """(start, end) of runs of neighbouring parameters: one copy each. The padding between them goes along."""
+def _stretches(slots: Sequence[Slot], apart: int = ALIGN_ELEMENTS) -> Iterator[tuple[int, int]]:
+    """(start, end) of runs of neighbouring parameters: one copy each. The padding between them, if less than `apart`, goes
+    along."""
     ordered = sorted(slots, key=lambda slot: slot.offset)
     start = end = None
     for slot in ordered:
-        if end is not None and start is not None and slot.offset - end >= ALIGN_ELEMENTS:  # more than padding lies between
+        if end is not None and start is not None and slot.offset - end >= apart:  # more than padding lies between
             yield start, end
             start = None
         if start is None:

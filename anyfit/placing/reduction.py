@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from anyfit.kernels.sums import add, norm
+from anyfit.kernels.sums import add, norm, root
 from anyfit.values.layout import Slot
 from anyfit.values.machine import update_threads
 
@@ -49,6 +49,7 @@ class Home:
     names: set[str] = field(default_factory=set)  # of parameters that have had one in this step
     given: int = 0  # reductions in this step
     norm: Tensor | None = None
+    squares: float | None = None  # of what has been added up on the host
     reduced: Ticket | None = None
     ticket: Ticket | None = None  # it is at home
 
@@ -234,7 +235,7 @@ class Reduction:
         threads = self._threads
 
         def add_up() -> None:
-            add(home.flat, summand, is_first=is_first, threads=threads)
+            home.squares = add(home.flat, summand, is_first=is_first, threads=threads)
 
         added = self._lanes.host.run(add_up, (down, home.ticket, state.left), f"add {label}")
         self._landings.append((landing, added))
@@ -253,7 +254,7 @@ class Reduction:
                 self._lanes.hold_computation(home.ticket)
                 if home.flat.device != self._state.device:
                     self._lanes.wait(home.ticket)
-                part = norm(home.flat, threads=self._threads)
+                part = norm(home.flat, threads=self._threads) if home.squares is None else root(home.squares)
             else:
                 self._lanes.hold_computation(home.reduced)
                 assert home.norm is not None

@@ -34,7 +34,7 @@ import heapq
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from .simulate import ADDED, BESIDE, DONE, NORMED, PARTED, REDUCED_BYTES, Candidate, Rates
+from .simulate import ADDED, BESIDE, DONE, PARTED, REDUCED_BYTES, Candidate, Rates
 
 
 class Job(NamedTuple):
@@ -53,7 +53,7 @@ def least_seconds(candidate: Candidate, rates: Rates, again: float = 0.0) -> flo
     sent = sum(chunk.elements for chunk, placement in pairs if chunk.gradient_bytes and placement.gradients == "host")
     norm = rates.norm_seconds * given / shards + (division.norm_seconds if division is not None else 0.0)
     if passes > 1:
-        norm += (NORMED / rates.host.updates_per_second - rates.norm_seconds) * sent / shards
+        norm += (rates.host_norm_seconds - rates.norm_seconds) * sent / shards
     staged = passes * sent if division is None else (passes if division.gradients else 1) * (given - sent) + passes * sent
     one_pass = sum(segment.seconds for segment in candidate.each.segments) + candidate.seconds_again + again
     slowness = BESIDE if division is not None and rates.host.overlaps else 1.0

@@ -52,8 +52,9 @@ DOWN = 1.7  # times as much as a byte that goes up, one that comes down slows th
 LIFT_SECONDS = 1.5e-3  # of a lift, beside its copies: its parts wait for each other
 UPDATE_TRAFFIC = 26  # bytes of the host's memory that an update reads and writes
 DONE = 1e-3  # of an update: what is left of it when it counts as done
-# Of an update's traffic: to add a gradient up on the host, and to take its norm there; weights alone, or moments alone.
-ADDED, NORMED, PARTED = 10 / UPDATE_TRAFFIC, 4 / UPDATE_TRAFFIC, 18 / UPDATE_TRAFFIC
+# Of an update's traffic: to add a gradient up on the host, and, where the device is a CPU, to take its norm there; weights alone,
+# or moments alone; what a gradient that was added up has more than one that was not.
+ADDED, NORMED, PARTED, WIDER = 10 / UPDATE_TRAFFIC, 4 / UPDATE_TRAFFIC, 18 / UPDATE_TRAFFIC, 2 / UPDATE_TRAFFIC
 LATER = 2**30  # urgency of what can wait for all weights
 REDUCED_BYTES = 4  # an element, of gradients that ranks sum
 HAND_OUT_SECONDS = 1e-4  # that the host takes to start one chunk's update, while the device has nothing to do
@@ -136,6 +137,11 @@ class Rates:
     update_seconds: float  # of a resident parameter, or one that was lifted
     gather_seconds: float = 0.0  # of a gradient that is put beside its chunk's others, to go down with them
     add_seconds: float = 0.0  # of one that is added to those of earlier passes on the device
+
+    @property
+    def host_norm_seconds(self) -> float:
+        """Of gradients that were added up on the host; for a GPU their squares are taken with the adding."""
+        return 0.0 if self.host.overlaps else NORMED / self.host.updates_per_second
 
 
 Waits = Literal["fetch", "update", "gradients", "activations", "exchange"]
@@ -387,7 +393,7 @@ class _Play:
             if chunk.route == "host" and chunk.cost.optimizer_bytes and not self._speculates(chunk)
         ]
         elements = sum(chunk.elements for chunk in waiting)
-        if not rates.overlaps or not elements:
+        if not rates.overlaps or not elements or candidate.accumulation > 1:  # to add gradients up keeps the host at work
             return
         backward = sum(segment.seconds for segment in candidate.each.segments if segment.phase == "backward")
         per_second = (rates.loaded or rates).updates_per_second
@@ -556,7 +562,7 @@ class _Play:
         on_host = sum(chunk.elements for chunk in given if sums and chunk.placement.gradients == "host")
         on_device = sum(chunk.elements for chunk in given) - on_host
         together = 0.0 if self._candidate.division is None else self._candidate.division.norm_seconds
-        return self._rates.norm_seconds * on_device + NORMED * on_host / self._rates.host.updates_per_second + together
+        return self._rates.norm_seconds * on_device + self._rates.host_norm_seconds * on_host + together
 
     def _resident_seconds(self) -> float:
         resident = (chunk.elements for chunk in self._chunks if self._is_resident(chunk))
@@ -647,6 +653,7 @@ class _Play:
         chunk.fresh = _Signal()
         self._norm.then(lambda: self._drop(chunk))  # the weights that are there will be old
         speculates, norm = self._speculates(chunk), self._norm
+        wider = WIDER if self._candidate.accumulation > 1 and self._rates.host.overlaps else 0.0
 
         def start() -> None:
             if speculates:
@@ -666,7 +673,7 @@ class _Play:
             if route == "streamed":
                 self._stream(chunk, done, speculates=speculates)
             else:
-                self._on_host(chunk.elements, done, chunk.index)
+                self._on_host((1 + wider) * chunk.elements, done, chunk.index)
 
         arrived.then(start)
 

@@ -41,7 +41,7 @@ class Rescue:
     search           the planner
     keep             takes what was learnt about the forecast, for later plans
     context_bytes    of the device, outside torch's allocator
-    process_bytes    of host memory, that the planner counts besides the plan's
+    beside_bytes     of host memory, that the planner counts besides the plan's so many
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Rescue:
         search: Callable[[Profile], Plan],
         keep: Callable[[Correction], None],
         context_bytes: int = 0,
-        process_bytes: int = 0,
+        beside_bytes: Callable[[int], int] = lambda _host_bytes: 0,
     ) -> None:
         self._make, self._search, self._keep = profile, search, keep
-        self.context_bytes, self._process_bytes = context_bytes, process_bytes
+        self.context_bytes, self._beside_bytes = context_bytes, beside_bytes
         self._made: Profile | None = None
 
     @property
@@ -86,7 +86,8 @@ class Rescue:
             raise NoPlan(
                 f"the plan has {show_bytes(held)} on the host, and {show_bytes(fewer_bytes)} are to go", fewer_bytes - held
             )
-        profile = replace(self.profile, host_limit_bytes=held - fewer_bytes + self._process_bytes)
+        kept = held - fewer_bytes
+        profile = replace(self.profile, host_limit_bytes=kept + self._beside_bytes(kept))
         return self._first(plan, [profile])
 
     def _first(self, plan: Plan, profiles: Sequence[Profile]) -> Plan:

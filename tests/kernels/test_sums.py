@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anyfit.kernels import sums
 from anyfit.kernels.adamw import is_native
-from anyfit.kernels.sums import add, norm
+from anyfit.kernels.sums import add, norm, root
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, float("inf"), float("-inf"), float("nan"), 3.3e38, 1.0]
 
@@ -39,7 +39,13 @@ def test_the_bits_are_torchs(is_in_cpp: bool, count: int, offset: int, dtype: to
     with pytest.MonkeyPatch.context() as patch:
         if not is_in_cpp:
             patch.setattr(sums, "is_native", lambda: False)
-        add(total, part, is_first=is_first, threads=threads)
+        squares = add(total, part, is_first=is_first, threads=threads)
+    if is_in_cpp:
+        assert squares == pytest.approx(float(total.double().square().sum()), rel=1e-12, nan_ok=True)
+        assert squares is not None
+        assert torch.equal(root(squares).nan_to_num(), norm(total).nan_to_num())
+    else:
+        assert squares is None
     same = total.view(torch.int32) == expected.view(torch.int32)
     assert bool((same | (total.isnan() & expected.isnan())).all())
 

@@ -37,18 +37,19 @@ def rows_of(name: str, *, in_chunks: bool = True) -> list[Row]:
     return [row for row in rows if bool(row["about"]["chunks"]) == in_chunks]
 
 
-# A plan does not know that every step will clip. Older steps of several passes were measured before norms were taken by several
-# threads; that the host adds up a small model's gradients as slowly as was measured once (35 % over the forecast) is not known.
-# The oldest waited for the copy of each pass's images.
+# A plan does not know that every step will clip. Steps of several passes were measured before the norm of what the host adds up
+# came with the adding: up to the fifth it was read once more, in the sixth slowly, and updates were made in two parts where the
+# host had no time for it. The oldest waited for the copy of each pass's images.
 LEFT_OUT = {
     "planned": ("4b batch 8 cap 24 clipping", "llama-1b batch 4 cap 12 not micro-batch", "convnext-tiny"),
     "planned-regret": ("micro-batches of",),
     "planned-more": ("4b batch 8 cap 24 clipping", "llama-1b batch 4 cap 12 not micro-batch"),
     "planned-third": ("4b batch 8 cap 24 clipping",),
     "planned-fourth": (),
-    "planned-fifth": ("4b batch 8 cap 24 clipping",),
-    "planned-fifth-regret": (),
+    "planned-fifth": ("4b batch 8 cap 24 clipping", "in 2"),
+    "planned-fifth-regret": ("not micro-batch",),
     "planned-fifth-llama": ("not micro-batch",),
+    "planned-sixth": ("4b batch 8 cap 24 clipping", "in 2", "not micro-batch"),
 }
 MACHINES = {"planned-fifth-regret": "planned-fifth", "planned-fifth-llama": "planned-fifth"}
 RECORDS = [
@@ -124,6 +125,7 @@ def test_a_step_takes_what_is_forecast_within_its_band(index: int) -> None:
         ("planned-fifth", 0.03, 0.12),
         ("planned-fifth-regret", 0.025, 0.14),
         ("planned-fifth-llama", 0.06, 0.19),
+        ("planned-sixth", 0.07, 0.15),
     ],
 )
 def test_steps_are_forecast_well(name: str, median: float, most: float) -> None:
@@ -135,7 +137,7 @@ def test_steps_are_forecast_well(name: str, median: float, most: float) -> None:
     assert max(off.values()) <= most, off
 
 
-@pytest.mark.parametrize(("name", "jobs"), [("planned", 10), ("planned-fifth", 13)])
+@pytest.mark.parametrize(("name", "jobs"), [("planned", 10), ("planned-fifth", 12)])
 def test_steps_that_were_planned_are_forecast_well(name: str, jobs: int) -> None:
     off = off_by(name, "-planned")
     assert len(off) == jobs
@@ -185,6 +187,7 @@ def _then(row: Row) -> float:
         ("planned-fifth-regret", "4b batch 8 cap 24", 17, 1.03),
         ("planned-fifth-regret", "4b batch 8 cap 12", 15, 1.03),
         ("planned-fifth-llama", "llama-1b batch 4 cap 12", 17, 1.0),
+        ("planned-sixth", "4b batch 8 cap 12", 20, 1.01),
     ],
 )
 def test_no_plan_of_many_was_much_faster_than_the_planner_s(name: str, job: str, plans: int, most: float) -> None:
