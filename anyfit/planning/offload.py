@@ -139,6 +139,7 @@ class Space:
         self._passes = {each.micro_batch: each for each in profile.passes}
         self._ladders = {size: ladder(each) for size, each in self._passes.items()}
         self._candidates: dict[Knobs, Candidate] = {}
+        self._placings: dict[tuple[object, ...], tuple[Placement, ...]] = {}  # by the knobs that they depend on
         self._weights: dict[Knobs, Weight] = {}
         self._simulated: dict[Knobs, Simulated] = {}
         self._played: dict[tuple[object, ...], Simulated] = {}
@@ -192,7 +193,10 @@ class Space:
         return self._candidates[knobs]
 
     def _candidate(self, knobs: Knobs) -> Candidate:
-        placements = tuple(_placements(self.profile.chunks, knobs))
+        placing = knobs.resident, knobs.away, knobs.host_first, knobs.streamed, knobs.speculates
+        if placing not in self._placings:
+            self._placings[placing] = tuple(_placements(self.profile.chunks, knobs))
+        placements = self._placings[placing]
         return Candidate(
             each=self._passes[knobs.micro_batch],
             accumulation=-(-self.profile.batch_size // knobs.micro_batch),
@@ -644,21 +648,22 @@ class Space:
         if filled is not None and filled.away:
             count = len(self.profile.chunks)
             far = [replace(knobs, resident=r, away=count - r) for r in range(count + 1)]
-            yield far[_most(count, lambda r: self._fits_device(self.weight(far[r])))]
+            yield far[_fullest(count, lambda r: self._excess_bytes(far[r]))]
 
     def _fill(self, knobs: Knobs) -> Knobs | None:
         count = len(self.profile.chunks)
-
-        def fits(**changes: int) -> bool:
-            return self._fits_device(self.weight(replace(knobs, **changes)))  # type: ignore[arg-type]
-
-        if fits():
-            return replace(knobs, resident=_most(count, lambda resident: fits(resident=resident)))
-        kept = _most(count, lambda kept: fits(away=count - kept))
-        if fits(away=count - kept):
-            return replace(knobs, away=count - kept)
+        if self._excess_bytes(knobs) <= 0:
+            stays = _fullest(count, lambda stays: self._excess_bytes(replace(knobs, resident=stays)))
+            return replace(knobs, resident=stays)
+        kept = _fullest(count, lambda kept: self._excess_bytes(replace(knobs, away=count - kept)))
+        if self._excess_bytes(filled := replace(knobs, away=count - kept)) <= 0:
+            return filled
         least = self.least(knobs.micro_batch)  # a few chunks away take more, in slots, than they leave
-        return least if replace(knobs, away=least.away) == least and fits(away=least.away) else None
+        return least if replace(knobs, away=least.away) == least and self._excess_bytes(least) <= 0 else None
+
+    def _excess_bytes(self, knobs: Knobs) -> int:
+        """By how much it is too large for the device."""
+        return self.needed_bytes(self.weight(knobs)) - self.profile.device_limit_bytes
 
     def bound(self, knobs: Knobs) -> float:
         """Seconds that no simulation of this is under."""
@@ -754,6 +759,21 @@ def _most(count: int, fits: Callable[[int], bool]) -> int:
             low = middle
         else:
             high = middle - 1
+    return low
+
+
+def _fullest(count: int, excess: Callable[[int], int]) -> int:
+    """The same of what is not too large, and grows by about as much with each: looked for where a line would have it."""
+    low, high = 0, count
+    known: dict[bool, tuple[int, int]] = {}  # of what fits the largest, and of what does not the smallest: how many, and excess
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(known) == 2:
+            (fits, under), (large, over) = known[True], known[False]
+            middle = min(max(fits + (large - fits) * -under // (over - under), low + 1), high)
+        found = excess(middle)
+        known[found <= 0] = middle, found
+        low, high = (middle, high) if found <= 0 else (low, middle - 1)
     return low
 
 
