@@ -72,6 +72,7 @@ RUNGS = 9  # of a ladder that are tried at first
 STREAMED = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 MORE_STREAMED = (0.0, 0.05, 0.1, 0.15)  # where that is too much for the host, which has no gradients of what is streamed
 HOST_FIRST = (0.0, 0.12)
+LINES = 6  # that are drawn through what was weighed; then it is halved
 TRIED = 48  # that are simulated at first, of all STARTS
 STARTS, ROUNDS = 4, 10  # that are improved, and by how many single steps at most
 CLOSE = 1.1  # times the best before it: what may become better still
@@ -763,17 +764,17 @@ def _most(count: int, fits: Callable[[int], bool]) -> int:
 
 
 def _fullest(count: int, excess: Callable[[int], int]) -> int:
-    """The same of what is not too large, and grows by about as much with each: looked for where a line would have it."""
+    """The same of what is not too large, and grows by about as much with each: where the line through the last two has it."""
     low, high = 0, count
-    known: dict[bool, tuple[int, int]] = {}  # of what fits the largest, and of what does not the smallest: how many, and excess
+    seen: list[tuple[int, int]] = []
     while low < high:
         middle = (low + high + 1) // 2
-        if len(known) == 2:
-            (fits, under), (large, over) = known[True], known[False]
-            middle = min(max(fits + (large - fits) * -under // (over - under), low + 1), high)
-        found = excess(middle)
-        known[found <= 0] = middle, found
-        low, high = (middle, high) if found <= 0 else (low, middle - 1)
+        if 2 <= len(seen) <= LINES:
+            (one, its), (other, others) = seen[-2:]
+            if (others - its) * (other - one) > 0:
+                middle = min(max(math.floor(other - others * (other - one) / (others - its)), low + 1), high)
+        seen.append((middle, excess(middle)))
+        low, high = (middle, high) if seen[-1][1] <= 0 else (low, middle - 1)
     return low
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import anyfit
 from anyfit import NoPlan
 from anyfit.demo import GPT
+from anyfit.planning.offload import _fullest
 from anyfit.planning.search import OFFLOAD_PEAK_ERROR
 from anyfit.planning.simulate import Candidate
 from anyfit.planning.weigh import _going, weigh
@@ -140,3 +142,25 @@ def test_a_host_too_small_for_the_rest_is_no_plan() -> None:
     assert anyfit.plan(job, tight).chunks
     with pytest.raises(NoPlan, match="host memory"):
         anyfit.plan(job, tight.with_limits(host_memory=4096))
+
+
+@given(
+    steps=st.lists(st.integers(0, 50) | st.just(7), max_size=60),
+    first=st.integers(-500, 10),
+)
+def test_the_fullest_is_the_last_that_is_not_too_large(steps: list[int], first: int) -> None:
+    excess = list(accumulate(steps, initial=first))
+    expected = max((index for index, each in enumerate(excess) if each <= 0), default=0)
+    assert _fullest(len(steps), excess.__getitem__) == expected
+
+
+@pytest.mark.parametrize("fitting", [1, 5, 700, 999])
+def test_of_what_grows_evenly_the_fullest_is_found_at_once(fitting: int) -> None:
+    asked: list[int] = []
+
+    def excess(count: int) -> int:
+        asked.append(count)
+        return 1000 * (count - fitting) - 300
+
+    assert _fullest(1000, excess) == fitting
+    assert len(asked) <= 4

@@ -16,7 +16,7 @@ import anyfit
 from anyfit.costing import cost
 from anyfit.planning import search
 from anyfit.planning.offload import FRAGMENTATION, Space
-from anyfit.planning.search import OFFLOAD_ERROR, forecast
+from anyfit.planning.search import OFFLOAD_ERROR, fastest, forecast
 from anyfit.planning.simulate import simulate
 from anyfit.planning.weigh import weigh
 from anyfit.values.graph import Graph
@@ -241,3 +241,16 @@ def test_updates_in_two_parts_shorten_a_step_that_waits_for_the_norm(monkeypatch
     at_once = simulate(candidate, rates).step_seconds
     assert at_once == pytest.approx(row["measured"]["step_seconds"], rel=0.06)
     assert parted < 0.9 * at_once
+
+
+def test_more_host_memory_is_never_slower() -> None:
+    """GPT-2 of 10 billion parameters with 16 samples on an H200 held to 24 GiB, whose host has just enough."""
+    machine, graph = Machine.load(ROOT / "tests/golden/h200/planned-fifth-machine.json"), traced("10b", 16, 16)
+    found = []
+    for host in (123.5, 124.5, 125.5):
+        best = fastest(cost([graph], machine.with_limits(device_memory=24 * GIB, host_memory=int(host * GIB)), 16))
+        assert best is not None
+        assert best.offer is not None
+        found.append(best.offer.simulated.step_seconds)
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < 0.95 * found[0]
