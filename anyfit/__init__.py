@@ -221,7 +221,8 @@ def _prepared(
     if found is None:
         assert profile is not None
         ranks = 1 if team is None else ranks_of_node(team.places, 0)
-        found, profile = _planned(profile, ranks, _beside_bytes(machine), _say if launch is None else launch.say)
+        kept = sum(each.nbytes for each in job.model.parameters() if each.is_cpu) if isinstance(job.model, nn.Module) else 0
+        found, profile = _planned(profile, ranks, kept, _beside_bytes(machine), _say if launch is None else launch.say)
     if found.batch_size != job.batch_size or found.precision != job.precision:
         raise ValueError(
             f"the plan is for batch_size {found.batch_size} in {found.precision}, the job is {job.batch_size} in {job.precision};"
@@ -235,15 +236,16 @@ def _prepared(
 
 
 def _planned(
-    profile: Profile, ranks: int, beside_bytes: Callable[[int], int], say: Callable[[str], None]
+    profile: Profile, ranks: int, kept_bytes: int, beside_bytes: Callable[[int], int], say: Callable[[str], None]
 ) -> tuple[Plan, Profile]:
-    """A plan for what the host has, or, where that is not there, for what other programs leave of it to so many ranks."""
+    """A plan for what the host has, or, where that is not there, for what other programs leave of it to so many ranks. Each has
+    `kept_bytes` of weights there already, which go as they are placed."""
     from .planning import search
     from .probing.host import left_memory_bytes, own_memory_bytes
 
     found = search(profile)
     needed = found.forecast.peak_bytes["host"] + beside_bytes(found.forecast.peak_bytes["host"])
-    free = int(left_memory_bytes()) // ranks + min(own_memory_bytes(), beside_bytes(0))
+    free = int(left_memory_bytes()) // ranks + min(max(own_memory_bytes() - kept_bytes, 0), beside_bytes(0)) + kept_bytes
     if needed <= free:
         return found, profile
     say(

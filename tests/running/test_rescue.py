@@ -454,6 +454,17 @@ def test_a_start_takes_no_more_of_the_host_than_others_leave(
         anyfit.start(job, machine=machine)
 
 
+def test_weights_that_are_there_already_count_as_free(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    of_a_maker = job_for(wide_gpt, precision="bf16")
+    machine, model = limited(of_a_maker, 0.45), wide_gpt()
+    wanted = anyfit.plan(of_a_maker, machine).forecast.peak_bytes["host"]
+    kept = sum(each.nbytes for each in model.parameters())
+    monkeypatch.setattr("anyfit.probing.host.left_memory_bytes", lambda: float(wanted - kept))
+    with anyfit.start(replace(of_a_maker, model=model), machine=machine) as run:
+        assert run.plan.forecast.peak_bytes["host"] == wanted
+    assert "planning anew" not in capfd.readouterr().err
+
+
 def test_a_shortage_that_passes_before_the_step_changes_nothing(free: Free) -> None:
     job = job_for()
     watch = watch_of(free)
