@@ -144,9 +144,8 @@ def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: flo
         up, down = weights / host.up_bytes_per_second, gradients / host.down_bytes_per_second
         if placement.route == "host":
             at_once = (1 - DONE) * elements / host.updates_per_second
-            update = (
-                at_once if speculates else PARTED * at_once
-            )  # where it waits for the norm: its second part takes nothing here
+            # where it waits for the norm, it may be parted: its second part takes nothing here
+            update = at_once if speculates or passes > 1 else PARTED * at_once
             added = ADDED * at_once if passes > 1 else 0.0
             begin = born + down if speculates else max(born + down + added + (norm_seconds if added else 0.0), norm)
             rest = update + up + used

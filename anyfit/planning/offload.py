@@ -617,12 +617,12 @@ class Space:
         for (rung, moved), streamed in product(kept, STREAMED if self.is_gpu else (0.0,)):
             for more in MORE_STREAMED if self.is_gpu else (0.0,):
                 start = Knobs(micro_batch, rung, moved, streamed=round(streamed + more, 3))
-                if not _is_forced(start, forced, "rung", "moved", "streamed"):
+                if start.streamed > 1 or not _is_forced(start, forced, "rung", "moved", "streamed"):
                     continue
                 filled = product(self._fillings(start), HOST_FIRST if self.is_gpu else (0.0,), speculates)
                 ways = [self._near(replace(knobs, host_first=first, speculates=guess)) for knobs, first, guess in filled]
-                fitting = [near for near in ways if near is not None]
-                yield from ((self.bound(near), near) for near in fitting if _is_forced(near, forced))
+                fitting = [near for near in ways if near is not None and _is_forced(near, forced)]
+                yield from ((self.bound(near), near) for near in fitting)
                 if fitting:
                     break
 
