@@ -76,6 +76,7 @@ def batches_for(model: str, count: int = STEPS) -> list[Any]:
 
 
 # Nothing is shrunk: an example takes a second, and a failing one says all that was drawn.
+@pytest.mark.timeout(1800)  # all of them beside other work
 @hypothesis.settings(max_examples=300 if FULL else 60, phases=[hypothesis.Phase.reuse, hypothesis.Phase.generate])
 @given(data=st.data())
 def test_any_plan_gives_the_losses_and_weights_of_plain_pytorch(data: st.DataObject) -> None:
