@@ -212,7 +212,6 @@ class Updates:
         self._threads = update_threads(torch.get_num_threads())
         self._clipped = 0.0  # share of late steps
         self._parted = 1.0  # share of chunks on the host, where they wait for the norm
-        self._adds_up = gradients.adds_up  # which keeps the host at work all through backward
         self.before_change: Callable[[int], None] = lambda _chunk: None  # waits where somebody still reads a chunk's state
         self._adopt_made_by_constructor(state)
         for each in self.chunks:
@@ -662,8 +661,8 @@ class Updates:
 
     def _is_parted(self, state: ChunkState, groups: Groups) -> bool:
         settings = self._settings_of(state, groups)
-        if self._adds_up or settings is None or not can_be_parted(settings):
-            return False
+        if self._gradients.adds_up or settings is None or not can_be_parted(settings):
+            return False  # to add gradients up keeps the host at work all through backward
         return int((state.index + 1) * self._parted) > int(state.index * self._parted)
 
     def _host_job(
