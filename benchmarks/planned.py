@@ -7,7 +7,8 @@
 under a hard cap of that size: step time, peak on the device with and without the pools, and host memory stand beside the
 forecast. For the jobs of `--regret` many other plans are measured as well: those that the plan's reasons name, other splits of
 the updates, all of them on the host, all streamed, other choices of what is made again, other chunk sizes. All are placed one
-after another in one process, in the same pinned memory.
+after another in one process, in the same pinned memory; the planner's comes again among them, since a host that others use too is
+not as fast at all times.
 
 `--write-calls` lists the ops of all jobs as they are traced here; `--calls` times those too, so that a forecast made with this
 version of torch finds its own (benchmarks/profiler.py does the same).
@@ -26,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -59,6 +60,7 @@ from .profiler import CALLS_SECONDS, quickly_built, varied, weighty_calls
 WARM_UP, TIMED = 3, 10
 SHORT = 2, 4  # of other plans
 WHY = "not "  # of plans that another's reasons name
+AGAIN, AGAIN_AFTER = "planned again", 6  # other plans
 CODES = "rshRSH"  # resident, streamed, host; capitals: with their weights on the host
 Row = dict[str, Any]
 
@@ -354,7 +356,17 @@ def plans_of(job: Job, machine: Machine, others: int) -> list[tuple[str, Plan]] 
     seen = {planned_again.chunks for _, planned_again in named}
     found = [each for each in alternatives(profile, plan) if each[1].chunks not in seen]
     found.sort(key=lambda each: each[1].forecast.step_seconds)
-    return [("planned", plan), *named, *found[: max(others - len(named), 0)]]
+    found = [*named, *found[: max(others - len(named), 0)]]
+    parts = [found[start : start + AGAIN_AFTER] for start in range(0, len(found), AGAIN_AFTER)]
+    return [("planned", plan), *chain.from_iterable((*part, (AGAIN, plan)) for part in parts)]
+
+
+def seconds_of(rows: list[Row]) -> dict[str, float]:
+    """By plan, of a job; the planner's as it was most of the time."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault("planned" if row["plan"] == AGAIN else row["plan"], []).append(row["measured"]["step_seconds"])
+    return {plan: statistics.median(seconds) for plan, seconds in found.items()}
 
 
 def run_all(options: argparse.Namespace) -> None:

@@ -193,7 +193,7 @@ def _then(row: Row) -> float:
 def test_no_plan_of_many_was_much_faster_than_the_planner_s(name: str, job: str, plans: int, most: float) -> None:
     rows = [row for row in rows_of(name) if row["job"] == job]
     assert len(rows) == plans
-    seconds = {row["plan"]: row["measured"]["step_seconds"] for row in rows}
+    seconds = planned.seconds_of(rows)
     assert seconds["planned"] <= most * min(seconds.values()), seconds
 
 
@@ -220,7 +220,9 @@ def test_the_plans_that_are_compared_are_different_and_fit() -> None:
     found = planned.plans_of(job, Machine.load(ROOT / "tests/golden/h200/planned-machine.json"), 4)
     assert isinstance(found, list)
     assert found[0][0] == "planned"
-    assert len({(plan.chunk_bytes, plan.chunks, str(plan.stages)) for _, plan in found}) == len(found) >= 5
+    again = [plan for name, plan in found if name == planned.AGAIN]
+    assert again == [found[0][1]]
+    assert len({(plan.chunk_bytes, plan.chunks, str(plan.stages)) for _, plan in found}) == len(found) - len(again) >= 5
     for _, plan in found:
         assert plan.forecast.peak_bytes["device"] < 12 * GIB
         placements = planned.placements_of(planned.about(plan))
