@@ -34,7 +34,7 @@ import heapq
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from .simulate import ADDED, BESIDE, DONE, PARTED, REDUCED_BYTES, Candidate, Rates
+from .simulate import ADDED, DONE, PARTED, REDUCED_BYTES, Candidate, Rates
 
 
 class Job(NamedTuple):
@@ -55,14 +55,16 @@ def least_seconds(candidate: Candidate, rates: Rates, again: float = 0.0) -> flo
     if passes > 1:
         norm += (rates.host_norm_seconds - rates.norm_seconds) * sent / shards
     staged = passes * sent if division is None else (passes if division.gradients else 1) * (given - sent) + passes * sent
-    one_pass = sum(segment.seconds for segment in candidate.each.segments) + candidate.seconds_again + again
-    slowness = BESIDE if division is not None and rates.host.overlaps else 1.0
+    slowness = candidate.slowness(rates)
+    again *= slowness
+    one_pass = slowness * (sum(segment.seconds for segment in candidate.each.segments) + candidate.seconds_again) + again
     after = norm + candidate.ending_seconds(rates.update_seconds * resident / shards)
     added = (passes > 1) * (passes * given - staged)
-    least = slowness * passes * one_pass + rates.gather_seconds * staged + rates.add_seconds * added + after
+    least = passes * one_pass + rates.gather_seconds * staged + rates.add_seconds * added + after
     exchanged = _exchanged(candidate)
-    jobs = list(_jobs(candidate, rates, one_pass, norm, again))
-    moving = list(_moving(candidate, rates, one_pass, after - again)) if candidate.offloaded else []
+    segments = _segment_seconds(candidate, slowness)
+    jobs = list(_jobs(candidate, rates, segments, norm, again))
+    moving = list(_moving(candidate, rates, segments, one_pass, after - again)) if candidate.offloaded else []
     if not rates.host.overlaps:
         return least + sum(job.seconds for job in (*jobs, *moving)) + exchanged
     lanes = [[job for job in jobs if job.lane == lane] for lane in ("host", "up", "down")]
@@ -92,15 +94,15 @@ def _exchanged(candidate: Candidate) -> float:
     return found
 
 
-def _moving(candidate: Candidate, rates: Rates, one_pass: float, after_passes: float) -> Iterator[Job]:
+def _moving(candidate: Candidate, rates: Rates, seconds: list[float], one_pass: float, after_passes: float) -> Iterator[Job]:
     """Of the blocks whose activations move. Moments are counted from the beginning of the step."""
     forward_over: dict[int, float] = {}
     backward_begins: dict[int, float] = {}
     now = 0.0
-    for segment, again in zip(candidate.each.segments, _seconds_again(candidate), strict=True):
+    for segment, took in zip(candidate.each.segments, seconds, strict=True):
         if segment.phase == "backward":
             backward_begins.setdefault(segment.block, now)
-        now += segment.seconds + again
+        now += took
         if segment.phase == "forward":
             forward_over[segment.block] = now
     after = {before: block for block, before in candidate.before.items()}
@@ -115,20 +117,25 @@ def _moving(candidate: Candidate, rates: Rates, one_pass: float, after_passes: f
             yield Job("up", earlier + max(landed, backward_begins[after.get(block, block)]), up, tail)
 
 
-def _seconds_again(candidate: Candidate) -> list[float]:
-    """By segment, what is made again in it."""
-    seconds = [
+def _segment_seconds(candidate: Candidate, slowness: float) -> list[float]:
+    """With what is made again in it."""
+    again = [
         block.choices[choice].seconds if choice in ("recompute", "selective") else 0.0
         for block, choice in zip(candidate.each.blocks, candidate.activations, strict=True)
     ]
-    return [seconds[segment.block] if segment.phase == "backward" else 0.0 for segment in candidate.each.segments]
+    return [
+        slowness * (segment.seconds + (again[segment.block] if segment.phase == "backward" else 0.0))
+        for segment in candidate.each.segments
+    ]
 
 
-def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: float, again: float) -> Iterator[Job]:
+def _jobs(candidate: Candidate, rates: Rates, seconds: list[float], norm_seconds: float, again: float) -> Iterator[Job]:
     """Of the chunks that are updated elsewhere. Moments are counted from the end of the step's first forward."""
     host, passes, shards = rates.host, candidate.accumulation, candidate.shards
-    forward = sum(segment.seconds for segment in candidate.each.segments if segment.phase == "forward")
-    before, after = _around(candidate)
+    one_pass = sum(seconds) + again
+    pairs = zip(candidate.each.segments, seconds, strict=True)
+    forward = sum(took for segment, took in pairs if segment.phase == "forward")
+    before, after = _around(candidate, seconds)
     backward_over = passes * one_pass - forward
     norm = backward_over + norm_seconds  # is known
     for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
@@ -145,7 +152,7 @@ def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: flo
         if placement.route == "host":
             at_once = (1 - DONE) * elements / host.updates_per_second
             # where it waits for the norm, it may be parted: its second part takes nothing here
-            update = at_once if speculates or passes > 1 else PARTED * at_once
+            update = at_once if speculates or passes > 1 or not host.overlaps else PARTED * at_once
             added = ADDED * at_once if passes > 1 else 0.0
             begin = born + down if speculates else max(born + down + added + (norm_seconds if added else 0.0), norm)
             rest = update + up + used
@@ -165,22 +172,22 @@ def _jobs(candidate: Candidate, rates: Rates, one_pass: float, norm_seconds: flo
         yield Job("up", max(begin + lifted + lowered, norm), fetched, used)
 
 
-def _around(candidate: Candidate) -> tuple[dict[int, float], dict[int, float]]:
+def _around(candidate: Candidate, seconds: list[float]) -> tuple[dict[int, float], dict[int, float]]:
     """By chunk: seconds of forward before it is first used, and of backward after its gradients are complete."""
     before: dict[int, float] = {}
     after: dict[int, float] = {}
-    segments = list(zip(candidate.each.segments, candidate.uses, _seconds_again(candidate), strict=True))
+    segments = list(zip(candidate.each.segments, candidate.uses, seconds, strict=True))
     now = 0.0
-    for segment, used, _ in segments:
+    for segment, used, took in segments:
         if segment.phase == "forward":
             for index in used:
                 before.setdefault(index, now)
-            now += segment.seconds
+            now += took
     now = 0.0
-    for segment, used, again in reversed(segments):
+    for segment, used, took in reversed(segments):
         if segment.phase == "backward":
             until = now
-            now += segment.seconds + again
+            now += took
             for index in used:  # those of a rank come while the segment runs
                 after.setdefault(index, until if candidate.division is None else now)
     return before, after

@@ -29,7 +29,7 @@ import functools
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
@@ -87,6 +87,12 @@ class Candidate:
         """Whether gradients of this micro-batch are summed over ranks; else they add up on each."""
         division = self.division
         return division is not None and (is_last or division.gradients or placement.gradients == "host")
+
+    def slowness(self, rates: Rates) -> float:
+        """What each second of the computation takes, beside all else."""
+        stays = all(each.route == "resident" and each.weights != "host" for each in self.placements)
+        is_alone = stays and not self.offloaded and self.division is None
+        return 1.0 if is_alone or not rates.host.overlaps else BESIDE
 
     def ending_seconds(self, resident: float) -> float:
         """After the norm is known, where the device takes so many for resident updates: the host starts the others meanwhile. Of
@@ -309,6 +315,7 @@ class _Chunk:
     gathers: bool = False
     missing: int = 0  # backward segments of this micro-batch until its gradients are complete
     fresh: _Signal = field(default_factory=lambda: _Signal(happened=True))  # its weights are those of the last step
+    updated: _Signal | None = None  # they are made, and go up in turn
     is_parted: bool = False
     whole: _Signal = field(default_factory=lambda: _Signal(happened=True))  # and so are its moments
 
@@ -360,9 +367,7 @@ class _Play:
         self._lifted: list[tuple[int, int, Callable[[], None]]] = []  # that wait for a carrier
         self._carriers = STREAMED_DEPTH
         self._is_lifting = False
-        is_alone = all(chunk.route == "resident" and not chunk.is_away for chunk in self._chunks) and not candidate.offloaded
-        is_alone = (is_alone and division is None) or not rates.host.overlaps
-        self._slowness = 1.0 if is_alone else BESIDE
+        self._slowness = candidate.slowness(rates)
         self._uses_host = bool(candidate.offloaded) or any(
             chunk.is_on_host or chunk.route != "resident" for chunk in self._chunks
         )
@@ -462,6 +467,7 @@ class _Play:
             yield from self._wait(self._summing, self._added)
             yield self._norm_seconds()
             self._norm.fire()
+            self._send_in_turn(iter([chunk for chunk in self._chunks if chunk.updated is not None]))
             resident = self._resident_seconds()
             yield resident
             for chunk in self._chunks if self._candidate.shards > 1 and not self._candidate.gathers else ():
@@ -654,28 +660,46 @@ class _Play:
         self._norm.then(lambda: self._drop(chunk))  # the weights that are there will be old
         speculates, norm = self._speculates(chunk), self._norm
         wider = WIDER if self._candidate.accumulation > 1 and self._rates.host.overlaps else 0.0
+        updated = _Signal()
+        if speculates or (route == "host" and not chunk.is_on_host):
+            chunk.updated = updated
+        else:  # they are where they live
+            updated.then(lambda: self._share(chunk))
 
         def start() -> None:
             if speculates:
-                update(lambda: norm.then(lambda: self._send_up(chunk)))
+                update()
             elif chunk.is_parted:
                 norm.then(lambda: self._on_host(PARTED * chunk.elements, finish, chunk.index))
             else:
-                there = self._share if route == "streamed" else self._send_up
-                norm.then(lambda: update(lambda: there(chunk)))
+                norm.then(update)
 
         def finish() -> None:
             chunk.whole = _Signal()
             self._on_host(PARTED * chunk.elements, chunk.whole.fire, LATER - chunk.index)
-            self._send_up(chunk)
+            updated.fire()
 
-        def update(done: Callable[[], None]) -> None:
+        def update() -> None:
             if route == "streamed":
-                self._stream(chunk, done, speculates=speculates)
+                self._stream(chunk, updated.fire, speculates=speculates)
             else:
-                self._on_host((1 + wider) * chunk.elements, done, chunk.index)
+                self._on_host((1 + wider) * chunk.elements, updated.fire, chunk.index)
 
         arrived.then(start)
+
+    def _send_in_turn(self, chunks: Iterator[_Chunk]) -> None:
+        """Those that the next forward needs first go up first, each when its update is over."""
+        for chunk in chunks:
+            updated, chunk.updated = chunk.updated, None
+            assert updated is not None
+            if not updated.happened:
+                updated.then(functools.partial(self._send_on, chunk, chunks))
+                return
+            self._send_up(chunk)
+
+    def _send_on(self, chunk: _Chunk, chunks: Iterator[_Chunk]) -> None:
+        self._send_up(chunk)
+        self._send_in_turn(chunks)
 
     def _on_host(self, elements: float, done: Callable[[], None], order: int) -> None:
         if self._rates.host.overlaps:
