@@ -25,8 +25,8 @@ What ranks exchange has a lane too: sums of gradients, fresh weights that are sp
 that slots may still hold.
 
 Rates are those of lanes that do not slow each other, weights are fetched once, and there is always a stage for gradients: what
-else there is in a simulation makes it longer. So does every chunk more, also the first that makes the computation slower, which is
-not alone then: the bound of some chunks is one of all.
+else there is in a simulation makes it longer. So does every chunk more, and the first that leaves the computation not alone makes
+that slower: the bound of some chunks is one of all.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ A block's activations go down when its forward is over, and come back up when ba
 Updates that do not speculate begin when the norm is known; the host's are in two parts then, of as many chunks as it is through
 with in backward: weights, and moments when nobody waits for weights, before the chunk's next gradients come. A chunk's weights
 are ready for the next forward when its update is over and they are where they live; on their way up each waits for those that
-forward uses before it. The first steps fill the lanes; the last one is the figure, or the one before it where both take as long up
-to the first backward: that is where all that was left of a step is over. Of many micro-batches of a rank a few are played: those
-in the middle are alike.
+forward uses before it. The first steps fill the lanes; the last one is the figure, or the one before it where both take as long
+up to the first backward: that is where all that was left of a step is over. Of many micro-batches of a rank a few are played:
+those in the middle are alike.
 """
 
 from __future__ import annotations
