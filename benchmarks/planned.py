@@ -353,7 +353,7 @@ def plans_of(job: Job, machine: Machine, others: int) -> list[tuple[str, Plan]] 
     if not others:
         return [("planned", plan)]
     named = list(rejected(profile, plan))
-    seen = {planned_again.chunks for _, planned_again in named}
+    seen = {other.chunks for _, other in named}
     found = [each for each in alternatives(profile, plan) if each[1].chunks not in seen]
     found.sort(key=lambda each: each[1].forecast.step_seconds)
     found = [*named, *found[: max(others - len(named), 0)]]

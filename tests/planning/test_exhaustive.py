@@ -163,6 +163,7 @@ def test_the_search_and_the_tree_find_the_best_of_all_plans(blocks: int, seed: i
     assert any(plans.faster_than(best * ROUNDING))
 
 
+@pytest.mark.timeout(1800)  # all of them beside other work
 @pytest.mark.parametrize("blocks", [3, 4, 5, 6])
 @settings(max_examples=30 if FULL else 4, derandomize=True)
 @given(seeds)

@@ -141,7 +141,7 @@ def test_a_step_takes_what_is_forecast_within_its_band(index: int) -> None:
 )
 def test_steps_are_forecast_well(name: str, median: float, most: float) -> None:
     """All but the sixth were measured on the very machine that was probed, in full, before; but others use its host too, and it
-    is not as fast at all times: the seventh's Llama with two streamed chunks took 0.25 s, and 0.20 when it was run again.
+    is not as fast at all times: the seventh's Llama with two streamed chunks took 0.25 s, the same in the eighth 0.23.
     Up to the fourth a batch came up behind all the weights that a step had left to be sent, which a small model felt; and up to
     the third, lanes were given nothing while the host waited for the norm, which streamed chunks felt, and resident updates began
     after that."""
@@ -209,7 +209,7 @@ def _then(row: Row) -> float:
         ("planned-fifth-regret", "4b batch 8 cap 12", 15, 1.03),
         ("planned-fifth-llama", "llama-1b batch 4 cap 12", 17, 1.0),
         ("planned-sixth", "4b batch 8 cap 12", 19, 1.01),
-        ("planned-eighth", "4b batch 8 cap 24", 11, 1.05),  # on a host that was a fifth faster than when it was probed
+        ("planned-eighth", "4b batch 8 cap 24", 11, 1.05),  # on a host that was faster than when it was probed
         ("planned-eighth", "llama-1b batch 4 cap 12", 17, 1.0),
         ("planned-ninth", "4b batch 8 cap 24", 16, 1.01),
     ],
