@@ -25,7 +25,7 @@ def norm(values: Tensor, *, threads: int = 1) -> Tensor:
     1e-3 too small. In C++ they are added up in float64, on so many threads with the same result."""
     vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
     flat = values.detach().reshape(-1)
-    if flat.is_cuda:
+    if not flat.is_cpu:
         return vector_norm(flat, dtype=torch.float32)
     if flat.dtype in (torch.bfloat16, torch.float32) and is_native():
         flat = flat.contiguous()
