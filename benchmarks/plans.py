@@ -30,9 +30,9 @@ RIGHT = {
     "llama-70b": {
         1: "1.1 TB of state is in the host's memory, weights too. Eight samples a step are enough computing for 141 GB to cross "
         "twice beside it; smaller micro-batches would fetch them again for each.",
-        8: "1.1 TB do not fit in eight times 80 GB, so that most of the state is in the host's memory, an eighth of it for each "
-        "rank. Each fetches its part of the weights through its own PCIe link and gets the others' through NVLink, once forward "
-        "and once backward: that is what makes one pass of 8 worth it, with every block made again.",
+        8: "1.1 TB do not fit in eight times 80 GB, so that masters and moments are in the host's memory, an eighth of them for "
+        "each rank, and are updated there. The weights stay on the GPUs, an eighth on each, and are put together through NVLink "
+        "once forward and once backward: that is what makes one pass of 8 worth it, with every block made again.",
         64: "State is 20 GB, and so all on the device; the rest goes to activations. Two passes of 4 make less again than one of "
         "8 would; they gather 141 GB twice as often, which still hides behind 6.6 s of computing.",
         512: "State is 3 to 5 GB, which leaves more for activations than on 64, and less to be made again. What is divided over "
@@ -42,7 +42,7 @@ RIGHT = {
         1: "2.8 TB of state are more than the host has.",
         8: "2.8 TB of state, and fresh weights and gradients on their way, are more than eight GPUs and one host have.",
         64: "State is 50 GB, slots and stages for chunks of 2 GiB another 30: with most of it on the host, whose updates take a "
-        "fraction of 38 s, there is room for passes of 2, with less made again.",
+        "fraction of 38 s, there is room for passes of 4, with a little less made again.",
         512: "State is 6 GB: all on the device. Passes of 1 keep most, and their eight sums a step go through every network card "
         "behind 31 s of computing.",
     },
