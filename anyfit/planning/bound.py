@@ -58,13 +58,13 @@ def least_seconds(candidate: Candidate, rates: Rates, again: float = 0.0) -> flo
     staged = passes * sent if division is None else (passes if division.gradients else 1) * (given - sent) + passes * sent
     slowness = candidate.slowness(rates)
     again *= slowness
-    one_pass = slowness * (sum(segment.seconds for segment in candidate.each.segments) + candidate.seconds_again) + again
+    segments = _segment_seconds(candidate, slowness)
+    one_pass = sum(segments) + again
     after = norm + candidate.ending_seconds(rates.update_seconds * resident / shards)
     added = (passes > 1) * (passes * given - staged)
     least = passes * one_pass + rates.gather_seconds * staged + rates.add_seconds * added + after
     exchanged = _exchanged(candidate)
-    segments = _segment_seconds(candidate, slowness)
-    jobs = list(_jobs(candidate, rates, segments, norm, again))
+    jobs = list(_jobs(candidate, rates, segments, one_pass, norm, again))
     moving = list(_moving(candidate, rates, segments, one_pass, after - again)) if candidate.offloaded else []
     if not rates.host.overlaps:
         return least + sum(job.seconds for job in (*jobs, *moving)) + exchanged
@@ -130,10 +130,11 @@ def _segment_seconds(candidate: Candidate, slowness: float) -> list[float]:
     ]
 
 
-def _jobs(candidate: Candidate, rates: Rates, seconds: list[float], norm_seconds: float, again: float) -> Iterator[Job]:
+def _jobs(
+    candidate: Candidate, rates: Rates, seconds: list[float], one_pass: float, norm_seconds: float, again: float
+) -> Iterator[Job]:
     """Of the chunks that are updated elsewhere. Moments are counted from the end of the step's first forward."""
     host, passes, shards = rates.host, candidate.accumulation, candidate.shards
-    one_pass = sum(seconds) + again
     pairs = zip(candidate.each.segments, seconds, strict=True)
     forward = sum(took for segment, took in pairs if segment.phase == "forward")
     before, after = _around(candidate, seconds)

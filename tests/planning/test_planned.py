@@ -111,8 +111,10 @@ def test_memory_is_as_forecast(index: int) -> None:
     assert reserved <= allowed
     if reserved < FULL * allowed:  # beyond that the allocator gives back what it keeps, and what it keeps means little
         added = reserved - measured["allocated_bytes"]
-        planners = row["plan"] in ("planned", planned.AGAIN)
-        most = (MOST_KEPT_AFTER_OTHERS if planners else MOST_KEPT).get((name, row["job"]) if planners else name, FRAGMENTATION)
+        if row["plan"] in ("planned", planned.AGAIN):
+            most = MOST_KEPT_AFTER_OTHERS.get((name, row["job"]), FRAGMENTATION)
+        else:
+            most = MOST_KEPT.get(name, FRAGMENTATION)
         assert added <= most * (measured["allocated_bytes"] - measured["pool_bytes"])
 
 
