@@ -15,18 +15,24 @@ So nothing of the size of the logits waits for backward, and no product is made 
 the gradient that comes in. What does wait is the gradient of hidden, and that of the weight: in fp32 where there are several
 slices, which is 4 bytes for each of its elements. Without gradients (`torch.no_grad`, frozen weights) none are made.
 
+`Means` knows the mean that a model's own loss is as (sum, weight), so that micro-batches with other numbers of tokens add up.
+
 Nothing of the house is imported here: this is for your own loss as well as for `Job.from_huggingface`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
 
 SLICE_BYTES = 2**28  # of one slice's logits in fp32; its log-softmax takes as much again
 TILE = 128  # rows: a GPU's products work in multiples of them
@@ -167,3 +173,144 @@ def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     for rows in _slices(len(gradient), max(SLICE_BYTES // (4 * elements), 1)):
         result[rows] = gradient[rows].float() * by
     return result
+
+
+# ---------------------------------------------------------------------- means as sums and weights
+
+OVER_TARGETS = (F.cross_entropy, F.nll_loss)  # their mean is over targets that count, by the weights of their classes
+OVER_ELEMENTS = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div,
+    F.poisson_nll_loss, F.soft_margin_loss,
+)  # fmt: skip
+ADDS = (Tensor.add, torch.add)
+SCALES = (Tensor.mul, torch.mul, Tensor.div, torch.div, Tensor.true_divide, torch.true_divide)
+CASTS = (Tensor.to, Tensor.float, Tensor.squeeze, torch.squeeze)
+
+
+@dataclass(frozen=True)
+class _Mean:
+    value: Tensor
+    version: int  # of the value: a model may add to it in place
+    total: Tensor
+    weight: Tensor | float
+    items: Hashable  # what it is a mean over
+
+
+class Means(TorchFunctionMode):
+    """Inside, the means that torch's losses make are also kept as sums and weights.
+
+        with Means() as means:
+            loss = model(**batch).loss
+        total, weight = means.of(loss) or (loss, None)
+
+    `of` knows a loss that is such a mean, or that adds up several over the same items. The sum of no items is 0, where their mean
+    is not a number. Every call of a torch function passes through a mode: `left_by` takes it away while these modules run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, _Mean] = {}  # by identity of the value, which is kept
+
+    def of(self, loss: object) -> tuple[Tensor, Tensor | float] | None:
+        found = self._found(loss)
+        return None if found is None else (found.total, found.weight)
+
+    def keep(self, total: Tensor, weight: Tensor | float, items: Hashable, value: Tensor | None = None) -> Tensor:
+        """The mean, known from now on."""
+        value = total / weight if value is None else value
+        self._known[id(value)] = _Mean(value, _version(value), total, weight, items)
+        return value
+
+    def _found(self, value: object) -> _Mean | None:
+        found = self._known.get(id(value))
+        return found if found is not None and found.version == _version(found.value) else None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in OVER_TARGETS or func in OVER_ELEMENTS:
+            given = inspect.signature(func).bind(*args, **kwargs)
+            given.apply_defaults()
+            weighed = _weighed(func, given.arguments)
+            if weighed is not None:
+                given.arguments["reduction"] = "sum"
+                return self.keep(func(*given.args, **given.kwargs), *weighed)
+        value = func(*args, **kwargs)
+        if self._known and isinstance(value, Tensor) and id(value) not in self._known:
+            self._follow(func, args, kwargs, value)
+        return value
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, value: Tensor) -> None:
+        """What is added, scaled or cast of means that are known is known as well."""
+        if func in ADDS and len(args) == 2 and not kwargs:
+            first, second = (self._found(each) for each in args)
+            if first is not None and second is not None and first.items == second.items:
+                self.keep(first.total + second.total, first.weight, first.items, value)
+            elif any(_is_number(each) and each == 0 for each in args):  # where Python's `sum` begins
+                only = first or second
+                if only is not None:
+                    self.keep(only.total, only.weight, only.items, value)
+        elif func in SCALES and len(args) == 2 and not kwargs and _is_number(args[1]):
+            found = self._found(args[0])
+            if found is not None:
+                self.keep(func(found.total, args[1]), found.weight, found.items, value)
+        elif func in CASTS and args:
+            found = self._found(args[0])
+            if found is not None:
+                self.keep(func(found.total, *args[1:], **kwargs), found.weight, found.items, value)
+
+    @contextlib.contextmanager
+    def left_by(self, modules: Iterable[nn.Module]) -> Iterator[Means]:
+        """The mode, but not inside of these modules: what they do costs what it did, and compiled ones stay as they are."""
+        undo: list[tuple[nn.Module, str, Any]] = []
+        for module in modules:
+            name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+            own = vars(module).get(name)
+            undo.append((module, name, own))
+            object.__setattr__(module, name, self._away(getattr(module, name)))
+        try:
+            with self:
+                yield self
+        finally:
+            for module, name, own in reversed(undo):
+                object.__delattr__(module, name) if own is None else object.__setattr__(module, name, own)
+
+    def _away(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.overrides._get_current_function_mode() is not self:
+                return forward(*args, **kwargs)
+            with torch.overrides._pop_mode_temporarily():
+                return forward(*args, **kwargs)
+
+        return run
+
+
+def _weighed(func: Any, given: dict[str, Any]) -> tuple[Tensor | float, Hashable] | None:
+    """What the mean of this call divides by, and what it is over; None where it makes no mean, or one of its own kind."""
+    if given["reduction"] != "mean" or given.get("size_average") is not None or given.get("reduce") is not None:
+        return None
+    input, target, weight = given["input"], given["target"], given.get("weight")
+    if func in OVER_ELEMENTS:
+        if weight is not None and "binary" not in func.__name__:
+            return None
+        count = torch.broadcast_shapes(input.shape, target.shape).numel()
+        return float(count), ("elements", count)
+    if target.is_floating_point():  # a distribution over classes for each
+        count = input.numel() // max(input.shape[1 if input.dim() > 1 else 0], 1)
+        return float(count), ("elements", count)
+    ignored: int = given["ignore_index"]
+    counts = target != ignored
+    found = counts.sum() if weight is None else torch.where(counts, weight[torch.where(counts, target, 0)], 0).sum()
+    return found, ("targets", _place(target), ignored, None if weight is None else id(weight))
+
+
+def _place(tensor: Tensor) -> Hashable:
+    """The same for any view of the same elements in their order."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel(), tensor.is_contiguous() or tensor.stride()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

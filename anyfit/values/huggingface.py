@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
+
+    from anyfit.losses import Means
+
+    from .job import LossValue
 
 IMAGE_SIDE = 224  # where a configuration does not say
 PATIENCE_SECONDS = 3.0  # with a hub that may not be there
@@ -280,28 +285,82 @@ def description(model: nn.Module) -> dict[str, Any] | None:
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_logit_soft_cap", "unpadded_vocab_size")
 _unsliced: set[type] = set()  # classes whose logits were seen to be changed in a way that no option tells
+_sliced_before: set[type] = set()  # classes whose logits were seen not to be
 
 
 class _Changed(Exception):  # noqa: N818  (an answer, not a fault)
     """The loss is not of the head's output as it is."""
 
 
-def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """The model's own loss. A causal language model's logits are made in slices for it, and never exist whole."""
+def loss(model: nn.Module, batch: Mapping[str, Any]) -> LossValue:
+    """The model's own loss, as (sum, weight) where it is a mean over the labels that count: so padding may be cut anywhere.
+
+    A causal language model's logits are made in slices for it, and never exist whole. A loss of another kind, or several that do
+    not count the same labels, is the model's own mean: what routers add for all tokens together is in no sum.
+    """
+    from anyfit.losses import Means
+
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"{type(model).__name__} takes its batch by name, such as input_ids and labels, and got a {type(batch).__name__}; "
+            "collate batches to a dict, or give loss="
+        )
     head = _sliceable_head(model) if batch.get("labels") is not None else None
     if head is None:
-        return _own_loss(model, batch)
+        return _own_loss(model, batch, Means())
+    before = None if type(model) in _sliced_before else _random_state(head.weight.device)
+    means = Means()
     try:
-        with _sliced(model, head):
-            return _own_loss(model, batch)
+        with _sliced(model, head, means):
+            found = _own_loss(model, batch, means)
+        _sliced_before.add(type(model))
+        return found
     except _Changed:
         _unsliced.add(type(model))
-    return _own_loss(model, batch)
+    if before is not None:
+        before()
+    return _own_loss(model, batch, Means())
 
 
-def _own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    value: Tensor = model(**batch).loss
+def _own_loss(model: Any, batch: Mapping[str, Any], means: Means) -> LossValue:
+    is_compiled = model._compiled_call_impl is not None or hasattr(model, "_orig_mod")
+    with contextlib.nullcontext() if is_compiled else means.left_by(_parts_of(model)):
+        outputs = model(**batch)
+        found = outputs[0] if type(outputs) is tuple else getattr(outputs, "loss", None)
+    if found is None:
+        reads = inspect.signature(model.forward).parameters
+        labels = [name for name in reads if "label" in name or name.endswith("_positions")] or ["labels"]
+        raise ValueError(
+            f"{type(model).__name__} gives no loss for a batch of {', '.join(map(str, batch))}; it reads {', '.join(labels)}: "
+            "add them to the batch, or give loss="
+        )
+    value: LossValue = means.of(found) or found
     return value
+
+
+def _parts_of(model: nn.Module) -> list[nn.Module]:
+    """What a model is put together from and does not make the loss: the children of the outermost that transformers made."""
+    import transformers
+
+    if isinstance(model, transformers.PreTrainedModel):
+        return list(model.children())
+    return [part for child in model.children() for part in _parts_of(child)]
+
+
+def _random_state(device: torch.device) -> Callable[[], None]:
+    """Random numbers as they are now: what it returns puts them back."""
+    import torch
+
+    generators: list[torch.Generator] = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    states = [each.get_state() for each in generators]
+
+    def put_back() -> None:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+    return put_back
 
 
 def _sliceable_head(model: Any) -> Any:
@@ -326,7 +385,7 @@ def _sliceable_head(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _sliced(model: Any, head: Any) -> Iterator[None]:
+def _sliced(model: Any, head: Any, means: Means) -> Iterator[None]:
     """Inside, the head makes no logits, and the loss function takes what the head was given in their place.
 
     The model's own forward stays in charge: what it does before the head, its shift of labels and its other losses are its own.
@@ -361,16 +420,19 @@ def _sliced(model: Any, head: Any) -> Iterator[None]:
             raise _Changed
         if shift_labels is None:
             shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = shift_labels.reshape(hidden.shape[:-1])
         total = sliced_cross_entropy(
             hidden,
             head.weight,
-            shift_labels.reshape(hidden.shape[:-1]),
+            shift_labels,
             bias=head.bias,
             ignore_index=ignore_index,
-            reduction="mean" if num_items_in_batch is None else "sum",
+            reduction="sum",
             softcap=None if logits is nothing else cap,
         )
-        return total if num_items_in_batch is None else total / num_items_in_batch
+        if num_items_in_batch is not None:
+            return total / num_items_in_batch
+        return means.keep(total, (shift_labels != ignore_index).sum(), "labels")
 
     head.forward = no_logits
     model.loss_function = sliced_loss

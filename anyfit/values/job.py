@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 Batch: TypeAlias = Any  # tensors in any nest of mappings, sequences and dataclasses
-LossValue: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+LossValue: TypeAlias = "Tensor | tuple[Tensor, Tensor | float]"
 PRECISIONS = ("bf16", "fp32")
 # Of torch.optim. Any other optimizer works that steps without a closure and treats the elements of dense gradients alike.
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")

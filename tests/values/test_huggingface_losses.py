@@ -1,0 +1,46 @@
+"""Losses of Hugging Face heads as (sum, weight): a padded batch cut anywhere has the loss and gradients of the whole.
+
+The oracle is the model's own mean over the whole batch, and what backward makes of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anyfit.values import huggingface
+from anyfit.values.batches import cut
+from tests.heads import HEADS, ROWS, WHOLE, batch_of, model_of
+
+
+def gradients_of(model: Any) -> Tensor:
+    return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_padded_batch_cut_anywhere_has_the_loss_and_gradients_of_the_whole(name: str) -> None:
+    model, batch = model_of(HEADS[name]), batch_of(HEADS[name])
+    whole = model(**batch).loss
+    whole.backward()
+    expected = gradients_of(model)
+    for size in (1, 2, 4, ROWS):
+        sizes = [size] * (ROWS // size) + [ROWS % size] * (ROWS % size > 0)
+        model.zero_grad()
+        totals, weights = 0.0, 0.0
+        for part in cut(batch, sizes):
+            total, weight = huggingface.loss(model, part)  # type: ignore[misc]
+            total.backward()
+            totals, weights = totals + float(total.detach()), weights + float(weight)
+        assert totals / weights == pytest.approx(float(whole.detach()), rel=1e-6)
+        assert (gradients_of(model) / weights - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_losses_that_are_no_mean_over_the_same_labels_stay_the_models_own(name: str) -> None:
+    model, batch = model_of(WHOLE[name]), batch_of(WHOLE[name])
+    found = huggingface.loss(model, batch)
+    assert isinstance(found, Tensor)
+    assert float(found.detach()) == pytest.approx(float(model(**batch).loss.detach()), rel=1e-6)
