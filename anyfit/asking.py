@@ -171,10 +171,18 @@ def parse_changes(given: list[str]) -> dict[str, tuple[str, str]]:
             raise ValueError(f"--what-if {text} is given twice")
         if key in ("batch", "seq") and not (value.isascii() and value.isdigit() and int(value) > 0):
             raise ValueError(f"--what-if {text}: give a whole number from 1 up")
-        if key.endswith("memory") and parse_bytes(value) == 0:
+        if key.endswith("memory") and _parsed(f"--what-if {text}", parse_bytes, value) == 0:
             raise ValueError(f"--what-if {text}: give more than nothing")
         changes[text] = key, value
     return changes
+
+
+def _parsed(option: str, parse: Callable[[str], int], text: str) -> int:
+    """An error names the option."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
 
 
 _EXAMPLES = {
@@ -255,7 +263,7 @@ def parse_prices(text: str, machines: list[str]) -> dict[str, float]:
 
 
 def parse_tokens(text: str) -> int:
-    tokens = parse_count(text)
+    tokens = _parsed(f"--tokens {text}", parse_count, text)
     if tokens < 1:
         raise ValueError(f"--tokens {text}: give at least one")
     return tokens

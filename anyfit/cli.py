@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import sysconfig
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .asking import Question, Traced
     from .values.answers import Outcome
     from .values.machine import Machine
+    from .values.plan import NoPlan
     from .values.profile import Profile
 
 app = typer.Typer(
@@ -34,6 +36,25 @@ app = typer.Typer(
 
 COLUMNS_IN_A_PIPE = 130  # where no terminal says how wide it is
 KEEP = 2  # checkpoints
+
+
+def _size(parameter: typer.CallbackParam, text: str | None) -> str | None:
+    """A size of bytes above nothing, before anything is measured or traced."""
+    from .values.units import parse_bytes
+
+    try:
+        if text is not None and parse_bytes(text) == 0:
+            raise ValueError("give more than nothing, such as 24GiB")
+    except ValueError as error:
+        raise ValueError(f"{parameter.opts[0]} {text}: {error}") from None
+    return text
+
+
+def _finite(parameter: typer.CallbackParam, seconds: float | None) -> float | None:
+    if seconds is not None and not math.isfinite(seconds):
+        raise ValueError(f"{parameter.opts[0]} {seconds}: give a number of seconds, such as 600")
+    return seconds
+
 
 Target = Annotated[
     str,
@@ -52,8 +73,12 @@ RealRun = Annotated[
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="as if each node had so many GPUs")]
 Nodes = Annotated[int | None, typer.Option("--nodes", min=1, help="as if there were so many nodes")]
 MachineName = Annotated[str | None, typer.Option("--machine", help="a preset or a machine file; this machine when not given")]
-DeviceMemory = Annotated[str | None, typer.Option("--device-memory", help="use no more than this of a device, such as 24GiB")]
-HostMemory = Annotated[str | None, typer.Option("--host-memory", help="use no more than this of the host's memory")]
+DeviceMemory = Annotated[
+    str | None, typer.Option("--device-memory", callback=_size, help="use no more than this of a device, such as 24GiB")
+]
+HostMemory = Annotated[
+    str | None, typer.Option("--host-memory", callback=_size, help="use no more than this of the host's memory")
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 
 
@@ -190,15 +215,20 @@ def _what_if(
             console.print()
         show_beside({"as it is": made, **others}, console)
     if isinstance(made, NoPlan):
-        raise made
+        _end(made)
 
 
 def _outcome_json(outcome: Outcome) -> dict[str, Any]:
     from .values.plan import NoPlan
 
     if isinstance(outcome, NoPlan):
-        return {"no_plan": str(outcome), "shortfall_bytes": outcome.shortfall_bytes}
+        return {"no_plan": str(outcome), **_shortfall_json(outcome)}
     return outcome.to_json()
+
+
+def _shortfall_json(verdict: NoPlan) -> dict[str, Any]:
+    changes = [asdict(change) for change in verdict.changes]
+    return {"shortfall_bytes": verdict.shortfall_bytes, "tier": verdict.tier, "changes": changes}
 
 
 def _compare(question: Question, machines: str, tokens: str, price: str | None, *, as_json: bool) -> None:
@@ -294,7 +324,7 @@ def check(
 
         show_check(found, _console())
     if found.parity is not None and not found.parity.agrees:
-        raise ValueError("the steps differ from plain PyTorch's by more than rounding explains")
+        _end(ValueError("the steps differ from plain PyTorch's by more than rounding explains"))
 
 
 def _kinds_of_blocks(model: nn.Module) -> dict[str, str]:
@@ -343,7 +373,8 @@ def fit(
         typer.Option("--restarts", min=0, help="times that ranks which die are started again, from the last checkpoint"),
     ] = None,
     hang_seconds: Annotated[
-        float | None, typer.Option("--hang-seconds", min=1, help="a rank that waits longer for the others gives up; 600")
+        float | None,
+        typer.Option("--hang-seconds", min=1, callback=_finite, help="a rank that waits longer for the others gives up; 600"),
     ] = None,
 ) -> None:
     """Trains: the built-in demo (a byte-level GPT that learns Python's own source), or your script.
@@ -426,7 +457,7 @@ def fit(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run folder: then its newest whole one")],
     output: Annotated[Path, typer.Argument(help="the folder to write")],
-    shard_size: Annotated[str, typer.Option("--shard-size", help="of a file of it, at most")] = "5GB",
+    shard_size: Annotated[str, typer.Option("--shard-size", callback=_size, help="of a file of it, at most")] = "5GB",
     dtype: Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32; what the run has when not given")] = None,
 ) -> None:
     """Writes a checkpoint's weights as a folder of safetensors, which transformers loads."""
@@ -454,10 +485,18 @@ def export(
 
 
 def main() -> None:
-    """Runs the command line; what the user can mend is one line and status 2, anything else keeps its traceback."""
+    """Runs the command line; what the user can mend is one line and status 2, anything else keeps its traceback. With --json the
+    error is an object on stdout as well."""
     try:
         app()
+    except SystemExit as ended:
+        refused: Any = ended.__context__  # of an option: the line has been shown
+        if ended.code and _wants_json() and hasattr(refused, "format_message"):
+            _print_json({"error": type(refused).__name__, "message": refused.format_message()})
+        raise
     except Exception as error:
+        if _wants_json():
+            _print_json(_error_json(error))
         team = None
         if "anyfit.running.launch" in sys.modules:  # else there is no other rank
             from .running.launch import team as met
@@ -472,6 +511,29 @@ def main() -> None:
             status = team.show(error, _in_words)
             team.end(status)
         sys.exit(status)
+
+
+def _wants_json() -> bool:
+    """Whether the verb has an option --json, and was given it."""
+    verbs = {each.callback.__name__: each.callback for each in app.registered_commands if each.callback is not None}
+    verb, *given = *sys.argv[1:], "--"
+    return verb in verbs and "as_json" in inspect.signature(verbs[verb]).parameters and "--json" in given[: given.index("--")]
+
+
+def _error_json(error: BaseException) -> dict[str, Any]:
+    """For programs: what kind of error, and what it says; where nothing fits, by how much and what would."""
+    from .values.plan import NoPlan
+
+    line, _ = _in_words(error)
+    found: dict[str, Any] = {"error": type(error).__name__, "message": line or str(error)}
+    return found | _shortfall_json(error) if isinstance(error, NoPlan) else found
+
+
+def _end(error: Exception) -> NoReturn:
+    """Ends with an error's line and status after the answer was printed, which is the only JSON on stdout."""
+    line, status = _in_words(error)
+    print(f"anyfit: {line}", file=sys.stderr)
+    raise typer.Exit(status)
 
 
 def _in_words(error: BaseException) -> tuple[str | None, int]:

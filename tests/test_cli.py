@@ -390,7 +390,11 @@ MENDABLE = [
     (("plan", "--machine", "file"), "file: not JSON"),
     (("plan", "--machine", "."), "cannot read the machine file .: Is a directory"),
     (("plan", *SMALL, "--device-memory", "9GiB"), "a limit of 9.00 GiB where one a made-up processor has 8.00 GiB"),
-    (("plan", *SMALL, "--host-memory", "lots"), "'lots' is not a size; write it like 24GiB"),
+    (("plan", *SMALL, "--host-memory", "lots"), "--host-memory lots: 'lots' is not a size; write it like 24GiB"),
+    (("plan", *SMALL, "--device-memory", "-1GiB"), "--device-memory -1GiB: '-1GiB' is not a size; write it like 24GiB"),
+    (("fit", "--host-memory", "0"), "--host-memory 0: give more than nothing, such as 24GiB"),
+    (("fit", "--hang-seconds", "inf"), "--hang-seconds inf: give a number of seconds, such as 600"),
+    (("export", ".", "out", "--shard-size", "-5GB"), "--shard-size -5GB: '-5GB' is not a size"),
     (("plan", *SMALL, "-o", "file/plan.json"), "cannot write file/plan.json: its folder is a file"),
     (
         ("plan", "demo", "--machine", "small.json", "--dtype", "fp31"),
@@ -402,7 +406,7 @@ MENDABLE = [
     (("why", "plan.json", "nothing.json"), "no plan file at nothing.json"),
     (("plan", *SMALL, "--what-if", "device-memry=1GiB"), "--what-if device-memry=1GiB: unknown key 'device-memry'; did you mean"),
     (("plan", *SMALL, "--what-if", "device-memory"), "--what-if device-memory: write it like device-memory=40GiB"),
-    (("plan", *SMALL, "--what-if", "host-memory=much"), "'much' is not a size"),
+    (("plan", *SMALL, "--what-if", "host-memory=much"), "--what-if host-memory=much: 'much' is not a size"),
     (("plan", *SMALL, "--what-if", "batch=0"), "--what-if batch=0: give a whole number from 1 up"),
     (("plan", *SMALL, "--what-if", "seq=1.5"), "--what-if seq=1.5: give a whole number from 1 up"),
     (("plan", *SMALL, "--what-if", "batch=2", "--what-if", "batch=2"), "--what-if batch=2 is given twice"),
@@ -413,7 +417,7 @@ MENDABLE = [
     (("plan", "jobs.py:job", "--compare", "l4,,h200", "--tokens", "1B"), "--compare 'l4,,h200': write machines with commas"),
     (("plan", "jobs.py:job", "--compare", "l4,l4", "--tokens", "1B"), "--compare l4,l4: l4 is given twice"),
     (("plan", "jobs.py:job", "--compare", "l4,h20", "--tokens", "1B"), "no machine file or preset 'h20'; did you mean 'h200'?"),
-    (("plan", "jobs.py:job", "--compare", "l4", "--tokens", "many"), "'many' is not a count; write it like 500M"),
+    (("plan", "jobs.py:job", "--compare", "l4", "--tokens", "many"), "--tokens many: 'many' is not a count; write it like 500M"),
     (("plan", "jobs.py:job", "--compare", "l4", "--tokens", "0"), "--tokens 0: give at least one"),
     (("plan", "jobs.py:job", "--tokens", "1B"), "--tokens is for --compare; name the machines"),
     (("plan", "jobs.py:job", "--price", "l4=1"), "--price is for --compare; name the machines"),
@@ -457,6 +461,67 @@ def test_what_the_user_can_mend_is_one_line_and_status_2(anyfit: Command, argume
     assert done.out == ""
     assert done.err.startswith(f"anyfit: {says}")
     assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("plan", "--batch", "-1"), "--batch"),
+        (("profile", "--seq", "0"), "--seq"),
+        (("plan", "--gpus", "0"), "--gpus"),
+        (("fit", "--steps", "-5"), "--steps"),
+        (("fit", "--ranks", "0"), "--ranks"),
+        (("check", "--steps", "x"), "--steps"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused_by_the_name_of_its_option(
+    anyfit: Command, arguments: tuple[str, ...], option: str
+) -> None:
+    done = anyfit(*arguments)
+    assert (done.status, done.out) == (2, "")
+    assert f"Invalid value for '{option}': " in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "status"),
+    [
+        (("plan", "nothing"), "ValueError", 2),
+        (("plan", "--batch", "-1"), "BadParameter", 2),
+        (("plan", "--no-such-option"), "NoSuchOption", 2),
+        (("plan", *SMALL, "--device-memory", "1kB"), "NoPlan", 3),
+        (("profile", "jobs.py:mistyped"), "TypeError", 2),
+        (("why", "nothing.json"), "FileNotFoundError", 2),
+        (("why", "small.json"), "ValueError", 2),
+        (("probe", "-o", "file/machine.json"), "OSError", 2),
+        (("check", "jobs.py:jib"), "ValueError", 2),
+    ],
+)
+def test_an_error_is_a_json_object_where_json_is_asked_for(
+    anyfit: Command, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], kind: str, status: int
+) -> None:
+    monkeypatch.setattr("anyfit.probing.cache.remeasured", lambda *_: small_machine())
+    done = anyfit(*arguments, "--json")
+    said = json.loads(done.out)
+    assert done.status == status
+    assert said["error"] == kind
+    assert said["message"] in done.err
+    if kind == "NoPlan":
+        assert said["shortfall_bytes"] > 0
+        assert said["tier"] == "device"
+        assert said["changes"]
+        assert all(change["what"] in done.err and change["step_seconds"] > 0 for change in said["changes"])
+
+
+def test_an_answer_that_nothing_fits_is_the_only_json(anyfit: Command) -> None:
+    done = anyfit("plan", *SMALL, "--device-memory", "1kB", "--what-if", "device-memory=64kB", "--json")
+    assert done.status == 3
+    assert json.loads(done.out)["plan"]["shortfall_bytes"] > 0
+
+
+def test_an_error_in_a_users_own_code_is_a_json_object_too(anyfit: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError):
+        anyfit("plan", "jobs.py:broken", "--json")
+    assert json.loads(capsys.readouterr().out) == {"error": "KeyError", "message": "'a key of mine'"}
 
 
 def test_a_model_that_cannot_be_traced_is_one_line_that_names_its_own(anyfit: Command, tmp_path: Path) -> None:
