@@ -50,6 +50,7 @@ class Rank:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Rank:
+        """Refuses what cannot be, naming the variable: a rank that does not exist would have the others wait for it."""
         torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         for names in (torchrun, slurm):
@@ -59,26 +60,56 @@ class Rank:
             if given:
                 missing = [name for name in names if name not in environment]
                 if missing:
-                    raise ValueError(f"{given[0]} is set but {missing[0]} is not; start with torchrun, srun, or neither")
-                return cls(*(int(environment[name]) for name in names))
+                    raise ValueError(
+                        f"{given[0]}={environment[given[0]]} is set but {missing[0]} is not; set {', '.join(names)}, all of them "
+                        "or none: torchrun and srun set all"
+                    )
+                index, count, local = names
+                ranks = _whole_number(environment, count, 1)
+                on_node = ranks
+                if names is torchrun and "LOCAL_WORLD_SIZE" in environment:
+                    on_node = _whole_number(environment, "LOCAL_WORLD_SIZE", 1)
+                return cls(
+                    _whole_number(environment, index, 0, ranks - 1, f"of {count}={ranks}"),
+                    ranks,
+                    _whole_number(environment, local, 0, on_node - 1, f"of {on_node} on a node"),
+                )
         return cls(0, 1, 0)
+
+
+def _whole_number(environment: Mapping[str, str], name: str, least: int, most: int | None = None, of: str = "") -> int:
+    text = environment[name].strip()
+    number = int(text) if re.fullmatch(r"-?[0-9]+", text) else None
+    if number is None or number < least or (most is not None and number > most):
+        span = f"from {least} up" if most is None else f"from {least} to {most}" if most > least else str(least)
+        raise ValueError(
+            f"{name}={environment[name]}: must be a whole number, {' '.join((span, of)).strip()}; unset it, or start with "
+            "torchrun, srun or anyfit fit --gpus, which set it"
+        )
+    return number
 
 
 def meeting_place(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Where ranks meet: as torchrun or the user says, or the first node of a Slurm step, at a port that its numbers choose."""
     nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST"))
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-    if host is None and nodes is not None:
+    if not host and nodes:
         host = first_node(nodes)
-    if port is None and "SLURM_JOB_ID" in environment:
-        chosen = 101 * int(environment["SLURM_JOB_ID"]) + int(environment.get("SLURM_STEP_ID", 0))
-        port = str(SLURM_PORTS[chosen % len(SLURM_PORTS)])
-    if host is None or port is None:
-        lacks = "MASTER_ADDR" if host is None else "MASTER_PORT"
-        raise ValueError(
-            f"{lacks} is not set, and ranks do not know where to meet; start with torchrun, srun or anyfit fit --gpus"
-        )
-    return host, int(port)
+    if not port and "SLURM_JOB_ID" in environment:
+        step = {"SLURM_STEP_ID": "0", **environment}
+        chosen = 101 * _whole_number(step, "SLURM_JOB_ID", 0) + _whole_number(step, "SLURM_STEP_ID", 0)
+        return host or _lacking("MASTER_ADDR"), SLURM_PORTS[chosen % len(SLURM_PORTS)]
+    return host or _lacking("MASTER_ADDR"), _whole_number(
+        {"MASTER_PORT": port or _lacking("MASTER_PORT")}, "MASTER_PORT", 1, 65535
+    )
+
+
+def _lacking(name: str) -> str:
+    example = "the name of rank 0's machine" if name == "MASTER_ADDR" else "a free port there, such as 29500"
+    raise ValueError(
+        f"{name} is not set, and ranks do not know where to meet; set it to {example}, or start with torchrun, srun or "
+        "anyfit fit --gpus, which set it"
+    )
 
 
 def first_node(nodes: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -156,6 +157,46 @@ def test_the_rank_comes_from_torchrun_or_slurm_or_is_alone() -> None:
     assert Rank.from_environment({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) == Rank(0, 1, 0)
     with pytest.raises(ValueError, match="WORLD_SIZE is not"):
         Rank.from_environment({"RANK": "3", "LOCAL_RANK": "1"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be a whole number, from 1 up; unset it, or start with torchrun"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE=-2: must be a whole number, from 1 up"),
+        ({"RANK": "2"}, "RANK=2: must be a whole number, from 0 to 1 of WORLD_SIZE=2"),
+        ({"RANK": "-1"}, "RANK=-1: must be a whole number, from 0 to 1 of WORLD_SIZE=2"),
+        ({"RANK": "x"}, "RANK=x: must be a whole number"),
+        ({"RANK": ""}, "RANK=: must be a whole number"),
+        ({"RANK": "1.0"}, "RANK=1.0: must be a whole number"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2: must be a whole number, from 0 to 1 of 2 on a node"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1: must be a whole number, 0 of 1 on a node"),
+    ],
+)
+def test_a_rank_that_cannot_be_is_refused_by_its_variable(changed: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}"):
+        Rank.from_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **changed})
+
+
+@pytest.mark.parametrize("given", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_one_variable_of_a_launcher_alone_is_refused_by_name(given: str) -> None:
+    with pytest.raises(ValueError, match=f"^{given}=0 is set but .* set RANK, WORLD_SIZE, LOCAL_RANK, all of them or none"):
+        Rank.from_environment({given: "0"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0: must be a whole number, from 1 to 65535"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000: must be"),
+        ({"MASTER_PORT": "port"}, "MASTER_PORT=port: must be"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is not set, and ranks do not know where to meet; set it to a free port there"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set, and ranks do not know where to meet; set it to the name of rank 0's"),
+    ],
+)
+def test_a_meeting_place_that_cannot_be_is_refused_by_its_variable(changed: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}"):
+        meeting_place({"MASTER_ADDR": "here", "MASTER_PORT": "7", **changed})
 
 
 def test_ranks_meet_where_torchrun_says_or_on_the_first_node_of_a_slurm_step() -> None:
