@@ -4,17 +4,32 @@ An epoch's order is a permutation drawn from (seed, epoch). Epochs follow each o
 whole batch at the very end is left out. Each of several ranks gets its share of every batch, so that together they see what one
 would. The position is the number of batches handed out; a batch that was
 prefetched but not handed out does not count.
+
+A batch's random numbers (augmentations, masking in collate_fn) are drawn from (seed, rank, position), whichever process makes it:
+so they are the same after a resume and for any number of workers, and different on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from anyfit.placing.ranks import ALONE, Ranks
+
+from .randomness import own_generators, seeded
+
+DECIDED = {  # options of DataLoader that are not taken, and why
+    "batch_size": "it is Job(batch_size=)",
+    "batch_sampler": "the order comes from Job(seed=), so that a checkpoint can go on in it",
+    "sampler": "the order comes from Job(seed=), so that a checkpoint can go on in it",
+    "shuffle": "",
+    "drop_last": "only what makes no whole batch after the last epoch is left out",
+    "generator": "a batch's random numbers come from Job(seed=), the rank and the batch's position",
+    "in_order": "batches come in the order that a checkpoint goes on in",
+}
 
 
 @runtime_checkable
@@ -31,18 +46,19 @@ class Loader:
     def __init__(
         self, dataset: Sized, batch_size: int, seed: int, epochs: int, shuffle: bool, ranks: Ranks = ALONE, **options: Any
     ) -> None:
-        if not isinstance(dataset, Sized):
+        if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
             raise TypeError(
                 f"run.loader takes a dataset with len() and indexing, got {type(dataset).__name__}; "
                 "hand batches of your own loader to run.step instead"
             )
-        if epochs < 1:
-            raise ValueError(f"epochs must be at least 1, got {epochs}")
-        for name in ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last"):
+        if type(epochs) is not int or epochs < 1:
+            raise ValueError(f"epochs must be a whole number from 1 up, got {epochs}")
+        for name, why in DECIDED.items():
             if name in options:
-                raise TypeError(f"run.loader decides {name} itself; it takes the other options of torch's DataLoader")
+                why = f": {why}" if why else ""
+                raise TypeError(f"run.loader decides {name} itself{why}; it takes the other options of torch's DataLoader")
         self._dataset, self._batch_size, self._seed = dataset, batch_size, seed
-        self._epochs, self._shuffle, self._options = epochs, shuffle, options
+        self._epochs, self._shuffle, self._options, self._rank = epochs, shuffle, options, ranks.index
         share = batch_size // ranks.count
         self._rows = range(ranks.index * share, (ranks.index + 1) * share)  # of a batch, this rank's
         if len(self) == 0:
@@ -53,19 +69,34 @@ class Loader:
         return self._epochs * len(self._dataset) // self._batch_size
 
     def __iter__(self) -> Iterator[Any]:
+        options = dict(self._options)
+        made = _Made(self._dataset, options.pop("collate_fn", None) or default_collate, f"{self._seed} {self._rank}")
         # Of its own, or to go on in the middle would draw one random number more than not to have stopped.
-        seeds = torch.Generator().manual_seed((self._seed * 1_000_003 + self.position) % 2**63)
-        options = {"generator": seeds, **self._options}
-        inner: Iterator[Any] = iter(DataLoader(self._dataset, batch_sampler=self._batches(self.position), **options))  # type: ignore[arg-type]
+        seeds = torch.Generator().manual_seed((self._seed * 1_000_003 + self._rank) % 2**63)
+        options["worker_init_fn"] = _Beginning(made, options.get("worker_init_fn"))
+        inner: Iterator[Any] = iter(
+            DataLoader(made, batch_sampler=self._batches(self.position), collate_fn=_as_it_is, generator=seeds, **options)  # type: ignore[arg-type]
+        )
         for batch in inner:
             self.position += 1
             yield batch
 
-    def _batches(self, start: int) -> Iterator[list[int]]:
+    @property
+    def facts(self) -> dict[str, str]:
+        """What all ranks must have alike for their shares to make up the batches."""
+        return {
+            "samples in run.loader's dataset": str(len(self._dataset)),
+            "epochs of run.loader": str(self._epochs),
+            "shuffle of run.loader": str(self._shuffle),
+            "batches drawn from run.loader": str(self.position),
+        }
+
+    def _batches(self, start: int) -> Iterator[_Drawn]:
         size, per_epoch = self._batch_size, len(self._dataset)
         orders: dict[int, list[int]] = {}
         for index in range(start, len(self)):
-            batch = []
+            batch = _Drawn()
+            batch.position = index
             for place in self._rows:
                 epoch, row = divmod(index * size + place, per_epoch)
                 if epoch not in orders:
@@ -79,3 +110,43 @@ class Loader:
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
         order: list[int] = torch.randperm(len(self._dataset), generator=generator).tolist()
         return order
+
+
+class _Drawn(list[int]):
+    """The samples of a rank's share of a batch."""
+
+    position: int
+
+
+class _Made:
+    """Whole batches, each made with random numbers of its own: what a DataLoader indexes, here or in a worker."""
+
+    def __init__(self, dataset: Sized, collate: Callable[[list[Any]], Any], key: str) -> None:
+        self.dataset, self._collate, self._key = dataset, collate, key
+        self._generators: list[Any] | None = None  # that the user's own code holds, in this process
+
+    def __getitems__(self, drawn: _Drawn) -> Any:
+        if self._generators is None:
+            self._generators = own_generators(self.dataset, self._collate)
+        with seeded(f"{self._key} {drawn.position}", self._generators):
+            many = getattr(self.dataset, "__getitems__", None)
+            return self._collate(many(list(drawn)) if many else [self.dataset[index] for index in drawn])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class _Beginning:
+    """Of a worker: it finds the user's own dataset where torch says, and then does what the user wants first."""
+
+    def __init__(self, made: _Made, then: Callable[[int], Any] | None) -> None:
+        self._made, self._then = made, then
+
+    def __call__(self, worker: int) -> None:
+        object.__setattr__(get_worker_info(), "dataset", self._made.dataset)  # it is frozen
+        if self._then is not None:
+            self._then(worker)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
