@@ -336,7 +336,7 @@ def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alt
         decisions=(
             *decisions,
             Decision("micro-batch", _passes(profile.batch_size, micro_batch), why_so_many),
-            *([Decision("trace", "a real run", "; ".join(profile.notes))] if profile.notes else []),
+            *([Decision("trace", profile.traced, "; ".join(profile.notes))] if profile.notes else []),
             *([Decision("margin", f"{found.chosen.reserved_error:.0%}", profile.correction.why)] if profile.correction else []),
             *([Decision("pace", profile.pace.choice, profile.pace.why)] if profile.pace else []),
         ),

@@ -99,7 +99,7 @@ def show_profile(profile: Profile, forecast: Forecast, attention_flops: int, con
     if chosen:
         rows["activations"] = _choices(chosen)
     if profile.notes:
-        rows["trace"] = f"a real run: {'; '.join(profile.notes)}"
+        rows["trace"] = f"{profile.traced}: {'; '.join(profile.notes)}"
     show_rows(rows, console)
 
 

@@ -1,15 +1,19 @@
 """The blocks a model is a chain of, found by structure: siblings that are built alike, whatever they are called.
 
-Two modules are alike when their trees of classes, parameters, buffers and plain attributes are the same. An attribute that
-only counts the siblings (a layer's index) does not make them differ.
+Two modules are alike when their trees of classes, parameters, buffers, plain attributes, hooks and functions are the same. An
+attribute that only counts the siblings (a layer's index) does not make them differ.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import types
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -96,4 +100,25 @@ def _signature(module: nn.Module, counting: set[tuple[str, str]]) -> str:
         for key, value in sorted(vars(inner).items()):
             if isinstance(value, PLAIN) and (path, key) not in counting:
                 parts.append(f"{key}={value!r}")
+            elif callable(value) and not isinstance(value, type):  # a forward that was patched, an activation
+                parts.append(f"{key}={_code_of(value)}")
+        for hooks in (inner._forward_pre_hooks, inner._forward_hooks, inner._backward_hooks, inner._backward_pre_hooks):
+            parts.append(f"hooks={[_code_of(hook) for hook in hooks.values()]}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _code_of(called: Any, depth: int = 4) -> str:
+    """What it runs, and the plain values that it runs with: the same for functions that do the same."""
+    if isinstance(called, functools.partial):
+        given = [each for each in (*called.args, *called.keywords.values()) if isinstance(each, PLAIN)]
+        return f"{_code_of(called.func, depth)}{given!r}"
+    function = getattr(called, "__func__", called)
+    if not isinstance(function, types.FunctionType):
+        return type(called).__qualname__
+    held = list(function.__defaults__ or ())
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # empty
+            held.append(cell.cell_contents)
+    plain = [each for each in held if isinstance(each, PLAIN)]
+    inner = [_code_of(each, depth - 1) for each in held if depth and isinstance(each, types.FunctionType | types.MethodType)]
+    return f"{id(function.__code__)}{plain!r}{inner!r}"

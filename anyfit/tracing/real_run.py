@@ -7,7 +7,8 @@ kernel for a GPU's attention, so one is lent.
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyfit.values.batches import map_tensors
 from anyfit.values.job import Batch, Job
+from anyfit.values.memento import Memento
 from anyfit.values.units import show_bytes
 
 from .stand_in import CPU, largest_sample
+from .swap import refuse_unmade, swapped
 
 aten = torch.ops.aten
 LENT = {
@@ -39,6 +42,7 @@ def sized_model(job: Job) -> nn.Module:
 
 def refuse_unless_it_can_run(job: Job, model: nn.Module, free_bytes: float) -> None:
     """Before it is made: by the model that `sized_model` gives."""
+    refuse_unmade(model)
     dtypes = job.dtypes(model)
     parameters = dict(model.named_parameters())
     unmade = next((name for name, parameter in parameters.items() if model is job.model and parameter.is_meta), None)
@@ -56,18 +60,26 @@ def refuse_unless_it_can_run(job: Job, model: nn.Module, free_bytes: float) -> N
         )
 
 
-def real_model(job: Job) -> nn.Module:
-    """The job's model on the CPU in the run's precision; a model that was given is copied, and stays as it is."""
-    if isinstance(job.model, nn.Module):
-        model = copy.deepcopy(job.model)
-    else:
+@contextmanager
+def real_model(job: Job, memento: Memento) -> Iterator[nn.Module]:
+    """The job's model on the CPU in the run's precision; one that was given has its own tensors again afterwards."""
+    if not isinstance(job.model, nn.Module):
         torch.default_generator.manual_seed(job.seed)  # the CPU's alone: the caller puts it back
-        model = job.build()
+    model = job.build()
     dtypes = job.dtypes(model)
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtypes[name])  # one after the other: never all of them twice
-        parameter.grad = None
-    return model.to(CPU)
+    if model is not job.model:
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtypes[name])  # one after the other: never all of them twice
+            parameter.grad = None
+        yield model.to(CPU)
+        return
+
+    def parameter_like(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        held = parameter.detach().to(CPU, dtypes[name], copy=True)
+        return nn.Parameter(held, requires_grad=parameter.requires_grad)
+
+    with swapped(model, memento, parameter_like, lambda buffer: buffer.detach().to(CPU, copy=True)):
+        yield model
 
 
 def real_batch(job: Job, rows: int) -> Batch:

@@ -116,6 +116,7 @@ def skipping(modules: Sequence[nn.Module], twin_of: Mapping[int, int]) -> Iterat
 
     for twin in set(twin_of.values()):
         hooks.append(modules[twin].register_forward_hook(remember, with_kwargs=True))
+    patched = {block: vars(modules[block])["forward"] for block in twin_of if "forward" in vars(modules[block])}
     for block, twin in twin_of.items():
         modules[block].forward = functools.partial(_hand_through, returned, id(modules[twin]))
     try:
@@ -125,6 +126,8 @@ def skipping(modules: Sequence[nn.Module], twin_of: Mapping[int, int]) -> Iterat
             hook.remove()
         for block in twin_of:
             del modules[block].forward  # the class's own is there again
+        for block, forward in patched.items():
+            modules[block].forward = forward
 
 
 def _hand_through(returned: Mapping[int, Any], twin: int, *args: Any, **kwargs: Any) -> Any:

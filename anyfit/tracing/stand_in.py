@@ -5,15 +5,19 @@ All fakes live on a fake CPU, whatever device will compute: fake CUDA tensors ab
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from anyfit.values.batches import map_tensors
 from anyfit.values.job import Batch, Job
+from anyfit.values.memento import Memento
+
+from .swap import refuse_unmade, swapped
 
 CPU = torch.device("cpu")
 
@@ -33,29 +37,20 @@ class FakeMode(FakeTensorMode):
             return torch.empty_strided(sized.shape, sized.stride(), dtype=args[0].dtype, device=CPU)
 
 
-def fake_model(job: Job, mode: FakeTensorMode) -> nn.Module:
-    """The job's model on fake tensors, in the run's precision, ties kept."""
-    if isinstance(job.model, nn.Module):
-        with FakeCopyMode(mode):
-            model = copy.deepcopy(job.model)
-    else:
-        with torch.device("meta"):
-            model = job.build()
+@contextmanager
+def fake_model(job: Job, mode: FakeTensorMode, memento: Memento) -> Iterator[nn.Module]:
+    """The job's model on fake tensors, in the run's precision, ties kept; one that was given has its own again afterwards."""
+    with torch.device("meta"):
+        model = job.build()
+    refuse_unmade(model)
     dtypes = job.dtypes(model)
-    dtype_of = {id(parameter): dtypes[name] for name, parameter in model.named_parameters()}
-    replaced: dict[int, nn.Parameter | torch.Tensor] = {}  # by identity, so that tied tensors stay one
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in replaced:
-                held = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype_of[id(parameter)], device="meta")
-                fake = nn.Parameter(_as_fake(held, mode), requires_grad=parameter.requires_grad)
-                replaced[id(parameter)] = fake
-            if parameter is not None:
-                module._parameters[name] = replaced[id(parameter)]  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = replaced.setdefault(id(buffer), _as_fake(buffer, mode))
-    return model
+
+    def parameter_like(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        held = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtypes[name], device="meta")
+        return nn.Parameter(_as_fake(held, mode), requires_grad=parameter.requires_grad)
+
+    with swapped(model, memento, parameter_like, lambda buffer: _as_fake(buffer, mode)):
+        yield model
 
 
 def fake_batch(job: Job, rows: int, mode: FakeTensorMode) -> Batch:

@@ -10,16 +10,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
+from anyfit.values.aside import writing_aside
 from anyfit.values.batches import named_tensors
 from anyfit.values.graph import Graph, Parameter, UpdateRule, Value
 from anyfit.values.job import Batch, Job
+from anyfit.values.memento import Memento, leaving_no_trace
 from anyfit.values.units import show_bytes, show_seconds
 
 from .blocks import Blocks, find_blocks
@@ -57,28 +58,49 @@ def trace_with(job: Job, micro_batch: int, device: Kind, repeats_of: Callable[[B
 
 
 def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of: Callable[[Blocks], list[Repeat]]) -> list[Graph]:
-    with _leaving_no_mark(job):
+    with _leaving_no_mark(job) as memento, ExitStack() as inside:
         with _saying("building the model on fake tensors"):
             mode = FakeMode()
-            model = fake_model(job, mode)
+            model = inside.enter_context(fake_model(job, mode, memento))
         stand_in = _StandIn.of(job, model, device, mode, lambda rows: fake_batch(job, rows, mode))
         repeats = repeats_of(stand_in.blocks)
-        return [_trace(stand_in, micro_batch, repeats) for micro_batch in micro_batches]
+        made: list[Graph] = []
+        for micro_batch in micro_batches:
+            try:
+                made.append(_trace(stand_in, micro_batch, repeats))
+            except NotPeriodic:
+                raise
+            except Exception as error:
+                if not made:  # the largest has to run
+                    raise
+                made[-1] = _noted(made[-1], _left_out(micro_batch, error))
+        return made
+
+
+def _left_out(micro_batch: int, error: Exception) -> str:
+    """Of a size that the model does not run, such as one sample for a batch norm: no plan needs it."""
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"micro-batches of {micro_batch} are left out, the model does not run them ({said})"
+
+
+def _noted(graph: Graph, *notes: str) -> Graph:
+    return replace(graph, notes=(*graph.notes, *notes))
 
 
 def _run_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: float) -> list[Graph]:
     """A real run of each size, the smallest first, as far as memory and patience reach; which were left out is noted."""
-    with _leaving_no_mark(job):
+    with _leaving_no_mark(job) as memento, ExitStack() as inside:
         with _saying("building the model on the meta device"):
             sized = sized_model(job)
         refuse_unless_it_can_run(job, sized, free_bytes)
         with _saying("building the model for a real run"):
-            model = real_model(job)
+            model = inside.enter_context(real_model(job, memento))
         mode: AbstractContextManager[Any] = LentKernels() if device == "cuda" else nullcontext()
         room_bytes = free_bytes - bytes_of(model)
         stand_in = _StandIn.of(job, model, device, mode, lambda rows: real_batch(job, rows), room_bytes)
         sizes = sorted(set(micro_batches))
         made: list[Graph] = []
+        failed: list[str] = []
         seconds = 0.0  # of the last
         for micro_batch in sizes:
             started = time.monotonic()
@@ -90,10 +112,16 @@ def _run_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: f
                 if not made:
                     raise
                 left_out = f"micro-batches from {micro_batch} on are left out: a real run of {micro_batch} takes {price}"
-                made[-1] = replace(made[-1], notes=(*made[-1].notes, left_out))
+                made[-1] = _noted(made[-1], left_out)
                 break
-            made.append(replace(graph, notes=("on the CPU, with the values of Job(sample=)",)))
+            except Exception as error:
+                if micro_batch == sizes[-1]:
+                    raise
+                failed.append(_left_out(micro_batch, error))
+                continue
+            made.append(_noted(graph, "on the CPU, with the values of Job(sample=)"))
             seconds = time.monotonic() - started
+        made[-1] = _noted(made[-1], *failed)
         by_size = {graph.micro_batch: graph for graph in made}
         return [by_size[micro_batch] for micro_batch in micro_batches if micro_batch in by_size]
 
@@ -109,23 +137,22 @@ def _foresee(last: Graph, seconds: float, micro_batch: int, room_bytes: float) -
 
 
 @contextmanager
-def _leaving_no_mark(job: Job) -> Iterator[None]:
-    """Around any trace: random numbers and settings are put back, and an error is said in the user's terms."""
+def _leaving_no_mark(job: Job) -> Iterator[Memento]:
+    """Around any trace: all that the job's code changes is put back, and an error is said in the user's terms."""
     refuse_elsewhere(job.sample if job.max_sample is None else job.max_sample)
-    random_state = torch.get_rng_state()
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of its own before it raises
     disabled, logger.disabled = logger.disabled, True
     collects = gc.isenabled()
     gc.disable()  # a collection in the middle would let storages die by chance, and takes longer the larger the model is
     try:
-        yield
+        with leaving_no_trace(job) as memento:
+            yield memento
     except Exception as error:
         in_the_users_terms = explained(error)
         if in_the_users_terms is None:
             raise
         raise in_the_users_terms from error
     finally:
-        torch.set_rng_state(random_state)
         logger.disabled = disabled
         if collects:
             gc.enable()
@@ -147,6 +174,7 @@ class _StandIn:
     facts: tuple[tuple[Parameter, Parameter], ...]  # about them in the same order: without a gradient, and with one
     rule: UpdateRule
     fingerprint: str
+    memento: Memento  # of the model before its first pass
 
     @classmethod
     def of(
@@ -198,6 +226,7 @@ class _StandIn:
             facts=tuple((fact, replace(fact, used=True)) for fact in facts),
             rule=learn(optimizer, device),
             fingerprint=job.fingerprint(model),
+            memento=Memento(job, model),
         )
 
 
@@ -215,7 +244,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         block: repeat.unit(2)[(block - repeat.first) % repeat.period] for repeat in repeats for block in repeat.skipped
     }  # skipped blocks, and the one that is run in their place
 
-    with skipping(blocks.modules, twin_of), stand_in.mode, recorder, recorder.watching():
+    with skipping(blocks.modules, twin_of), writing_aside(), stand_in.mode, recorder, recorder.watching():
         what = "fake" if stand_in.room_bytes is None else "real"
         with (
             _saying(f"running the model on a {what} batch of {micro_batch} samples like Job(sample=)"),
@@ -239,7 +268,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
     ops, storages = recorder.ops, recorder.storages
     for repeat in repeats:
         ops, storages = write_in(repeat, [block.name for block in blocks.blocks], ops, storages)
-    return Graph(
+    graph = Graph(
         model=type(model).__name__,
         micro_batch=micro_batch,
         tokens=tokens_in(batch, micro_batch),
@@ -269,6 +298,8 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         update=stand_in.rule,
         fingerprint=stand_in.fingerprint,
     )
+    stand_in.memento.put_back()  # the next pass starts as this one did
+    return graph
 
 
 def _end(storage: Storage, end: int) -> int:

@@ -225,7 +225,7 @@ class Profile(Record):
     chunks: tuple[ChunkCost, ...] = ()  # of that layout, in its order
     other_layouts: tuple[Layout, ...] = ()  # finer and coarser than that one
     host: HostRates | None = None  # None: nothing can be placed on the host
-    notes: tuple[str, ...] = ()  # on how the passes were traced, where that was by real runs
+    notes: tuple[str, ...] = ()  # on how the passes were traced: by real runs, without some sizes
     correction: Correction | None = None  # where a run has shown that these errors are larger than they would be
     pace: Pace | None = None  # by which the seconds of the passes were scaled, where a check has measured them
     # Of several ranks: limits and rates of the host are one rank's, the batch is that of all.
@@ -238,6 +238,10 @@ class Profile(Record):
     def ranks(self) -> int:
         divisions = self.divisions or (() if self.division is None else (self.division,))
         return divisions[0].ranks if divisions else 1
+
+    @property
+    def traced(self) -> str:
+        return "a real run" if any(note.startswith("on the CPU") for note in self.notes) else "without values"
 
     def slowed(self, times: int) -> Self:
         """The same where so many ranks share a device's time."""

@@ -1,0 +1,617 @@
+"""A memento of the user's own objects: their code may run to plan or to rehearse, and afterwards nothing has happened.
+
+    with leaving_no_trace(job):
+        ...  # build, loss, backward, optimizer: as often as planning likes
+
+What the job's functions and its model can reach is written down before and put back in place afterwards, so that whoever holds
+an object still holds it: closure cells, defaults, attributes, lists, dicts, sets, deques, arrays, tensors, train and eval flags,
+hooks, `requires_grad`, `.grad`, random generators (Python's, numpy's, torch's, and own ones), the globals that these functions
+name, the attributes of their classes, torch's settings. Functions with a cache forget what they cached meanwhile. An iterator is
+not put back, it is kept from moving: one that can be copied is copied, of any other what it gave is given again. Nothing is
+printed, and files that are written lie aside and go (`values/aside.py`).
+
+What it cannot put back: state inside extension modules, other processes and connections (a logger's server, a database);
+iterators that only a tuple, a running frame or an extension holds; random numbers that such an iterator drew to make what it
+gives again. A tensor that is too large to be copied and was changed all the same is an error that names it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import copy
+import enum
+import functools
+import io
+import itertools
+import random
+import sys
+import types
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from .aside import writing_aside
+from .units import show_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .job import Job
+
+MOST_OBJECTS = 200_000  # that are looked at, the nearest first
+LONGEST = 10_000  # entries of a container whose own contents are looked at; a longer one is put back, but not what is in it
+MOST_BYTES = 256 * 2**20  # of tensors and arrays that are copied, all together
+# Whose classes and globals are not the user's. What their objects hold is.
+LIBRARIES = {
+    *sys.stdlib_module_names, "accelerate", "anyfit", "datasets", "hypothesis", "numpy", "pandas", "peft", "pytest", "_pytest",
+    "rich", "safetensors", "scipy", "tokenizers", "torch", "torchvision", "tqdm", "transformers", "triton", "trl", "typer",
+}  # fmt: skip
+# Whose objects other threads and processes may be at work on: these are left alone.
+SHARED = {"asyncio", "concurrent", "logging", "multiprocessing", "os", "queue", "threading", "_thread", "weakref", "anyfit"}
+COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._C", "torch.jit")  # what they learn they may keep
+PLAIN = (str, bytes, int, float, complex, bool, type(None), type(Ellipsis), range, slice, types.CodeType)
+COPIED_ITERATORS: tuple[type, ...] = (itertools.count, itertools.repeat, type(iter([])), type(iter(())), type(iter(range(0))))
+MISSING: Any = object()
+Path: TypeAlias = tuple[Any, str]  # where something was found: the path before it, and a step
+
+
+@contextmanager
+def leaving_no_trace(job: Job, model: nn.Module | None = None) -> Iterator[Memento]:
+    """Around whatever runs the user's code before training. `model`: one that was built from the job's factory, where it is to be
+    as before too; its weights are left alone."""
+    memento = Memento(job, model)
+    with writing_aside(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        try:
+            yield memento
+        finally:
+            memento.put_back()
+    memento.refuse_what_stayed()
+
+
+class Memento:
+    """All that was found, and how it was."""
+
+    def __init__(self, job: Job, model: nn.Module | None = None) -> None:
+        import torch
+        from torch import nn
+
+        self._torch, self._numpy = torch, sys.modules.get("numpy")
+        self._undo: list[Callable[[], object]] = []
+        self._settings = [functools.partial(put_back, state) for state, put_back in _settings(torch, self._numpy)]
+        self._holders: list[_Holder] = []
+        self._seen: dict[int, Any] = {}  # kept alive, so that no identity comes twice
+        self._waiting: deque[tuple[Any, Path]] = deque()
+        self._stands_for: dict[int, Any] = {}  # by identity of an iterator, what moves in its place
+        self._bytes_left = MOST_BYTES
+        self._stayed: list[str] = []
+        models = [each for each in (job.model, model) if isinstance(each, nn.Module)]
+        self._weights = {id(parameter) for each in models for parameter in each.parameters()}
+        self._buffers = {id(buffer) for each in models for buffer in each.buffers()}
+        with torch._C.DisableTorchFunctionSubclass():
+            for root in (*models, *(job.loss, job.optimizer, job.scheduler, job.split, job.model, job.sample, job.max_sample)):
+                self._wait(root, ((), _name_of(root)))
+            while self._waiting and len(self._seen) < MOST_OBJECTS:
+                self._look(*self._waiting.popleft())
+        for holder in self._holders:
+            holder.hold(self._moving)
+
+    def put(self, replacements: Mapping[int, Any]) -> None:
+        """By identity, other objects in place of some of those found, wherever they are held, until all is put back."""
+
+        def replaced(value: Any) -> Any:
+            if id(value) in replacements:
+                return replacements[id(value)]
+            if type(value) is tuple and any(id(each) in replacements or type(each) is tuple for each in value):
+                return tuple(map(replaced, value))
+            return self._moving(value)
+
+        for holder in self._holders:
+            holder.hold(replaced)
+
+    def put_back(self) -> None:
+        """May be called again, after more has happened."""
+        with self._torch._C.DisableTorchFunctionSubclass(), self._torch.no_grad():
+            for holder in self._holders:
+                holder.put_back(self._still)
+            for undo in reversed(self._undo):
+                undo()
+        for setting in self._settings:
+            setting()
+
+    def refuse_what_stayed(self) -> None:
+        if self._stayed:
+            raise ValueError(
+                f"the job's code was run to plan it, and changed {self._stayed[0]}, which is too large to be copied before and "
+                "put back; make it a buffer of the model, or build it in Job(model=)"
+            )
+
+    # ------------------------------------------------------------------ what is found
+
+    def _wait(self, item: Any, path: Path) -> None:
+        if not isinstance(item, PLAIN) and id(item) not in self._seen:
+            self._seen[id(item)] = item
+            self._waiting.append((item, path))
+
+    def _look(self, item: Any, path: Path) -> None:
+        torch = self._torch
+        kind = type(item)
+        if isinstance(item, torch.Tensor):
+            self._tensor(item, path)
+        elif isinstance(item, types.FunctionType):
+            self._function(item, path)
+        elif isinstance(item, types.MethodType):
+            self._wait(item.__self__, path)
+            self._wait(item.__func__, path)
+        elif isinstance(item, functools.partial):
+            self._holders.append(_Partial(item))
+            self._wait_all(enumerate((item.func, *item.args)), path)
+            self._wait_all(item.keywords.items(), path)
+        elif isinstance(item, types.CellType):
+            self._holders.append(_Cell(item))
+            if _Cell.of(item) is not MISSING:
+                self._wait(item.cell_contents, path)
+        elif isinstance(item, type):
+            if _is_the_users(item.__module__):
+                self._class(item, path)
+        elif isinstance(item, types.ModuleType):
+            pass  # by the names that functions use of it
+        elif isinstance(item, types.BuiltinMethodType):
+            self._wait(item.__self__, path)  # such as a list's append
+        elif isinstance(item, staticmethod | classmethod):
+            self._wait(item.__func__, path)
+        elif isinstance(item, property):
+            self._wait_all(enumerate((item.fget, item.fset)), path)
+        elif isinstance(item, tuple | frozenset):
+            if len(item) <= LONGEST:
+                self._wait_all(enumerate(item), path)
+        elif isinstance(item, random.Random):
+            self._keep(item.getstate(), item.setstate)
+        elif isinstance(item, torch.Generator):
+            self._keep(item.get_state(), item.set_state)
+        elif self._numpy is not None and kind.__module__.partition(".")[0] == "numpy":
+            self._of_numpy(item, path)
+        elif isinstance(item, io.IOBase):
+            self._file(item)
+        elif _root_of(kind.__module__) in SHARED or kind.__module__.startswith(COMPILERS) or isinstance(item, enum.Enum):
+            if isinstance(item, torch.nn.Module):  # a compiled one holds the user's
+                self._wait(item._modules, path)
+        elif isinstance(item, functools._lru_cache_wrapper):
+            self._cache(item, path)
+        elif _is_an_iterator(item):
+            self._stands_for[id(item)] = copy.copy(item) if isinstance(item, COPIED_ITERATORS) else _Peeked(item, torch)
+        else:
+            self._object(item, path)
+
+    def _wait_all(self, items: Iterable[tuple[Any, Any]], path: Path) -> None:
+        for key, value in items:
+            if not isinstance(value, PLAIN):
+                self._wait(value, (path, f".{key}" if isinstance(key, str) else f"[{key!r:.40}]"))
+
+    def _object(self, item: Any, path: Path) -> None:
+        """A container, an instance of any class, or both."""
+        if isinstance(item, dict):
+            self._holders.append(_Dict(item))
+            if len(item) <= LONGEST:
+                self._wait_all(dict.items(item), path)
+        elif isinstance(item, list | bytearray | array.array):
+            self._holders.append(_List(item))
+            if isinstance(item, list) and len(item) <= LONGEST:
+                self._wait_all(enumerate(item), path)
+        elif isinstance(item, set | deque):
+            self._holders.append(_Refilled(item))
+            if len(item) <= LONGEST:
+                self._wait_all(enumerate(item), path)
+        attributes = getattr(item, "__dict__", None)
+        if type(attributes) is dict:
+            self._holders.append(_Dict(attributes))
+            self._wait_all(attributes.items(), path)
+        slots = _slots_of(type(item))
+        if slots:
+            self._holders.append(_Slots(item, slots))
+            self._wait_all(((name, getattr(item, name, None)) for name in slots), path)
+        if _is_the_users(type(item).__module__):
+            self._wait(type(item), path)
+
+    def _class(self, item: type, path: Path) -> None:
+        own = {name for name in vars(item) if not name.startswith("__") or name == "__call__"}
+        self._holders.append(_Attributes(item))
+        self._wait_all(((name, vars(item)[name]) for name in own), path)
+        for base in item.__bases__:
+            self._wait(base, path)
+
+    def _function(self, item: types.FunctionType, path: Path) -> None:
+        if (item.__module__ or "").startswith(COMPILERS):
+            self._wait(item.__dict__.get("_torchdynamo_orig_callable"), path)
+            return
+        if item.__dict__:
+            self._wait(item.__dict__, path)
+        else:
+            self._keep(None, lambda _: item.__dict__.clear())
+        self._wait_all(enumerate(item.__closure__ or ()), path)
+        self._wait_all(enumerate(item.__defaults__ or ()), path)
+        self._wait_all((item.__kwdefaults__ or {}).items(), path)
+        defaults, by_name = item.__defaults__, item.__kwdefaults__
+        self._undo.append(lambda: _set_defaults(item, defaults, by_name))
+        if not _is_the_users(item.__module__):
+            return
+        names = _names_in(item.__code__)
+        self._names(item.__globals__, names, path)
+        for name in names:
+            named = item.__globals__.get(name)
+            if isinstance(named, types.ModuleType) and _is_the_users(named.__name__):
+                self._names(vars(named), names, path)
+
+    def _names(self, names_of: dict[str, Any], names: Iterable[str], path: Path) -> None:
+        """The globals of these names; those that are not there yet too."""
+        self._holders.append(_Dict(names_of, names))
+        self._wait_all(((name, names_of.get(name)) for name in names), path)
+
+    def _tensor(self, item: Any, path: Path) -> None:
+        torch = self._torch
+        if item.is_leaf:
+            needs, gradient = item.requires_grad, item.grad
+            self._undo.append(lambda: _set_gradient(item, needs, gradient))
+            self._wait(gradient, (path, ".grad"))
+        if getattr(item, "__dict__", None):
+            self._holders.append(_Dict(item.__dict__))
+        if id(item) in self._weights or item.layout != torch.strided or item.is_nested or item.is_meta or _is_fake(item):
+            return
+        if self._takes(item.nbytes) or id(item) in self._buffers:
+            self._keep(item.detach().clone(), lambda before: _fill(torch, item, before))
+        else:
+            self._watch(lambda: item._version, lambda: f"a tensor of {show_bytes(item.nbytes)}", path)
+
+    def _of_numpy(self, item: Any, path: Path) -> None:
+        numpy: Any = self._numpy
+        if isinstance(item, numpy.random.Generator):
+            self._wait(item.bit_generator, path)
+        elif isinstance(item, numpy.random.BitGenerator):
+            self._keep(copy.deepcopy(item.state), lambda state: setattr(item, "state", state))
+        elif isinstance(item, numpy.random.RandomState):
+            self._keep(item.get_state(), item.set_state)
+        elif isinstance(item, numpy.ndarray) and item.flags.writeable and self._takes(item.nbytes):
+            self._keep(item.copy(), functools.partial(numpy.copyto, item))
+
+    def _takes(self, size: int) -> bool:
+        if size > self._bytes_left:
+            return False
+        self._bytes_left -= size
+        return True
+
+    def _watch(self, version: Callable[[], int], what: Callable[[], str], path: Path) -> None:
+        before = version()
+
+        def note() -> None:
+            if version() != before:
+                self._stayed.append(f"{what()} at {_shown(path)}")
+
+        self._undo.append(note)
+
+    def _file(self, item: Any) -> None:
+        """Of one that is open, what was written meanwhile is cut off."""
+        with contextlib.suppress(Exception):
+            if item.closed or item in (sys.stdin, sys.stderr) or not item.seekable():
+                return
+            if item.writable():
+                item.flush()
+            position = item.tell()
+
+            def back() -> None:
+                with contextlib.suppress(Exception):
+                    if item.writable():
+                        item.flush()
+                    item.seek(position)
+                    if item.writable():
+                        item.truncate()
+
+            self._undo.append(back)
+
+    def _cache(self, item: Any, path: Path) -> None:
+        """What a function cached meanwhile may be a tensor without bytes: it is computed again."""
+        before = item.cache_info()
+        self._undo.append(lambda: None if item.cache_info() == before else item.cache_clear())
+        self._wait(getattr(item, "__wrapped__", None), path)
+
+    def _keep(self, state: Any, put_back: Callable[[Any], object]) -> None:
+        self._undo.append(functools.partial(put_back, state))
+
+    # ------------------------------------------------------------------ iterators
+
+    def _moving(self, value: Any) -> Any:
+        return self._stands_for.get(id(value), value) if self._stands_for else value
+
+    def _still(self, value: Any) -> Any:
+        stand_in = self._stands_for.get(id(value)) if self._stands_for else None
+        return stand_in.still() if isinstance(stand_in, _Peeked) else value
+
+
+def _settings(torch: Any, numpy: Any) -> Iterator[tuple[Any, Callable[[Any], object]]]:
+    """Of the process, as they are, and what sets them."""
+    yield random.getstate(), random.setstate
+    if numpy is not None:
+        yield numpy.random.get_state(), numpy.random.set_state
+    yield torch.get_rng_state(), torch.set_rng_state
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        yield torch.cuda.get_rng_state_all(), torch.cuda.set_rng_state_all
+    yield torch.get_default_dtype(), torch.set_default_dtype
+    if _default_device(torch) is None:  # one that was set outside stays; one that is set meanwhile goes
+        yield None, lambda _: torch.set_default_device(None) if _default_device(torch) is not None else None
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    yield deterministic, lambda state: torch.use_deterministic_algorithms(state[0], warn_only=state[1])
+    yield torch.is_grad_enabled(), torch.set_grad_enabled
+    for kind in ("cpu", "cuda"):
+        yield torch.is_autocast_enabled(kind), functools.partial(torch.set_autocast_enabled, kind)
+        yield torch.get_autocast_dtype(kind), functools.partial(torch.set_autocast_dtype, kind)
+    for name in ("benchmark", "deterministic", "allow_tf32", "enabled"):
+        yield getattr(torch.backends.cudnn, name), functools.partial(setattr, torch.backends.cudnn, name)
+
+
+# ---------------------------------------------------------------------- what holds others
+
+
+class _Holder:
+    """Something with entries that can be replaced."""
+
+    def hold(self, replaced: Callable[[Any], Any]) -> None:
+        """Other objects in place of those it had at first, where `replaced` gives others."""
+
+    def put_back(self, still: Callable[[Any], Any]) -> None:
+        """What it had at first."""
+
+
+class _Dict(_Holder):
+    def __init__(self, held: dict[Any, Any], names: Iterable[str] | None = None) -> None:
+        self.held = held
+        # Of all its entries, or of these names.
+        self.before = dict(held) if names is None else {name: held.get(name, MISSING) for name in names}
+        self.is_part = names is not None
+
+    def hold(self, replaced: Callable[[Any], Any]) -> None:
+        for key, value in self.before.items():
+            if (other := replaced(value)) is not value:
+                self._set(key, other)
+
+    def _set(self, key: Any, value: Any) -> None:
+        """Past whatever a class of its own makes of it."""
+        kind: Any = OrderedDict if isinstance(self.held, OrderedDict) else dict
+        kind.__setitem__(self.held, key, value)
+
+    def put_back(self, still: Callable[[Any], Any]) -> None:
+        before = {key: still(value) for key, value in self.before.items()}
+        if self.is_part:
+            for key, value in before.items():
+                if value is MISSING:
+                    self.held.pop(key, None)
+                elif self.held.get(key, MISSING) is not value:
+                    self._set(key, value)
+            return
+        now = self.held
+        if len(now) == len(before) and all(a is b and v is w for (a, v), (b, w) in zip(now.items(), before.items(), strict=True)):
+            return
+        (OrderedDict if isinstance(now, OrderedDict) else dict).clear(now)
+        for key, value in before.items():
+            self._set(key, value)
+
+
+class _List(_Holder):
+    def __init__(self, held: Any) -> None:
+        self.held, self.before = held, held[:]
+
+    def hold(self, replaced: Callable[[Any], Any]) -> None:
+        if isinstance(self.held, list) and len(self.held) <= LONGEST:
+            for index, value in enumerate(self.before):
+                if (other := replaced(value)) is not value:
+                    self.held[index] = other
+
+    def put_back(self, still: Callable[[Any], Any]) -> None:
+        if isinstance(self.held, list) and len(self.before) <= LONGEST:
+            self.held[:] = [still(value) for value in self.before]
+        else:
+            self.held[:] = self.before
+
+
+class _Refilled(_Holder):
+    """A set or a deque."""
+
+    def __init__(self, held: Any) -> None:
+        self.held, self.before = held, list(held)
+
+    def put_back(self, still: Callable[[Any], Any]) -> None:
+        if len(self.held) != len(self.before) or any(a is not b for a, b in zip(self.held, self.before, strict=True)):
+            self.held.clear()
+            add = self.held.extend if isinstance(self.held, deque) else self.held.update
+            add(map(still, self.before))
+
+
+class _Cell(_Holder):
+    def __init__(self, held: types.CellType) -> None:
+        self.held, self.before = held, _Cell.of(held)
+
+    @staticmethod
+    def of(cell: types.CellType) -> Any:
+        try:
+            return cell.cell_contents
+        except ValueError:  # empty
+            return MISSING
+
+    def hold(self, replaced: Callable[[Any], Any]) -> None:
+        if (other := replaced(self.before)) is not self.before:
+            self.held.cell_contents = other
+
+    def put_back(self, still: Callable[[Any], Any]) -> None:
+        before = still(self.before)
+        if before is MISSING:
+            with contextlib.suppress(ValueError):
+                del self.held.cell_contents
+        elif _Cell.of(self.held) is not before:
+            self.held.cell_contents = before
+
+
+class _Partial(_Holder):
+    def __init__(self, held: Any) -> None:
+        self.held, self.before = held, (held.func, held.args, dict(held.keywords), held.__dict__ or None)
+
+    def hold(self, replaced: Callable[[Any], Any]) -> None:
+        function, args, keywords, attributes = self.before
+        others = tuple(map(replaced, args)), {name: replaced(value) for name, value in keywords.items()}
+        if any(a is not b for a, b in zip(others[0], args, strict=True)) or any(
+            others[1][name] is not keywords[name] for name in keywords
+        ):
+            self.held.__setstate__((function, *others, attributes))
+
+    def put_back(self, still: Callable[[Any], Any]) -> None:
+        function, args, keywords, attributes = self.before
+        kept = tuple(map(still, args)), {name: still(value) for name, value in keywords.items()}
+        self.held.__setstate__((function, *kept, attributes))
+
+
+class _Slots(_Holder):
+    """Attributes of an object without a dict."""
+
+    def __init__(self, held: Any, names: tuple[str, ...]) -> None:
+        self.held, self.before = held, {name: getattr(held, name, MISSING) for name in names}
+
+    def hold(self, replaced: Callable[[Any], Any]) -> None:
+        for name, value in self.before.items():
+            if (other := replaced(value)) is not value:
+                object.__setattr__(self.held, name, other)
+
+    def put_back(self, still: Callable[[Any], Any]) -> None:
+        for name, value in self.before.items():
+            before = still(value)
+            if getattr(self.held, name, MISSING) is not before:
+                with contextlib.suppress(AttributeError):
+                    if before is MISSING:
+                        object.__delattr__(self.held, name)
+                    else:
+                        object.__setattr__(self.held, name, before)
+
+
+class _Attributes(_Holder):
+    """Of a class."""
+
+    def __init__(self, held: type) -> None:
+        self.held, self.before = held, {name: value for name, value in vars(held).items() if not _is_of_python(name)}
+
+    def hold(self, replaced: Callable[[Any], Any]) -> None:
+        for name, value in self.before.items():
+            if (other := replaced(value)) is not value:
+                setattr(self.held, name, other)
+
+    def put_back(self, still: Callable[[Any], Any]) -> None:
+        for name in [name for name in vars(self.held) if not _is_of_python(name) and name not in self.before]:
+            delattr(self.held, name)
+        for name, value in self.before.items():
+            before = still(value)
+            if vars(self.held).get(name, MISSING) is not before:
+                setattr(self.held, name, before)
+
+
+class _Peeked:
+    """An iterator that cannot be copied: what it gives is remembered, and given again afterwards."""
+
+    def __init__(self, iterator: Any, torch: Any) -> None:
+        self._iterator, self._torch = iterator, torch
+        self._given: list[Any] = []
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes(), self._torch._C.DisableTorchFunction():  # it gives real tensors, not those of a trace
+            item = next(self._iterator)
+        self._given.append(item)
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    def still(self) -> Any:
+        return itertools.chain(self._given, self._iterator) if self._given else self._iterator
+
+
+# ---------------------------------------------------------------------- small questions
+
+
+def _root_of(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+def _is_the_users(module: str | None) -> bool:
+    return bool(module) and _root_of(module) not in LIBRARIES
+
+
+def _is_an_iterator(item: Any) -> bool:
+    """One without attributes that could be put back, or whose work is done in other processes."""
+    kind = type(item)
+    if not hasattr(kind, "__next__") or not hasattr(kind, "__iter__"):
+        return False
+    return not hasattr(item, "__dict__") or kind.__name__ == "_MultiProcessingDataLoaderIter"
+
+
+def _is_of_python(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _is_fake(tensor: Any) -> bool:
+    return type(tensor).__name__ == "FakeTensor"
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    if _root_of(kind.__module__) in LIBRARIES:
+        return ()
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else list(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__"))
+
+
+@functools.lru_cache(4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Globals and attributes that it names, and the functions inside it too."""
+    inner = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names_in(const))
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _default_device(torch: Any) -> Any:
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
+def _set_defaults(function: types.FunctionType, defaults: Any, by_name: Any) -> None:
+    if function.__defaults__ is not defaults:
+        function.__defaults__ = defaults
+    if function.__kwdefaults__ is not by_name:
+        function.__kwdefaults__ = by_name
+
+
+def _set_gradient(tensor: Any, needs: bool, gradient: Any) -> None:
+    if not tensor.is_leaf:
+        return
+    if tensor.grad is not gradient:
+        tensor.grad = gradient
+    if tensor.requires_grad != needs:
+        tensor.requires_grad_(needs)
+
+
+def _fill(torch: Any, tensor: Any, before: Any) -> None:
+    if tensor.shape == before.shape and not torch.equal(tensor.detach(), before):
+        tensor.data.copy_(before)
+
+
+def _name_of(item: Any) -> str:
+    return getattr(item, "__qualname__", None) or type(item).__name__
+
+
+def _shown(path: Path) -> str:
+    steps: list[str] = []
+    at: Any = path
+    while at:
+        at, step = at
+        steps.append(step)
+    return "".join(reversed(steps))
