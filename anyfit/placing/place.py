@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from anyfit.values.coupling import coupled
 from anyfit.values.job import Job
 from anyfit.values.layout import lay_out
 from anyfit.values.plan import Placement, Plan
@@ -20,6 +21,7 @@ from .activations import Activations
 from .chunks import Carried, ModelState
 from .gradients import Gradients
 from .lanes import Lanes
+from .optimizers import refuse_apart
 from .pieces import refuse_unless_by_element
 from .ranks import ALONE, Ranks
 from .reduction import Reduction
@@ -50,6 +52,11 @@ class Placed:
         """Around every forward whose backward will come."""
         with self.lanes.computing("forward"), self.residency.watching(), self.activations.watching():
             yield
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.updates.ready()
+        self.residency.begin()
 
     @property
     def device_bytes(self) -> int:
@@ -83,6 +90,7 @@ class Placed:
             optimizer_state=self.updates.state_dict(),
             optimizer=self.updates.optimizer,
         )
+        self.updates.users.let_go()
         self.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -123,6 +131,10 @@ def place(
         raise ValueError(
             f"the plan places {len(placements)} chunks, and this model makes {len(layout)} of about {plan.chunk_bytes} bytes"
         )
+    if device.type == "cpu" and any(group.get("capturable") for group in optimizer.param_groups):
+        raise ValueError(f"{type(optimizer).__name__}(capturable=True) steps on a GPU alone; leave capturable out")
+    reason = coupled(optimizer)
+    refuse_apart(reason, [each for each, chunk in zip(placements, layout, strict=True) if chunk.is_updated])
     if any(each.optimizer_shards > 1 for each in placements):
         refuse_unless_by_element(optimizer)
     if plan.chunks and device.type == "cuda":
@@ -153,7 +165,7 @@ def place(
         else:
             gradients = Gradients(state, lanes, slabs, plan.accumulation, residency.moved_gradients)
         closing.callback(gradients.close)
-        updates = Updates(optimizer, state, gradients, residency, lanes, slabs, carried)
+        updates = Updates(optimizer, state, gradients, residency, lanes, slabs, carried, reason)
         activations = Activations(model, stage.activations, lanes, slabs, residency)
         closing.callback(activations.close)
         slabs.prepared()

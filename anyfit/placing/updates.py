@@ -1,8 +1,9 @@
 """The update: the user's own torch optimizer, run chunk by chunk on exact fp32 masters, on the device or on the host.
 
-Any optimizer that treats each parameter by itself works. For each chunk its masters are put together in a scratch buffer, a
-copy of the optimizer that sees these parameters alone steps them there, and they are taken apart again: no fp32 copy of the
-model ever exists. Moments of a parameter's own shape lie in flat buffers that share the chunk's offsets.
+Any optimizer that treats each parameter by itself works; others are stepped whole, where all is on the device (optimizers.py).
+For each chunk its masters are put together in a scratch buffer, a copy of the optimizer that sees these parameters alone steps
+them there, and they are taken apart again: no fp32 copy of the model ever exists. Moments of a parameter's own shape lie in flat
+buffers that share the chunk's offsets.
 
 torch's Adam and AdamW are stepped by one-pass kernels instead (kernels/), which need no such scratch: on the host, and on a GPU.
 
@@ -26,8 +27,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,12 +37,13 @@ from torch.optim import Optimizer
 from anyfit.kernels.adamw import Begun, Part, Settings, State, adamw, can_be_parted
 from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
 from anyfit.kernels.split import merge, split
-from anyfit.values.layout import Slot
 from anyfit.values.machine import update_threads
 
 from .chunks import Carried, ChunkState, ModelState
 from .gradients import Gradients, clip_factor
 from .lanes import STREAMED_DEPTH, Lanes, Over, Ticket, Work
+from .optimizer_state import Flat, Load, OptimizerState, Second
+from .optimizers import UsersOptimizer, steps_together
 from .reduction import Reduction
 from .residency import Residency
 from .tiers import HostSlabs
@@ -75,115 +76,6 @@ class Bench:
         return sum(buffer.nbytes for buffer in list(self._buffers.values()))  # a lane may add one meanwhile
 
 
-class OptimizerState:
-    """One chunk's: flat moments in the optimizer's tier, and by parameter what is not an array of its shape."""
-
-    def __init__(self, state: ChunkState) -> None:
-        self.state = state
-        self.moments: dict[str, Tensor] = {}
-        self.rest: dict[str, dict[str, Any]] = {}  # also says which parameters have been stepped before
-        self.second: Second | None = None
-        self.home: Ticket | None = None  # of the last update of a state that is on the host
-        self.live: dict[str, dict[str, Any]] = {}  # entries of a resident chunk, whose arrays never move
-        self.lifted: Load | None = None  # its state is on the device, or on its way there, before the norm is known
-
-    def entries(self, moments: Mapping[str, Tensor], names: Iterable[str], *, cloned: bool = True) -> dict[str, dict[str, Any]]:
-        """What the optimizer knows of each parameter, with moments from these flat buffers; empty before its first step."""
-        slots = {slot.name: slot for slot in self.state.own.slots}
-        return self._entries(moments, {name: slots[name] for name in names}, cloned=cloned)
-
-    def _entries(self, moments: Mapping[str, Tensor], slots: Mapping[str, Slot], *, cloned: bool) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        for name in slots:
-            found[name] = {}
-            if name in self.rest:
-                for key, value in self.rest[name].items():
-                    if isinstance(value, _Flat):
-                        found[name][key] = self.state.view(moments[key], slots[name])
-                    else:
-                        found[name][key] = value.clone() if cloned and isinstance(value, Tensor) else value
-        return found
-
-    def arrays(self) -> Iterator[tuple[Slot, str, Tensor]]:
-        """What is kept for each element of a parameter, by parameter and key, and what else is no single number."""
-        for slot in self.own_slots:
-            for key, value in self.rest.get(slot.name, {}).items():
-                if isinstance(value, _Flat):
-                    yield slot, key, self.state.view(self.moments[key], slot)
-                elif isinstance(value, Tensor) and value.dim():
-                    yield slot, key, value
-
-    def scalars(self) -> dict[str, dict[str, Any]]:
-        """The rest: step counts, and what is not a tensor."""
-        return {name: {key: each for key, each in entry.items() if not _is_array(each)} for name, entry in self.rest.items()}
-
-    @property
-    def own_slots(self) -> tuple[Slot, ...]:
-        return self.state.own.slots
-
-    def keep(self, moments: dict[str, Tensor], made: Mapping[str, Mapping[str, Any]], zeros: Any) -> None:
-        """Takes over what a step left: arrays of a parameter's shape into the flat buffers, the rest as it is."""
-        slots = {slot.name: slot for slot in self.state.own.slots}
-        for name, entry in made.items():
-            rest: dict[str, Any] = {}
-            for key, value in entry.items():
-                slot = slots[name]
-                if isinstance(value, _Flat):
-                    rest[key] = value
-                elif isinstance(value, Tensor) and value.dim() and value.shape == slot.shape and value.dtype == torch.float32:
-                    if key not in moments:
-                        moments[key] = zeros(key)
-                    home = self.state.view(moments[key], slot)
-                    if home.data_ptr() != value.data_ptr():
-                        home.copy_(value)
-                    rest[key] = _Flat()
-                else:
-                    rest[key] = value
-            self.rest[name] = rest
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        others = [item for rest in self.rest.values() for item in rest.values() if isinstance(item, Tensor) and item.dim()]
-        return [*self.moments.values(), *others]
-
-
-class _Flat:
-    """Stands for an array that lies in a flat buffer."""
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, _Flat) or (isinstance(value, Tensor) and value.dim() > 0)
-
-
-@dataclass(eq=False)
-class Load:
-    """A chunk on its way to a streamed update and back."""
-
-    gradients: dict[str, Tensor]
-    second: Second | None  # where it goes to, if not home
-    carrier: Bench | None = None  # on the device
-    is_ahead: bool = False  # it is lifted, and nothing more was begun
-    weights: Tensor | None = None  # before the step, and then after it
-    flat: Tensor | None = None  # the gradients, where they lie in one
-    moments: dict[str, Tensor] = field(default_factory=dict)
-    rest: dict[str, dict[str, Any]] = field(default_factory=dict)
-    ticket: Ticket | None = None  # of the last that was asked of it
-
-
-class Second:
-    """The second generation of a chunk's state, on the host: what it will be if the step counts as it is. Weights that live on
-    the device have theirs here too: backward still reads the old ones."""
-
-    def __init__(self, state: ChunkState, slabs: HostSlabs) -> None:
-        elements = state.own.elements
-        self.weights = slabs.zeros(elements, state.dtype, crosses=True)
-        self.low = state.optimizer_zeros(torch.int16, elements=elements if state.is_split else 0)
-        self.moments: dict[str, Tensor] = {}
-        self.made: dict[str, dict[str, Any]] = {}
-        self.ticket: Ticket | None = None  # of the update that fills it; None: not begun in this step
-        self.may_be_read = False  # it was the state when somebody began to read that
-
-
 class Updates:
     def __init__(
         self,
@@ -194,8 +86,10 @@ class Updates:
         lanes: Lanes,
         slabs: HostSlabs,
         carried: Carried | None = None,
+        coupled: str | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self._coupled = coupled  # why all parameters are stepped at once, if they are
         self._gradients, self._residency, self._lanes = gradients, residency, lanes
         self.chunks = [OptimizerState(chunk) for chunk in state.chunks if chunk.chunk.is_updated]
         self._by_index = {each.state.index: each for each in self.chunks}
@@ -213,10 +107,12 @@ class Updates:
         self._clipped = 0.0  # share of late steps
         self._parted = 1.0  # share of chunks on the host, where they wait for the norm
         self.before_change: Callable[[int], None] = lambda _chunk: None  # waits where somebody still reads a chunk's state
-        self._adopt_made_by_constructor(state)
+        together = all(steps_together(each.state.placement) for each in self.chunks)
+        by_torch = all(self._settings_of(each.state, optimizer.param_groups) is None for each in self.chunks)
+        self.users = UsersOptimizer(optimizer, self.chunks, state.parameters, is_open=together and by_torch)
         for each in self.chunks:
-            if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-                self._make_adam(each)
+            self._make_adam(each)
+            self._adopt(each, state.parameters)
             if carried is not None:
                 self._take_over(each, carried)
         for each in self.chunks:
@@ -226,6 +122,7 @@ class Updates:
         if any(each.second is not None for each in self.chunks):
             gradients.on_complete, gradients.on_late = self._speculate, self._revoke
         self._first_streamed = [each for each in self.chunks if each.state.placement.route == "streamed"][:STREAMED_DEPTH]
+        self.users.show()
         for each in self.chunks:
             self._furnish(each)
 
@@ -241,9 +138,9 @@ class Updates:
         if in_one_pass and route != "host" and flat is None:
             bench.flat("gathered", elements, state.dtype)
         if not in_one_pass and (state.is_split or route != "resident"):
-            bench.flat("exact", elements)
+            bench.flat(self._scratch("exact", state), elements)
         if not in_one_pass and (state.is_split or route != "resident" or from_host):
-            bench.flat("gradient", elements)
+            bench.flat(self._scratch("gradient", state), elements)
         if route == "resident" and from_host and self._device.type != "cpu":
             bench.flat("landed", elements, came_in)
         for carrier in self._carriers if route == "streamed" else ():
@@ -258,24 +155,33 @@ class Updates:
     def _settings_of(self, state: ChunkState, groups: Sequence[Mapping[str, Any]]) -> Settings | None:
         """Where a one-pass kernel steps the chunk: its group's settings."""
         route = state.placement.route
+        if self._coupled is not None:
+            return None
         if route == "resident" and self._device.type == "cpu":  # forecasts of the CPU device rest on torch's own
             return None
         if route != "host" and self._device.type == "cuda" and not can_run_on_gpu(self._device):
             return None
         return _adam(self.optimizer, groups[state.chunk.group])
 
+    def _scratch(self, name: str, state: ChunkState) -> str:
+        """Chunks that are stepped at once have each their own."""
+        return name if self._coupled is None else f"{name} {state.index}"
+
     def _zeros(self, each: OptimizerState, _key: str) -> Tensor:
         return each.state.optimizer_zeros(torch.float32)
 
     def _make_adam(self, each: OptimizerState) -> None:
         """Moments as torch's Adam makes them in its first step, taken at the start instead."""
+        if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+            return
         group = self.optimizer.param_groups[each.state.chunk.group]
         keys = (*ADAM_KEYS, "max_exp_avg_sq") if group["amsgrad"] else ADAM_KEYS
         for key in keys:
-            each.moments[key] = self._zeros(each, key)
+            if key not in each.moments:
+                each.moments[key] = self._zeros(each, key)
         where = self._device if self._counts_on_device(each.state) else torch.device("cpu")
         for slot in each.state.own.slots:
-            each.rest[slot.name] = {"step": torch.zeros((), device=where), **{key: _Flat() for key in keys}}
+            each.rest[slot.name] = {"step": torch.zeros((), device=where), **{key: Flat() for key in keys}}
 
     def _counts_on_device(self, state: ChunkState) -> bool:
         """Whether torch's optimizer wants its step counts there."""
@@ -283,17 +189,21 @@ class Updates:
         wanted = groups[state.chunk.group].get("fused") or groups[state.chunk.group].get("capturable")
         return bool(wanted) and state.placement.update == "device" and self._settings_of(state, groups) is None
 
-    def _adopt_made_by_constructor(self, state: ModelState) -> None:
-        """What an optimizer made before its first step, as Adagrad does."""
+    def _adopt(self, each: OptimizerState, parameters: Mapping[str, nn.Parameter]) -> None:
+        """What the optimizer knows already: its constructor made it (Adagrad's does), or it has stepped or loaded before."""
+        known = {slot.name: self.optimizer.state.pop(parameters[slot.name], None) for slot in each.state.chunk.slots}
+        self.load({name: entry for name, entry in known.items() if entry})
+
+    def _replace(self, given: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Takes over a state that user code has put in the place of this one."""
+        self._residency.settle_all()
+        names = {id(parameter): name for name, parameter in self.users.parameters.items()}
+        self.forget_all()
         for each in self.chunks:
-            made = {}
-            for slot in each.state.chunk.slots:
-                parameter = state.parameters[slot.name]
-                if parameter in self.optimizer.state:
-                    made[slot.name] = self.optimizer.state.pop(parameter)
-            made = _pieces(each.state, made)
-            if made:
-                each.keep(each.moments, made, lambda key, each=each: self._zeros(each, key))
+            for flat in each.moments.values():
+                flat.zero_()
+            self._make_adam(each)
+        self.load({names[id(parameter)]: entry for parameter, entry in given.items() if names.get(id(parameter)) in self.names})
 
     def _take_over(self, each: OptimizerState, carried: Carried) -> None:
         names = [slot.name for slot in each.state.own.slots if slot.name in carried.optimizer_state]
@@ -302,13 +212,21 @@ class Updates:
 
     # ------------------------------------------------------------------ a step
 
+    def ready(self) -> None:
+        """Before a step: takes over what user code has done to the optimizer since the last, or raises where it cannot."""
+        self.users.refuse_changed()
+        given = self.users.replaced()
+        if given is not None:
+            self._replace(given)
+        self.users.show_hidden()
+
     def begin(self, norm: Tensor, clip_norm: float | None) -> None:
         """Gives the GPU the updates of resident chunks before the host knows the norm, which the GPU will: it goes on with them
         while the host waits, and then starts the others. `apply` or `leave_out` has to follow."""
         self.check()
         groups = self._settings()
         begun = [each for each in self.chunks if self._can_begin(each.state, groups)]
-        if not begun:
+        if not begun or self.users.must_step_together(self._coupled):
             return
         self._before = self._lanes.so_far()
         factor = torch.ones_like(norm) if clip_norm is None else clip_factor(norm, clip_norm)
@@ -341,6 +259,10 @@ class Updates:
         before = self._before or self._lanes.so_far()  # the old weights have been read
         begun, self._begun = self._begun, {}
         self._broken = BROKEN_OFF  # unless it comes to its end
+        if self.users.must_step_together(self._coupled):
+            self._apply_together(factor)
+            self._broken = None
+            return
         for each in self.chunks:
             own, arrived = self._gradients.of(each.state)
             if each.state.placement.route == "resident":
@@ -368,6 +290,42 @@ class Updates:
             state.fresh = self._committed(each, own, before) if is_speculated else state.again()
             self._share(state, before)
         self._broken = None
+
+    def _apply_together(self, factor: float | None) -> None:
+        """One call of the optimizer itself for all parameters."""
+        gradients: dict[str, Tensor] = {}
+        masters: dict[str, Tensor] = {}
+        exact: dict[int, Tensor] = {}
+        bench = self._benches["resident"]
+        with self._lanes.computing("update"):
+            for each in self.chunks:
+                state = each.state
+                own, arrived = self._gradients.of(state)
+                self._lanes.hold_computation(arrived)
+                self.before_change(state.index)
+                self.users.collect(each)
+                if state.is_split and own:
+                    merged = exact[state.index] = bench.flat(f"exact {state.index}", state.own.elements)
+                    merge(state.weights, state.low, merged)
+                    masters |= _views(state, own, merged)
+                    own = self._widened(state, own, bench, f"gradient {state.index}")
+                gradients |= own
+            try:
+                self.users.step_together(gradients, masters, factor)
+            except BaseException as error:
+                self._broken = f"the update failed half-way ({type(error).__name__}: {error})"
+                raise
+            for each in self.chunks:
+                self._keep_new(each)
+                if each.state.index in exact:
+                    split(exact[each.state.index], each.state.weights, each.state.low)
+
+    def _keep_new(self, each: OptimizerState) -> None:
+        """What the optimizer itself has made for parameters of which nothing was known."""
+        slots = {slot.name: self.users.entry(slot.name) for slot in each.own_slots if slot.name not in each.live}
+        made = {name: entry for name, entry in slots.items() if entry}
+        if made:
+            self.users.keep(each, made, lambda key: self._zeros(each, key))
 
     def _share(self, state: ChunkState, before: Ticket | None) -> None:
         """Fresh weights of a chunk that ranks divide come to the others: now, where each has all of them; else when they are
@@ -423,7 +381,10 @@ class Updates:
 
     def _settings(self) -> Groups:
         """Learning rates and the like of every group as they are now: a scheduler may change them while an update runs."""
-        return [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        return [
+            {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
 
     def forget(self) -> None:
         """The step is over, however it ended: what was speculated in it is not to be used by another."""
@@ -479,12 +440,12 @@ class Updates:
             merge(weights, state.low, exact)
         if state.is_split or state.placement.gradients == "host":
             own = self._widened(state, own, bench)
+        self.users.collect(each)
         missing = [name for name in own if name not in each.live]
         entries = each.live | each.entries(each.moments, missing)
         made = self._step(each, exact, own, entries, factor, groups, "resident")
         if missing:
-            each.keep(each.moments, {name: made[name] for name in missing}, lambda key: self._zeros(each, key))
-            each.live |= each.entries(each.moments, missing, cloned=False)
+            self.users.keep(each, {name: made[name] for name in missing}, lambda key: self._zeros(each, key))
         if state.is_split:
             split(exact, weights, state.low)
 
@@ -854,9 +815,9 @@ class Updates:
         torch._foreach_copy_(list(_views(state, own, flat).values()), list(own.values()), non_blocking=True)
         return flat
 
-    def _widened(self, state: ChunkState, own: Mapping[str, Tensor], bench: Bench) -> dict[str, Tensor]:
+    def _widened(self, state: ChunkState, own: Mapping[str, Tensor], bench: Bench, name: str = "gradient") -> dict[str, Tensor]:
         """The gradients in fp32 on the bench's device, free to be scaled."""
-        widened = _views(state, own, bench.flat("gradient", state.own.elements))
+        widened = _views(state, own, bench.flat(name, state.own.elements))
         torch._foreach_copy_(list(widened.values()), list(own.values()), non_blocking=True)
         return widened
 
@@ -917,11 +878,12 @@ class Updates:
         numbers, in the place of those that a resident chunk gave it."""
         self.check()
         for each in self.chunks:
+            self.users.collect(each)
             each.keep(each.moments, each.live, lambda key, each=each: self._zeros(each, key))
-            each.live.clear()
 
     def forget_all(self) -> None:
         """Nothing is known of any parameter, as before the first step: to be set anew, by `home` and `load_scalars`."""
+        self.users.hide(self.names)
         for each in self.chunks:
             each.rest.clear()
             each.live.clear()
@@ -937,7 +899,7 @@ class Updates:
         if shape == whole.shape and dtype == torch.float32:
             if key not in each.moments:
                 each.moments[key] = self._zeros(each, key)
-            rest[key] = _Flat()
+            rest[key] = Flat()
             return each, each.state.view(each.moments[key], mine)
         where = self._device if each.state.placement.optimizer == "device" else torch.device("cpu")
         rest[key] = torch.zeros(mine.shape if shape == whole.shape else shape, dtype=dtype, device=where)
@@ -953,7 +915,7 @@ class Updates:
         for key, value in entries.items():
             if key in each.moments and isinstance(value, Tensor):  # of a parameter that is one number
                 each.state.view(each.moments[key], mine).fill_(value)
-                rest[key] = _Flat()
+                rest[key] = Flat()
             else:
                 rest[key] = _on(value, counts)
 
@@ -967,7 +929,8 @@ class Updates:
                     continue
                 made = _moved(made, self._device if on_device else torch.device("cpu"))
                 counts = self._device if self._counts_on_device(each.state) else torch.device("cpu")
-                made[name] = {key: _on(value, counts) for key, value in made[name].items()}
+                made[name] = {key: _on(_exact(value), counts) for key, value in made[name].items()}
+                self.users.hide([name])
                 each.keep(each.moments, made, lambda key, each=each: self._zeros(each, key))
                 each.live.pop(name, None)
 
@@ -1022,6 +985,11 @@ def _moved(entries: Mapping[str, dict[str, Any]], device: torch.device) -> dict[
         return value.to(device) if isinstance(value, Tensor) and value.dim() else value
 
     return {name: {key: place(value) for key, value in entry.items()} for name, entry in entries.items()}
+
+
+def _exact(value: Any) -> Any:
+    """Moments of bf16 parameters, as the masters have them."""
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
 
 def _on(value: Any, device: torch.device) -> Any:

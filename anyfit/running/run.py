@@ -307,7 +307,7 @@ class Run:
     def _begin(self) -> None:
         if self.timeline is not None:
             self.timeline.begin_step()
-        self._placed.residency.begin()
+        self._placed.begin()
 
     def _abandon(self) -> None:
         """Forgets the gradients of the step under way."""
@@ -593,6 +593,7 @@ class Run:
             self._say(
                 f"{folder} was saved by {saved_by}, and {self.ranks.count} go on: the same weights and data, other random numbers"
             )
+        self._placed.updates.users.show_hidden()
         self.steps, self.skipped = progress["steps"], progress["skipped"]
         self._loader_position = progress["loader_position"]
         if self._loader is not None:

@@ -8,6 +8,7 @@ works element by element is understood this way, and none has to be known by nam
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,24 +31,29 @@ def learn(optimizer: Optimizer, device: str) -> UpdateRule:
     for group in optimizer.param_groups:
         if device == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True
+        if device == "cuda" and group.get("capturable"):  # the same numbers; a CPU's does not know it
+            group["capturable"] = False
     optimizer.state.clear()  # what a constructor made for the fake parameters (Adagrad) is made again below
+    shapes = [_shape_like(group["params"]) for group in optimizer.param_groups]
     counts = {}
     for copies in (1, 2):
         optimizer.state.clear()
         stand_ins = []
-        for group in optimizer.param_groups:
-            made = [nn.Parameter(torch.ones(ELEMENTS)) for _ in range(copies)]
+        for group, shape in zip(optimizer.param_groups, shapes, strict=True):
+            made = [nn.Parameter(torch.ones(shape)) for _ in range(copies)]
             for parameter in made:
-                parameter.grad = torch.ones(ELEMENTS)
+                parameter.grad = torch.ones(shape)
             group["params"] = made
             stand_ins.append(made)
         _initialise(optimizer)
         try:
             optimizer.step()  # the first step makes the state; the second is like all that follow
         except Exception as error:
+            name, why = type(optimizer).__name__, " ".join(str(error).split())
+            others = f"; these of torch.optim do: {', '.join(OPTIMIZERS)}" if name not in OPTIMIZERS else ""
+            options = f" with the options {_unusual(optimizer)}" if others == "" else ""
             raise ValueError(
-                f"{type(optimizer).__name__} does not step parameters of {ELEMENTS} elements with dense gradients: {error}. "
-                f"These of torch.optim do: {', '.join(OPTIMIZERS)}"
+                f"{name}{options} does not step ordinary parameters with dense gradients on the CPU ({why}){others}"
             ) from error
         with _Meter() as meter:
             optimizer.step()
@@ -72,6 +78,19 @@ def learn(optimizer: Optimizer, device: str) -> UpdateRule:
         scratch_bytes_per_element=counts[1].peak_bytes / ELEMENTS,
         scratch_is_shared=not grows,
     )
+
+
+def _shape_like(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Of a stand-in: as many dimensions as the group's largest parameter has. Some optimizers take matrices alone."""
+    largest = max(parameters, key=lambda each: each.numel(), default=None)
+    dimensions = {2: (64, 64), 3: (16, 16, 16), 4: (8, 8, 8, 8)}
+    return (ELEMENTS,) if largest is None else dimensions.get(largest.dim(), (ELEMENTS,))
+
+
+def _unusual(optimizer: Optimizer) -> str:
+    """What the user asked of an optimizer that works without."""
+    flags = {key for group in optimizer.param_groups for key, value in group.items() if value is True}
+    return ", ".join(f"{key}=True" for key in sorted(flags)) or "it was given"
 
 
 def _initialise(optimizer: Optimizer) -> None:

@@ -166,6 +166,11 @@ class Job:
         from torch.optim import Optimizer
 
         optimizer = self.optimizer(model)
+        if isinstance(optimizer, tuple | list | dict | set):
+            raise TypeError(
+                f"Job(optimizer=) made a {type(optimizer).__name__} of {len(optimizer)}, and a run steps one optimizer, once "
+                "a step; put the parameters of all into one: AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 4e-4}])"
+            )
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"Job(optimizer=) made {_describe(optimizer)}, not a torch.optim.Optimizer")
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -173,6 +178,11 @@ class Job:
             raise ValueError(
                 f"{type(optimizer).__name__} steps with a closure that runs the model many times, and a step here runs it once; "
                 f"these of torch.optim work: {', '.join(OPTIMIZERS)}"
+            )
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            raise ValueError(
+                f"{type(optimizer).__name__}(differentiable=True) cannot step a training loop's parameters, which are leaves; "
+                "leave differentiable out"
             )
         of_the_model = {id(parameter) for parameter in model.parameters()}
         group_of = {}

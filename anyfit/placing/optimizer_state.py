@@ -1,0 +1,128 @@
+"""What the optimizer knows of one chunk: flat moments in its tier, and by parameter what is not an array of its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from anyfit.values.layout import Slot
+
+from .chunks import ChunkState
+from .lanes import Ticket
+from .tiers import HostSlabs
+
+if TYPE_CHECKING:
+    from .updates import Bench
+
+
+class OptimizerState:
+    """One chunk's: flat moments in the optimizer's tier, and by parameter what is not an array of its shape."""
+
+    def __init__(self, state: ChunkState) -> None:
+        self.state = state
+        self.moments: dict[str, Tensor] = {}
+        self.rest: dict[str, dict[str, Any]] = {}  # also says which parameters have been stepped before
+        self.second: Second | None = None
+        self.home: Ticket | None = None  # of the last update of a state that is on the host
+        self.live: dict[str, dict[str, Any]] = {}  # entries of a resident chunk, whose arrays never move
+        self.lifted: Load | None = None  # its state is on the device, or on its way there, before the norm is known
+
+    def entries(self, moments: Mapping[str, Tensor], names: Iterable[str], *, cloned: bool = True) -> dict[str, dict[str, Any]]:
+        """What the optimizer knows of each parameter, with moments from these flat buffers; empty before its first step."""
+        slots = {slot.name: slot for slot in self.state.own.slots}
+        return self._entries(moments, {name: slots[name] for name in names}, cloned=cloned)
+
+    def _entries(self, moments: Mapping[str, Tensor], slots: Mapping[str, Slot], *, cloned: bool) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for name in slots:
+            found[name] = {}
+            if name in self.rest:
+                for key, value in self.rest[name].items():
+                    if isinstance(value, Flat):
+                        found[name][key] = self.state.view(moments[key], slots[name])
+                    else:
+                        found[name][key] = value.clone() if cloned and isinstance(value, Tensor) else value
+        return found
+
+    def arrays(self) -> Iterator[tuple[Slot, str, Tensor]]:
+        """What is kept for each element of a parameter, by parameter and key, and what else is no single number."""
+        for slot in self.own_slots:
+            for key, value in self.rest.get(slot.name, {}).items():
+                if isinstance(value, Flat):
+                    yield slot, key, self.state.view(self.moments[key], slot)
+                elif isinstance(value, Tensor) and value.dim():
+                    yield slot, key, value
+
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """The rest: step counts, and what is not a tensor."""
+        return {name: {key: each for key, each in entry.items() if not _is_array(each)} for name, entry in self.rest.items()}
+
+    @property
+    def own_slots(self) -> tuple[Slot, ...]:
+        return self.state.own.slots
+
+    def keep(self, moments: dict[str, Tensor], made: Mapping[str, Mapping[str, Any]], zeros: Any) -> None:
+        """Takes over what a step left: arrays of a parameter's shape into the flat buffers, the rest as it is."""
+        slots = {slot.name: slot for slot in self.state.own.slots}
+        for name, entry in made.items():
+            rest: dict[str, Any] = {}
+            for key, value in entry.items():
+                slot = slots[name]
+                if isinstance(value, Flat):
+                    rest[key] = value
+                elif isinstance(value, Tensor) and value.dim() and value.shape == slot.shape and value.dtype == torch.float32:
+                    if key not in moments:
+                        moments[key] = zeros(key)
+                    home = self.state.view(moments[key], slot)
+                    if home.data_ptr() != value.data_ptr():
+                        home.copy_(value)
+                    rest[key] = Flat()
+                else:
+                    rest[key] = value
+            self.rest[name] = rest
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        others = [item for rest in self.rest.values() for item in rest.values() if isinstance(item, Tensor) and item.dim()]
+        return [*self.moments.values(), *others]
+
+
+class Flat:
+    """Stands for an array that lies in a flat buffer."""
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Flat) or (isinstance(value, Tensor) and value.dim() > 0)
+
+
+@dataclass(eq=False)
+class Load:
+    """A chunk on its way to a streamed update and back."""
+
+    gradients: dict[str, Tensor]
+    second: Second | None  # where it goes to, if not home
+    carrier: Bench | None = None  # on the device
+    is_ahead: bool = False  # it is lifted, and nothing more was begun
+    weights: Tensor | None = None  # before the step, and then after it
+    flat: Tensor | None = None  # the gradients, where they lie in one
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    rest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ticket: Ticket | None = None  # of the last that was asked of it
+
+
+class Second:
+    """The second generation of a chunk's state, on the host: what it will be if the step counts as it is. Weights that live on
+    the device have theirs here too: backward still reads the old ones."""
+
+    def __init__(self, state: ChunkState, slabs: HostSlabs) -> None:
+        elements = state.own.elements
+        self.weights = slabs.zeros(elements, state.dtype, crosses=True)
+        self.low = state.optimizer_zeros(torch.int16, elements=elements if state.is_split else 0)
+        self.moments: dict[str, Tensor] = {}
+        self.made: dict[str, dict[str, Any]] = {}
+        self.ticket: Ticket | None = None  # of the update that fills it; None: not begun in this step
+        self.may_be_read = False  # it was the state when somebody began to read that

@@ -1,0 +1,177 @@
+"""The user's own optimizer object: what its `state` shows while chunks hold it, and steps that take all parameters at once.
+
+Where every chunk is updated on the device by torch's own code, `optimizer.state` is the truth, as it is in plain PyTorch: its
+arrays are views of the chunks' flat buffers, and whatever user code does to it counts. Elsewhere the state is not to be seen
+there: who looks is told so, and who puts another in its place (`load_state_dict`) has that taken over.
+
+An optimizer whose parameters are coupled (values/coupling.py) is stepped as plain PyTorch steps it: once, itself, with all
+parameters and gradients in their places; of bf16 weights it sees the fp32 masters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anyfit.values.coupling import coupled_from_outside
+from anyfit.values.plan import Placement
+
+from .optimizer_state import OptimizerState
+
+
+def steps_together(placement: Placement) -> bool:
+    """Whether a chunk of this placement can be stepped in one call with all others."""
+    return placement.route == "resident" and placement.gradients == "device" and placement.optimizer_shards == 1
+
+
+def refuse_apart(reason: str | None, placements: Iterable[Placement]) -> None:
+    """Raises where parameters have to be stepped together, and a plan does not."""
+    if reason is not None and not all(map(steps_together, placements)):
+        raise ValueError(
+            f"{reason}: its parameters have to be stepped together, and this plan steps them chunk by chunk, on the host or over "
+            "ranks; use a plan with all optimizer state on the device (more device memory, a smaller model), or an optimizer "
+            "that treats each parameter by itself, such as torch.optim.AdamW without hooks"
+        )
+
+
+class Elsewhere(defaultdict[Any, Any]):
+    """Stands for a state that lies where the plan says: whoever looks at it gets no wrong answer."""
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            "run.optimizer.state is not kept there: the plan has the optimizer's state in chunks, on the host or updated by a "
+            "kernel of anyfit; run.save writes it and run.optimizer.load_state_dict replaces it, and a plan with all state on "
+            "the device, updated by torch, keeps it readable"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = __eq__ = __or__ = __ior__ = _refuse
+    get = pop = popitem = clear = update = setdefault = copy = keys = values = items = _refuse
+    __reduce__ = __copy__ = __deepcopy__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+class UsersOptimizer:
+    """Between the optimizer object and the chunks that hold what it knows."""
+
+    def __init__(
+        self, optimizer: Optimizer, chunks: Sequence[OptimizerState], parameters: Mapping[str, nn.Parameter], *, is_open: bool
+    ) -> None:
+        self.optimizer, self._chunks, self.parameters = optimizer, chunks, parameters
+        self.is_open = is_open  # its `state` is the truth
+        self._groups = _groups_of(optimizer)
+        self._hidden: set[str] = set()  # of parameters whose state was loaded, and is not shown yet
+        self._elsewhere = Elsewhere()
+        self._can_step_together = all(steps_together(each.state.placement) for each in chunks)
+
+    def refuse_changed(self) -> None:
+        """Before a step: what has been done to the optimizer since the run started and cannot be honoured."""
+        now = _groups_of(self.optimizer)
+        if now != self._groups:
+            raise RuntimeError(
+                f"run.optimizer has parameter groups of {list(now)} parameters, and had {list(self._groups)} at the start; what "
+                "add_param_group adds is not trained by this run: start a new one (anyfit.start) with all parameters in "
+                "Job(optimizer=), frozen ones too"
+            )
+        reason = coupled_from_outside(self.optimizer)
+        if reason is not None and not (self._can_step_together and self.is_open):
+            refuse_apart(reason, [each.state.placement for each in self._chunks])
+            raise ValueError(f"{reason}, since the run started; do that in Job(optimizer=)")
+
+    # ------------------------------------------------------------------ optimizer.state
+
+    def show(self) -> None:
+        """`optimizer.state` is what chunks have."""
+        if not self.is_open:
+            self.optimizer.state = self._elsewhere
+            return
+        for each in self._chunks:
+            self._show(each, [slot.name for slot in each.own_slots if slot.name in each.rest and slot.name not in each.live])
+        self._hidden.clear()
+
+    def show_hidden(self) -> None:
+        if self._hidden or not self.is_open:
+            self.show()
+
+    def entry(self, name: str) -> dict[str, Any] | None:
+        """What `optimizer.state` has of a parameter."""
+        found: dict[str, Any] | None = self.optimizer.state.get(self.parameters[name])
+        return found
+
+    def _show(self, each: OptimizerState, names: Sequence[str]) -> None:
+        each.live |= each.entries(each.moments, names, cloned=False)
+        for name in names:
+            self.optimizer.state[self.parameters[name]] = each.live[name]
+
+    def hide(self, names: Iterable[str]) -> None:
+        """What is known of these parameters is being set anew."""
+        if self.is_open:
+            for name in names:
+                self._hidden.add(name)
+                self.optimizer.state.pop(self.parameters[name], None)
+
+    def collect(self, each: OptimizerState) -> None:
+        """Takes over what user code did to the state of a chunk's parameters."""
+        if not self.is_open:
+            return
+        state = self.optimizer.state
+        for slot in each.own_slots:
+            if slot.name in self._hidden:
+                continue
+            entry = state.get(self.parameters[slot.name])
+            if entry:
+                each.live[slot.name] = entry
+            else:
+                each.live.pop(slot.name, None)
+                each.rest.pop(slot.name, None)
+
+    def keep(self, each: OptimizerState, made: Mapping[str, dict[str, Any]], zeros: Any) -> None:
+        """Takes over what a step made for parameters that had no state yet, into flat buffers."""
+        each.keep(each.moments, made, zeros)
+        if self.is_open:
+            self._show(each, list(made))
+        else:
+            each.live |= each.entries(each.moments, made, cloned=False)
+
+    def replaced(self) -> Mapping[Any, Any] | None:
+        """What user code has put in the place of a state that is elsewhere."""
+        state = self.optimizer.state
+        return None if self.is_open or state is self._elsewhere else state
+
+    def let_go(self) -> None:
+        """The chunks' state goes elsewhere."""
+        self.optimizer.state = defaultdict(dict)
+
+    # ------------------------------------------------------------------ a step of all at once
+
+    def must_step_together(self, coupled: str | None) -> bool:
+        return coupled is not None or coupled_from_outside(self.optimizer) is not None
+
+    def step_together(self, gradients: Mapping[str, Tensor], masters: Mapping[str, Tensor], factor: float | None) -> None:
+        """One step of the optimizer itself, with these gradients; on fp32 masters where a parameter has them."""
+        before: dict[str, Tensor] = {}
+        try:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+            for name, gradient in gradients.items():
+                parameter = self.parameters[name]
+                if name in masters:
+                    before[name] = parameter.data
+                    parameter.data = masters[name]
+                parameter.grad = gradient
+            if factor is not None:
+                for gradient in gradients.values():
+                    gradient.mul_(factor)
+            self.optimizer.step()
+        finally:
+            for name, weights in before.items():
+                self.parameters[name].grad = None
+                self.parameters[name].data = weights
+
+
+def _groups_of(optimizer: Optimizer) -> tuple[int, ...]:
+    return tuple(len(group["params"]) for group in optimizer.param_groups)
