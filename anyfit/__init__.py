@@ -26,6 +26,9 @@ from .values.plan import NoPlan, Plan
 from .values.units import show_bytes
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
     from .running.launch import Launch
     from .running.rescue import Rescue
     from .running.run import Run
@@ -163,7 +166,7 @@ def start(
         _show_weights(found.match)
     plan.refuse_unless_made_for(fingerprint, machine.fingerprint)
     ranks = ALONE if team is None else Ranks.of_process_group(waits + MARGIN_SECONDS)
-    placed = place(job, plan, model, device, ranks=ranks, elements=found.elements)
+    placed = place(job, plan, model, device, ranks=ranks, elements=found.elements, agreed=functools.partial(_agreed, job, team))
     if team is not None:
         torch.manual_seed(launching.seed_of(job.seed, ranks.index))
     rescue = None if is_given or team is not None else _rescue(job, machine, profile)
@@ -288,6 +291,7 @@ def _facts(job: Job, plan: Plan, resume: str | Path | None) -> dict[str, str]:
     return {
         "version of anyfit": __version__,
         "version of torch": str(torch.__version__),
+        "version of Python": sys.version.partition(" ")[0],
         "plan": digest,
         "batch_size": str(job.batch_size),
         "precision": job.precision,
@@ -295,6 +299,14 @@ def _facts(job: Job, plan: Plan, resume: str | Path | None) -> dict[str, str]:
         "clip_norm": str(job.clip_norm),
         "checkpoint": str(resume),
     }
+
+
+def _agreed(job: Job, team: Team | None, model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises where ranks would train the same weights in different ways."""
+    from .running.alike import facts_of
+
+    if team is not None:
+        team.agree(facts_of(job, model, optimizer))
 
 
 def _show_weights(match: Match) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from anyfit.values.coupling import coupled
 from anyfit.values.job import Job
@@ -107,6 +108,7 @@ def place(
     arena: torch.Tensor | None = None,
     ranks: Ranks = ALONE,
     elements: Mapping[str, Elements] | None = None,
+    agreed: Callable[[nn.Module, Optimizer], None] = lambda _model, _optimizer: None,
 ) -> Placed:
     """Moves the state of a real model where the plan wants it. The model object stays the user's own.
 
@@ -115,11 +117,13 @@ def place(
     arena      pinned bytes to place on the host in, for whoever places many times: making them takes long
     ranks      that train it together: all of them place it, with the same plan
     elements   of parameters that do not come from the model itself (`weights.opened`)
+    agreed     is given the optimizer before ranks exchange anything, and refuses one that differs between them
     """
     if plan.ranks != ranks.count:
         raise ValueError(f"the plan is for {plan.ranks} ranks, and {ranks.count} are there; plan again with anyfit.plan(job)")
     if carried is None:
         optimizer, group_of = job.build_optimizer(model)
+        agreed(model, optimizer)
     else:
         optimizer = carried.optimizer
         group_of = {id(each): index for index, group in enumerate(optimizer.param_groups) for each in group["params"]}

@@ -8,11 +8,12 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import math
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,7 +35,7 @@ from anyfit.values.job import Batch, Job
 from anyfit.values.plan import NoPlan, Plan
 from anyfit.values.units import show_bytes
 
-from . import checkpoint
+from . import alike, checkpoint
 from .export import facts_of
 from .launch import Launch, seed_of
 from .loader import Loader, Sized
@@ -105,6 +106,7 @@ class Run:
         self._is_mute = False  # takes part in a step of the others, with nothing of its own
         self._doing = "before its first step"
         if team is not None:
+            team.agree(alike.facts_of_schedule(self.scheduler))
             mine = weakref.ref(self)
             team.look = lambda: _position(mine())
             # A rank that ends without run.close() may still be needed by the others, and so its run is kept until then.
@@ -147,11 +149,12 @@ class Run:
     def _attempt(self, batch: Batch) -> Tensor:
         with self._counting(batch):
             try:
-                self._begin()
-                loss = self._forward_backward(self.job.cut(batch, self.micro_batches))
-                if self.ranks.are_several:
-                    self._last["loss_so_far"] = loss
-                self.update()
+                with self._telling():
+                    self._begin()
+                    loss = self._forward_backward(self.job.cut(batch, self.micro_batches))
+                    if self.ranks.are_several:
+                        self._last["loss_so_far"] = loss
+                    self.update()
             except BaseException as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     needed = torch.cuda.memory_allocated(self._placed.device)
@@ -198,7 +201,7 @@ class Run:
         if torch.is_grad_enabled() and not self._open and not self._rows:
             self._act(f"make step {self.steps + 1}")
             self._begin()
-        with self._placed.watching():
+        with self._telling() if torch.is_grad_enabled() else nullcontext(), self._placed.watching():
             total, weight = self.job.evaluate(self.model, self._prepared(batch))
         shown = total if weight is None else total / weight
         rows = self.job.rows(batch) or self.plan.micro_batch
@@ -215,7 +218,8 @@ class Run:
                     raise ValueError(
                         f"{self._rows + rows} samples since the last run.update(), and {self.plan.share} make a step"
                     )
-                part = self._backward(total, weight, rows, alone=rows == self.plan.share)
+                with self._telling():
+                    part = self._backward(total, weight, rows, alone=rows == self.plan.share)
                 before = self._last.get("loss_so_far")
                 self._last["loss_so_far"] = part if before is None else before + part
                 return
@@ -279,10 +283,12 @@ class Run:
         missing = gradients.missing()
         known = [float(ranks.asked()), len(missing), 0 if self._is_mute else self._rows, self._asked(), self._lacks_host_bytes()]
         known.append(self.saving is not None and self.saving.has_failed)
+        data = alike.data_of(self._loader, self._weight is not None)
+        known += [alike.number_of_settings(self.optimizer), alike.NOWHERE if self._is_mute else alike.number_of(data)]
         figures = [each.detach().to(device, torch.float64).reshape(1) for each in (gradients.finish(), weight, loss)]
         lanes = self._placed.lanes
         rows = lanes.reading(ranks.of_all(torch.cat([*figures, lanes.send(torch.tensor(known, dtype=torch.float64))])))()
-        squares, weights, losses, asked, missed, samples, signals, lacks, unsaved = rows.unbind(1)
+        squares, weights, losses, asked, missed, samples, signals, lacks, unsaved, settings, places = rows.unbind(1)
         self.signal, self._lacking, self._save_failed = int(signals.max()), lacks.tolist(), bool(unsaved.any())
         if len(asked.unique()) > 1:
             different = [index for index, number in enumerate(asked.tolist()) if number != asked[0]]
@@ -290,16 +296,29 @@ class Run:
                 f"rank {different[0]} used other weights in this step than rank 0, or in another order: with weights that are "
                 "divided over ranks every rank has to call the same modules; use a plan with weight_shards 1"
             )
+        if len(settings.unique()) > 1:
+            self._refuse_different(alike.settings_of(self.optimizer), list(range(ranks.count)))
+        if len(places[places != alike.NOWHERE].unique()) > 1:
+            self._refuse_different(data, [rank for rank, place in enumerate(places.tolist()) if place != alike.NOWHERE])
         if bool(missed.any()):
             wanted = set().union(*({*self._placed.state.parameters} - set(each) for each in ranks.objects(missing)))
             gradients.count_in(sorted(wanted))
         scale = 1.0
         if self._weight is not None:
-            scale = 1.0 / float(weights.sum())
+            whole = float(weights.sum())
+            scale = 1.0 / whole if whole else math.nan  # a batch without weight is left out, as on a rank alone
         elif float(samples.sum()) != self.job.batch_size:
             scale = self.job.batch_size / float(samples.sum())
         self._last["loss_so_far"] = (losses.sum() * scale).to(torch.float32)
         return (squares.sum().sqrt() * scale).to(torch.float32), scale
+
+    def _refuse_different(self, facts: Mapping[str, str], who: list[int]) -> None:
+        """All ranks know that some of these differ."""
+        everybody = self.ranks.objects(facts)
+        raise ValueError(
+            f"{alike.difference([everybody[rank] for rank in who], who)}, in step {self.steps + 1}: their weights would part. Do "
+            "the same to the optimizer, the schedule and the loader on every rank"
+        )
 
     def _prepared(self, batch: Batch) -> Batch:
         return self.job.prepare(batch, self._placed.device, self._placed.lanes.send)
@@ -333,7 +352,8 @@ class Run:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            total, weight = self.job.evaluate(self.model, self._prepared(batch))
+            with self._telling():
+                total, weight = self.job.evaluate(self.model, self._prepared(batch))
         finally:
             for module, training in modes:
                 module.training = training
@@ -685,6 +705,16 @@ class Run:
         """All ranks do this now. One that takes part in what others do has not begun it."""
         if self.team is not None:
             self.team.begin(act)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """An error on this rank alone is told to the others, which wait for it in vain."""
+        try:
+            yield
+        except BaseException as error:
+            if self.team is not None:
+                self.team.erred(error, self.ranks.asked())
+            raise
 
     def _asked(self) -> int:
         return 0 if self.launch is None else self.launch.asked

@@ -6,6 +6,7 @@ All of it goes through torch's key-value store, a few bytes at a time, so that i
     facts/<n>/<rank>     what every rank must have alike
     post/<n>/<rank>      what a thread of a rank has to tell those of the others, and post/<n> what comes of it all
     act/<n>              the n-th thing that the ranks do together: a step, a save, …
+    erred/<n>/<rank>     an error ended it on a rank, whose caller may catch it. erred: the last such
     left/<n>/<rank>      a rank has no more to do of its own; how many acts it has taken part in. left/<n>: so it is with all
     at/<rank>            where a rank is, from a thread that beats: its act, and what it waits for
     failed, shown        the first error, and whether a person has seen it
@@ -17,13 +18,16 @@ runs, is ended by the thread that beats.
 
 **Acts.** Steps, saves and evaluations are collective: all ranks make the same ones in the same order. Each is entered under its
 number before it begins, and a rank that finds another there than its own has found the mistake before anything hangs. A rank
-whose data ends first takes part, with nothing of its own, in the acts that it has not begun (`Run.close`).
+whose data ends first takes part, with nothing of its own, in the acts that it has not begun (`Run.close`). One that catches an
+error of its own act goes on only if all others have failed in it too, at the same place: else it would meet them in an act that
+they have not ended.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -51,6 +55,7 @@ GRACE_SECONDS = 5.0  # for a rank to end by itself once another has failed
 PATIENCE_SECONDS = 5.0  # before a rank that waits looks after the others
 GONE_SECONDS = 12.0  # without a beat
 MARGIN_SECONDS = 60.0  # a collective's own limit lies so much behind the one that tells what is waited for
+DEVICE_SECONDS = 30.0  # on a GPU, in which a rank that computes is not told from one that waits
 QUIET_SECONDS = 1.0  # so that whoever looks for the first process to end finds the one that failed
 KEPT_ACTS = 64
 QUIET = 117  # the status of a process whose error another one shows
@@ -82,6 +87,9 @@ class Team:
         self._store = _dist.PrefixStore(f"anyfit/{next(_numbers)}", distributed_c10d._get_default_store())
         self._asked = itertools.count()  # of `first` and `facts`
         self._acts = 0
+        self._act = ""  # the last that was begun
+        self._erred: int | None = None  # the number of the act that an error ended here, and not yet on all
+        self._forgiven = -1  # the last that ended so on all
         self._leavings = 0
         self._is_leaving = False
         self._waits = ""  # for another rank, outside collectives
@@ -121,9 +129,13 @@ class Team:
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Raises on every rank, naming one that has a fact otherwise than rank 0."""
-        everybody = [json.loads(each) for each in self._all("facts", json.dumps(dict(facts)))]
+        mine = json.dumps(dict(facts))
+        if len(set(self._all("facts", hashlib.sha256(mine.encode()).hexdigest()))) == 1:
+            return
+        everybody = [json.loads(each) for each in self._all("facts", mine)]
         for index, theirs in enumerate(everybody):
-            for name, fact in everybody[0].items():
+            for name in (*everybody[0], *theirs):
+                fact = everybody[0].get(name)
                 if theirs.get(name) != fact:
                     raise ValueError(
                         f"rank {index} has another {name} than rank 0: {theirs.get(name)} and not {fact}. All ranks start the "
@@ -177,6 +189,8 @@ class Team:
 
     def begin(self, act: str) -> None:
         """To be said before a collective act. Raises where another rank has begun another."""
+        if self._erred is not None:
+            self._go_on_together(self._erred)
         found = self._store.compare_set(f"act/{self._acts}", "", act).decode()
         if found != act:
             raise RuntimeError(
@@ -184,8 +198,33 @@ class Team:
                 "reads weights are made by all ranks together, in the same order; call them on every rank, not on one alone"
             )
         self._acts += 1
+        self._act = act
         if not self.index and self._acts > KEPT_ACTS:
             self._store.delete_key(f"act/{self._acts - KEPT_ACTS - 1}")
+
+    def erred(self, error: BaseException, asked: int) -> None:
+        """An error has ended the act here. `asked`: a number for what this rank asked of the others in it."""
+        act = self._acts - 1
+        if self._erred is not None or act < 0:
+            return
+        self._erred = act
+        word = {"act": act, "rank": self.index, "what": self._act, "error": f"{type(error).__name__}: {error}", "asked": asked}
+        with contextlib.suppress(RuntimeError):  # of a store that is gone
+            self._store.set(f"erred/{act}/{self.index}", json.dumps(word))
+            self._store.set("erred", json.dumps(word))
+
+    def _go_on_together(self, act: int) -> None:
+        """Comes back where all ranks have failed in this act, at the same place."""
+        keys = [f"erred/{act}/{index}" for index in range(self.count)]
+        self._wait_until(lambda: self._store.check(keys), f"the others, which did not fail as it did when about to {self._act}")
+        words = [json.loads(self._store.get(key)) for key in keys]
+        apart = next((word for word in words if word["asked"] != words[0]["asked"]), None)
+        if apart is not None:
+            raise RuntimeError(
+                f"rank 0 failed when about to {self._act} ({words[0]['error']}), and rank {apart['rank']} at another place "
+                f"({apart['error']}): what they had begun to exchange no longer meets. Let the error end the run"
+            )
+        self._erred, self._forgiven = None, act
 
     def leave(self, take_part: Callable[[str], None]) -> None:
         """Takes part in what others still do, until no rank has anything of its own to do. What others do may be to leave."""
@@ -343,6 +382,8 @@ class Team:
             return
         waited = watch.waited(self._acts, position.waits)
         longest = max((seconds for kind, seconds in waited.items() if kind), default=0.0)
+        if any(seconds > (DEVICE_SECONDS if kind == "device" else WORD_SECONDS) for kind, seconds in waited.items() if kind):
+            self._heed_error_of_another(store, position)
         if longest > self.hang_seconds:
             self._end_of_hang(store, position, longest)
         if max(waited.values(), default=0.0) > PATIENCE_SECONDS:
@@ -354,6 +395,19 @@ class Team:
                 self._end_with(
                     store, f"{who}, and rank {self.index} waits {position.doing}: {'; '.join(position.waits.values())}"
                 )
+
+    def _heed_error_of_another(self, store: Any, position: Position) -> None:
+        """One that caught an error of its own does not come to what this rank waits for."""
+        if not store.check(["erred"]):
+            return
+        word = json.loads(store.get("erred"))
+        if word["rank"] == self.index or not self._forgiven < word["act"] < self._acts or self._erred == word["act"]:
+            return
+        self._end_with(
+            store,
+            f"rank {word['rank']} failed when about to {word['what']}, and went on: {word['error']}. Rank {self.index} waits for "
+            f"it {position.doing}: all ranks make a step, or none. Let the error end the run, or catch it on all ranks",
+        )
 
     def _hear(self, store: Any) -> None:
         """Of a failure: this process ends by itself, or is ended."""

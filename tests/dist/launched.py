@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import anyfit
+from anyfit.running.loader import Loader
 from anyfit.values.plan import Placement, Plan
 from tests.machines import small_machine
 from tests.plans import hand_written
 
-from .script import ROWS, data, job_for
+from .script import ROWS, Model, data, job_for, loss_of
 
 
 def plan_for(job: anyfit.Job, placement: Placement | None, ranks: int) -> Plan | None:
@@ -41,6 +42,62 @@ def decisions(**options: Any) -> dict[str, Any]:
         return {"plan": run.plan.to_json(), "losses": losses, "weights": run.state_dict(), "drawn": float(torch.rand(1))}
 
 
+def apart(model: nn.Module) -> torch.optim.Optimizer:
+    *most, bias = model.parameters()
+    return torch.optim.AdamW([{"params": most}, {"params": [bias]}], lr=3e-3)
+
+
+OTHERS: dict[str, dict[str, Any]] = {  # what a rank may have otherwise than the rest
+    "lr in group 0": {"optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=2e-3)},
+    "weight_decay in group 0": {"optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.5)},
+    "optimizer": {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=3e-3)},
+    "group of head.bias": {"optimizer": apart},
+    "scheduler": {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)},
+    "structure of the model": {"model": lambda: Model(0.5)},
+    "code of Job(loss=)": {"loss": lambda model, batch: loss_of(model, batch) * 2},
+}
+
+
+def trained_apart(what: str, rank: int) -> dict[str, Any]:
+    """One rank does something else from the fourth step on; all hear of it, mend it, and go on."""
+    job = job_for()
+    with anyfit.start(job, plan_for(job, Placement(), 2)) as run:
+        is_other, said, dataset = run.ranks.index == rank, [], list(data(80))
+        loader = iter(run.loader(dataset, epochs=2 if what == "epochs" and is_other else 1))
+        for step in range(6):
+            batch = next(loader)
+            if is_other and step == 3:
+                if what == "lr":
+                    run.optimizer.param_groups[0]["lr"] = 0.1
+                elif what == "batch":
+                    next(loader)
+            try:
+                run.step(batch)
+            except ValueError as error:
+                said.append(str(error))
+                run.optimizer.param_groups[0]["lr"] = 3e-3
+                if what != "lr":
+                    break
+        return {"said": said, "weights": run.state_dict(), "steps": run.steps}
+
+
+def drawn() -> list[list[Tensor]]:
+    """The batches that a loader gives a rank alone."""
+    return [list(batch) for batch in Loader(list(data(80)), ROWS, 0, 1, shuffle=True)]
+
+
+def without_weight(empty: int, ranks: int) -> dict[str, Any]:
+    """Trains on five batches, of which one has no weight at all."""
+    job = replace(job_for(clip_norm=1.0), loss=weighted_loss)
+    with anyfit.start(job, plan_for(job, Placement(optimizer_shards=ranks), ranks)) as run:
+        losses = []
+        for index, batch in enumerate(data(ROWS * 5).split(ROWS)):
+            if index == empty:
+                batch[:, 16] = 0
+            losses.append(float(run.step(share_of(batch, run))))
+        return {"losses": losses, "skipped": run.skipped, "steps": run.steps, "weights": run.state_dict()}
+
+
 def refusal(what: str, rank_that_differs: int) -> str:
     """The error of a start whose ranks do not have the same."""
     import torch.distributed as dist
@@ -57,6 +114,8 @@ def refusal(what: str, rank_that_differs: int) -> str:
         machine = machine.with_limits(device_memory=1024)
     elif what == "batch":
         job = job_for(7)
+    elif is_other:
+        job = replace(job, **OTHERS[what])
     try:
         anyfit.start(job, plan, None if plan else machine)
     except (ValueError, anyfit.NoPlan) as error:

@@ -140,6 +140,15 @@ def test_a_hang_says_what_is_waited_for_and_who_is_elsewhere(tmp_path: Path, fre
     assert all(process.returncode != 0 for process in processes)
 
 
+def test_a_rank_that_catches_its_own_error_and_goes_on_is_named(tmp_path: Path, free_port: int) -> None:
+    processes = tasks(free_port, tmp_path, "--catch", "1", "4")
+    said = "".join(map(ended, processes))
+    assert said.count("anyfit: ") == 1
+    assert "anyfit: rank 1 failed when about to make step 5, and went on: LookupError: a mistake of mine. Rank 0 waits" in said
+    assert "Traceback" not in said
+    assert all(process.returncode != 0 for process in processes)
+
+
 def test_a_save_on_one_rank_alone_is_an_error_and_no_hang(tmp_path: Path, free_port: int) -> None:
     said = "".join(map(ended, tasks(free_port, tmp_path, "--save-alone")))
     assert "is about to make step 4, and another rank to save" in said or "is about to save" in said

@@ -96,6 +96,47 @@ def test_a_model_that_differs_is_named_before_anything_is_exchanged() -> None:
     assert all("rank 1 has another model than rank 0" in each for each in said)
 
 
+@pytest.mark.parametrize("what", launched.OTHERS)
+def test_ranks_that_would_train_in_different_ways_are_refused_by_name(what: str) -> None:
+    said = pool_of(2).run(launched.refusal, what, 1)
+    assert said[0] == said[1]
+    assert said[0].startswith(f"ValueError: rank 1 has another {what} than rank 0: ")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_learning_rate_that_one_rank_changes_is_refused_in_that_step_and_all_may_go_on(rank: int) -> None:
+    found = pool_of(2).run(launched.trained_apart, "lr", rank)
+    rates = ["0.003", "0.003"]
+    rates[rank] = "0.1"
+    assert found[0]["said"] == found[1]["said"]
+    (said,) = found[0]["said"]
+    assert said.startswith(f"rank 1 has lr {rates[1]} in group 0, rank 0 has {rates[0]}, in step 4: their weights would part")
+    assert [each["steps"] for each in found] == [5, 5]
+    batches: list[Tensor] = [torch.stack(batch) for batch in launched.drawn()]
+    assert_close(found[0]["weights"], plainly([*batches[:3], *batches[4:6]]), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("batch", "rank 1 has batches drawn from run.loader 5, rank 0 has 4, in step 4"),
+        ("epochs", "rank 1 has epochs of run.loader 2, rank 0 has 1, in step 1"),
+    ],
+)
+def test_a_rank_at_another_place_of_the_data_is_refused_by_name(what: str, says: str) -> None:
+    found = pool_of(2).run(launched.trained_apart, what, 1)
+    assert found[0]["said"] == found[1]["said"]
+    assert found[0]["said"][0].startswith(says)
+
+
+def test_a_batch_without_weight_is_left_out_on_several_ranks_as_on_one() -> None:
+    alone, *found = launched.without_weight(2, 1), *pool_of(2).run(launched.without_weight, 2, 2)
+    for each in found:
+        assert (each["skipped"], each["steps"]) == (alone["skipped"], alone["steps"]) == (1, 5)
+        assert each["losses"] == pytest.approx(alone["losses"], rel=1e-5, nan_ok=True)
+        assert_close(each["weights"], alone["weights"], 1e-5)
+
+
 def test_a_verdict_of_rank_0_reaches_all() -> None:
     said = pool_of(2).run(launched.refusal, "memory", 0)
     assert said[0] == said[1]
