@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .running.team import Team
 
 RECENT = 20  # steps that make up the speed shown
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals by which somebody stops a run
 SHUTDOWN_SECONDS = 600  # that ranks have to end a step and save it, once they were told to stop
 
 
@@ -144,17 +145,34 @@ def fit_in_ranks(count: int, restarts: int, folder: Path) -> None:
     except SignalException as told:
         _end_like(-told.sigval)
     except ChildFailedError as failed:
-        statuses = [failure.exitcode for failure in sorted(failed.failures.values(), key=lambda each: each.timestamp)]
-        _end_like(next((status for status in statuses if status != QUIET), 1))
+        failures = sorted(failed.failures.items(), key=lambda each: each[1].timestamp)
+        rank, status = next(((rank, each.exitcode) for rank, each in failures if each.exitcode != QUIET), (0, 1))
+        if status < 0 and -status not in STOPS:
+            print(f"anyfit: {_of_killed(rank, -status, folder)}", file=sys.stderr, flush=True)
+        _end_like(status)
+
+
+def _of_killed(rank: int, number: int, folder: Path) -> str:
+    """What a rank's end by a signal that nobody sends to stop a run usually means."""
+    means = "a fault in native code"
+    if number == signal.SIGKILL:
+        means = (
+            "the kernel ends a process so when the host has no memory left (dmesg tells), and so does a cluster's limit: "
+            "--host-memory, or fewer loader workers, needs less"
+        )
+    again = f"; go on from its last checkpoint with --resume {folder}" if (folder / "checkpoints").is_dir() else ""
+    name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+    return f"rank {rank} was ended by {name}: {means}{again}"
 
 
 def _end_like(status: int) -> None:
-    """Ends this process as another did: with its status, or by its signal."""
+    """Ends this process as another did: with its status, or by the signal that told it to stop; 128 more than one that cannot be
+    waited for, as a shell has it."""
     sys.stdout.flush()
-    if status < 0:
+    if -status in STOPS:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
-    sys.exit(status)
+    sys.exit(status if status >= 0 else 128 - status)
 
 
 # ---------------------------------------------------------------------- training

@@ -592,7 +592,9 @@ def _fresh(store: Any, index: int, count: int, limit: timedelta) -> Any:
     store.set(f"anyfit/asks/{index}", mine)
     if index:
         store.wait([f"anyfit/told/{mine}"], limit)
-        part = store.get(f"anyfit/told/{mine}").decode()
+        part, _, ranks = store.get(f"anyfit/told/{mine}").decode().partition(" ")
+        if int(ranks) != count:
+            raise ValueError(f"rank {index} is one of {count} (WORLD_SIZE, or SLURM_NTASKS), and rank 0 of {ranks}: set it alike")
         store.set(f"anyfit/{part}/knows/{index}", "")
     else:
         part, until = mine, time.monotonic() + limit.total_seconds()
@@ -601,6 +603,6 @@ def _fresh(store: Any, index: int, count: int, limit: timedelta) -> Any:
                 raise dist.DistStoreError(f"{_ranks_in_words(missing)} did not come")
             for each in missing:  # who asks may be one that is no more: it is asked again
                 if store.check([f"anyfit/asks/{each}"]):
-                    store.set(f"anyfit/told/{store.get(f'anyfit/asks/{each}').decode()}", part)
+                    store.set(f"anyfit/told/{store.get(f'anyfit/asks/{each}').decode()}", f"{part} {count}")
             time.sleep(POLL_SECONDS)
     return _dist.PrefixStore(f"anyfit/{part}", store)

@@ -115,6 +115,25 @@ def test_a_rank_that_was_killed_is_named_by_those_that_notice(tmp_path: Path, fr
     assert (processes[0].returncode, processes[1].returncode) == (1, -signal.SIGKILL)
 
 
+def test_a_rank_that_the_kernel_kills_is_named_by_the_launcher_with_its_signal(tmp_path: Path) -> None:
+    process = fit("--folder", tmp_path / "run", SCRIPT, tmp_path, "--kill", "1", "3")
+    said = ended(process)
+    assert "anyfit: rank 1 was ended by SIGKILL: the kernel ends a process so when the host has no memory left" in said
+    assert "Errno 22" not in said
+    assert "Traceback" not in said
+    assert process.returncode == 128 + signal.SIGKILL
+
+
+def test_ranks_that_do_not_agree_how_many_they_are_do_not_wait_for_each_other(tmp_path: Path, free_port: int) -> None:
+    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
+    ranks = [
+        start(SCRIPT, tmp_path, **meet, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(2 + rank)) for rank in range(2)
+    ]
+    assert "rank 1 is one of 3 (WORLD_SIZE, or SLURM_NTASKS), and rank 0 of 2: set it alike" in ended(ranks[1])
+    ranks[0].kill()
+    ended(ranks[0])
+
+
 @pytest.mark.full
 def test_a_rank_without_the_one_that_holds_the_store_ends_too(tmp_path: Path, free_port: int) -> None:
     processes = tasks(free_port, tmp_path, "--kill", "0", "4")
