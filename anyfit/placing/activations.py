@@ -1,13 +1,11 @@
-"""What a block's forward leaves for its backward: kept, made again, partly made again, or moved to the host and back.
+"""What a block's forward leaves for its backward: kept, recomputed, recomputed in part, or moved to the host and back.
 
-A recomputed block runs its forward a second time inside backward, with the random numbers it had, and leaves running statistics
-as one pass would. An offloaded block's saved tensors go down as they are saved, by storage, so that views stay views; when
-backward comes to a block, the one before it starts to come back up.
+`recompute.py` has the recomputation. An offloaded block's saved tensors go down as they are saved, by storage, so that views stay
+views; when backward comes to a block, the one before it starts to come back up.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,20 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from anyfit.values.graph import COSTLY_OPS, LEAST_OFFLOAD_BYTES
+from anyfit.values.graph import LEAST_OFFLOAD_BYTES
 from anyfit.values.plan import Activations as Choice
 from anyfit.values.record import nearest
 
 from .chunks import quietly
 from .lanes import Lanes, Ticket
+from .recompute import Recomputed
 from .residency import Residency
 from .tiers import HostSlabs
 
-aten = torch.ops.aten
 LEAST_BYTES = LEAST_OFFLOAD_BYTES
-COSTLY = {getattr(aten, name).default for name in COSTLY_OPS if hasattr(aten, name)}
 
 
 @dataclass(eq=False)
@@ -92,19 +88,14 @@ class Activations:
 
     def _wrap(self, name: str, module: nn.Module, choice: Choice) -> None:
         forward = module.forward
-        with_choice: Callable[..., Any]
-        if choice == "offload":
-            with_choice = functools.partial(self._offloaded, name, forward)
-        else:
-            contexts = functools.partial(_contexts, module, selective=choice == "selective")
-
-            def with_choice(*args: Any, **kwargs: Any) -> Any:
-                if not torch.is_grad_enabled():
-                    return forward(*args, **kwargs)
-                return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
         own = "forward" in vars(module)
-        module.forward = with_choice
+        if choice == "offload":
+            module.forward = functools.partial(self._offloaded, name, forward)
+        else:
+            residency, is_selective = self._residency, choice == "selective"
+            module.forward = Recomputed(
+                name, module, self._lanes.device, residency.pack, residency.unpack, selective=is_selective
+            )
 
         def undo() -> None:
             if own:
@@ -220,36 +211,3 @@ class Activations:
 def _quiet(tensors: Any) -> Iterator[Tensor]:
     with quietly():
         yield from tensors
-
-
-# ---------------------------------------------------------------------- recomputation
-
-
-def _contexts(module: nn.Module, *, selective: bool) -> tuple[Any, Any]:
-    """Around the first forward, and around the one that is made again."""
-    if not selective:
-        return contextlib.nullcontext(), _statistics_kept(module)
-    first, again = create_selective_checkpoint_contexts(_policy)
-    return first, _both(_statistics_kept(module), again)  # its own copies are none of the ops that torch counts
-
-
-def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@contextmanager
-def _both(first: Any, second: Any) -> Iterator[None]:
-    with first, second:
-        yield
-
-
-@contextmanager
-def _statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Running statistics were updated by the first forward, and are not to be updated again."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)

@@ -436,10 +436,18 @@ class Residency:
         with quietly():
             slot = self._of_storage.get(tensor.untyped_storage()._cdata)
             if slot is None or slot.state is None:
+                if type(tensor) is Watched and hasattr(tensor, "anyfit") and tensor.anyfit[2] in self._fetched:
+                    return self._place_of(tensor)
                 # Without its history, which autograd keeps itself: an op's own output would tie the graph into a knot, and
                 # one that never goes backward would stay for good.
                 return tensor if tensor.grad_fn is None else tensor.detach()
             return Saved(slot.state.index, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def _place_of(self, absent: Watched) -> Saved:
+        """Of a parameter that is saved before anybody has read it: not the one that stands for it."""
+        _, name, index = absent.anyfit
+        offset = next(each.offset for each in self._state.chunks[index].chunk.slots if each.name == name)
+        return Saved(index, absent.dtype, offset, absent.shape, torch.empty(absent.shape, device="meta").stride())
 
     def unpack(self, saved: Tensor | Saved) -> Tensor:
         if not isinstance(saved, Saved):

@@ -189,7 +189,8 @@ class Run:
         gradients = self._placed.gradients
         if isinstance(gradients, Reduction):
             gradients.last, gradients.is_weighted = self._rows == self.plan.share, weight is not None
-        with self._placed.lanes.computing("backward"):
+        # The user's own checkpoints run forwards in backward, whose saved weights are to be replaced too.
+        with self._placed.lanes.computing("backward"), self._placed.residency.watching():
             total.backward()
             if isinstance(gradients, Reduction):
                 gradients.end_backward()
