@@ -30,7 +30,7 @@ from anyfit.placing.ranks import HANG_SECONDS
 from anyfit.placing.reduction import Reduction
 from anyfit.placing.tiers import LiveBytes, peak_bytes_of_gpu
 from anyfit.placing.timeline import Timeline
-from anyfit.values.batches import map_tensors, named_tensors
+from anyfit.values.batches import named_tensors, shape_of
 from anyfit.values.job import Batch, Job
 from anyfit.values.plan import NoPlan, Plan
 from anyfit.values.units import show_bytes
@@ -126,7 +126,7 @@ class Run:
         came from the planner, the run is planned anew and the step made again.
         """
         self._check_open()
-        rows = self.job.rows(batch)
+        rows = self.job.rows(batch, self.plan.share)
         if rows is not None and rows != self.plan.share:
             among = f" over {self.ranks.count} ranks makes {self.plan.share} for each" if self.ranks.are_several else ""
             raise ValueError(
@@ -205,7 +205,7 @@ class Run:
         with self._telling() if torch.is_grad_enabled() else nullcontext(), self._placed.watching():
             total, weight = self.job.evaluate(self.model, self._prepared(batch))
         shown = total if weight is None else total / weight
-        rows = self.job.rows(batch) or self.plan.micro_batch
+        rows = self.job.rows(batch, self.plan.micro_batch) or self.plan.micro_batch
         if torch.is_grad_enabled():
             self._open.append((shown, total, weight, rows))
         return shown
@@ -666,7 +666,7 @@ class Run:
     @contextmanager
     def _counting(self, batch: Batch) -> Iterator[None]:
         """On the CPU device, counts what the first steps of every batch shape hold, and keeps them to the plan's limit."""
-        shape = tuple((name, tuple(tensor.shape)) for name, tensor in named_tensors(batch))
+        shape = tuple((name, shape_of(tensor)) for name, tensor in named_tensors(batch))
         if self._placed.device.type != "cpu" or self._watched.get(shape, 0) >= WATCHED_STEPS:
             yield
             return
@@ -758,7 +758,7 @@ class Run:
         sample, share = self.job.sample, self.plan.share
         if self.job.split is not None:
             return sample
-        return map_tensors(sample, lambda each: each[torch.arange(share) % each.shape[0]] if each.dim() else each)
+        return self.job.with_rows(sample, share)
 
     def _part_from_others(self, error: BaseException) -> None:
         """This rank has failed: the others are told, and not waited for."""

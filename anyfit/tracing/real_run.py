@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anyfit.values.batches import map_tensors
+from anyfit.values.batches import is_dense, repeated, with_rows
 from anyfit.values.job import Batch, Job
 from anyfit.values.memento import Memento
 from anyfit.values.units import show_bytes
@@ -87,11 +87,12 @@ def real_batch(job: Job, rows: int) -> Batch:
     sample = largest_sample(job, rows)
 
     def take(tensor: Tensor) -> Tensor:
-        if tensor.dim() == 0 or job.split is not None:
-            return tensor.clone(memory_format=torch.contiguous_format)  # the model may write to it
-        return tensor.index_select(0, torch.arange(rows) % tensor.shape[0])
+        return repeated(tensor, rows)
 
-    return job.prepare(map_tensors(sample, take), CPU)
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format) if is_dense(tensor) else tensor.clone()  # it may be written to
+
+    return job.prepare(with_rows(sample, job.rows(sample), rows, take, copied), CPU)
 
 
 def bytes_of(model: nn.Module) -> int:

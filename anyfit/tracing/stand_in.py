@@ -5,7 +5,7 @@ All fakes live on a fake CPU, whatever device will compute: fake CUDA tensors ab
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from anyfit.values.batches import map_tensors
+from anyfit.values.batches import is_dense, repeated, shape_of, with_rows
 from anyfit.values.job import Batch, Job
 from anyfit.values.memento import Memento
 
@@ -57,12 +57,16 @@ def fake_batch(job: Job, rows: int, mode: FakeTensorMode) -> Batch:
     """`rows` samples like the job's largest, as fakes."""
     sample = largest_sample(job, rows)
 
-    def imitate(tensor: torch.Tensor) -> torch.Tensor:
-        shape = (rows, *tensor.shape[1:]) if tensor.dim() and job.split is None else tensor.shape
-        return torch.empty(shape, dtype=tensor.dtype, device=CPU)
+    def imitate(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+        if not is_dense(tensor):
+            return mode.from_tensor(tensor if shape is None else repeated(tensor, rows))
+        return torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device=CPU)
+
+    def imitate_samples(tensor: torch.Tensor) -> torch.Tensor:
+        return imitate(tensor, (rows, *shape_of(tensor)[1:]))
 
     with mode:
-        return job.prepare(map_tensors(sample, imitate), CPU)
+        return job.prepare(with_rows(sample, job.rows(sample), rows, imitate_samples, imitate), CPU)
 
 
 def largest_sample(job: Job, rows: int) -> Batch:
@@ -71,7 +75,6 @@ def largest_sample(job: Job, rows: int) -> Batch:
     if job.split is not None:
         rest = job.batch_size - rows
         return job.cut(sample, [rows, rest] if rest else [rows])[0]
-    job.rows(sample)  # refuses tensors that disagree about the number of samples
     return sample
 
 

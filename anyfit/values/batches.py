@@ -1,89 +1,436 @@
-"""Batches as users have them: tensors in any nest of mappings, sequences and dataclasses. Torch is known here by shape only."""
+"""Batches as users have them: tensors, arrays, numbers and text in any nest.
+
+A batch that goes through whole is as the user made it. To be cut, it has to be told which of it belongs to which sample:
+
+| entry | cut |
+|---|---|
+| a tensor or numpy array whose dim 0 is the number of samples | along dim 0, as a view |
+| a list, tuple, deque or range with one entry a sample | entry by entry: captions, labels, dicts, tensors of any length |
+| a mapping, dataclass or named tuple; a list or tuple of such fields | field by field |
+| a number, text, None, a tensor without dims | not: it belongs to all samples |
+| anything else: a tensor of other size, a list of other length, an object | refused by name |
+
+A list of R entries that all have R rows may be either, R fields or R samples. It is fields where its entries are not alike, as
+inputs and labels are not, and else refused. How many samples there are is what tensors and arrays outside of lists say; without
+any, the number for which the whole batch can be told apart.
+"""
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
+import datetime
+import enum
 import functools
+import numbers
+import pathlib
+import sys
+import types
+import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Kind = Literal["samples", "fields", "all", "either", "unclear"]
+SEQUENCES = (list, tuple, collections.deque, range)
+FOR_ALL = (
+    numbers.Number, str, bytes, type(None), enum.Enum, type, slice, types.FunctionType, types.BuiltinFunctionType,
+    types.ModuleType, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, uuid.UUID,
+)  # fmt: skip
+MOST_DEPTH = 8  # of objects in objects, where tensors are looked for
+WAY_OUT = "give Job(split=) to say how such a batch is cut"
+
 
 def is_tensor(value: object) -> bool:
-    return hasattr(value, "untyped_storage") and hasattr(value, "narrow")
+    torch = sys.modules.get("torch")  # which whoever made a tensor has imported
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_array(value: object) -> bool:
+    """One of numpy's, or a scalar of its."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same nest with every tensor changed; what is not a tensor stays."""
+    """The same nest with every tensor changed, also in objects that hold some; what is not a tensor stays."""
+    return _mapped(batch, change, MOST_DEPTH)
+
+
+def _mapped(batch: Any, change: Callable[[Tensor], Any], depth: int) -> Any:
     if is_tensor(batch):
         return change(batch)
-    if isinstance(batch, Mapping):
-        changed = {key: map_tensors(item, change) for key, item in batch.items()}
-        if type(batch) is dict:
-            return changed
-        try:
-            return type(batch)(changed)  # type: ignore[call-arg]  # a Hugging Face BatchEncoding, an OrderedDict
-        except TypeError:
-            return changed
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(item, change) for item in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(item, change) for item in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        twin = copy.copy(batch)  # not built anew: fields outside __init__ stay, and __post_init__ has run
-        for field in dataclasses.fields(batch):
-            object.__setattr__(twin, field.name, map_tensors(getattr(batch, field.name), change))
+    fields = fields_of(batch)
+    if fields is not None:
+        changed = {key: _mapped(item, change, depth) for key, item in fields.items() if not _stays(batch, key)}
+        return _with_fields(batch, fields | changed)
+    if _is_sequence(batch):
+        return _with_entries(batch, [_mapped(item, change, depth) for item in batch])
+    if depth and _is_object(batch) and any(True for _ in _named(batch, "", depth)):
+        twin = copy.copy(batch)
+        for name, item in _attributes(twin).items():
+            object.__setattr__(twin, name, _mapped(item, change, depth - 1))
         return twin
     return batch
 
 
 def named_tensors(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """Every tensor with the expression that reaches it, such as `batch['input_ids']`."""
+    return _named(batch, path, MOST_DEPTH)
+
+
+def _named(batch: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
     if is_tensor(batch):
         yield path, batch
-    elif isinstance(batch, Mapping):
-        for key, item in batch.items():
-            yield from named_tensors(item, f"{path}[{key!r}]")
-    elif isinstance(batch, list | tuple):
+    elif (fields := fields_of(batch)) is not None:
+        for key, item in fields.items():
+            yield from _named(item, _reached(batch, path, key), depth)
+    elif _is_sequence(batch):
         for index, item in enumerate(batch):
-            yield from named_tensors(item, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from named_tensors(getattr(batch, field.name), f"{path}.{field.name}")
+            yield from _named(item, f"{path}[{index}]", depth)
+    elif depth and _is_object(batch):
+        for name, item in _attributes(batch).items():
+            yield from _named(item, f"{path}.{name}", depth - 1)
 
 
-def rows_of(batch: Any) -> int:
-    """How many samples lie along dim 0; tensors without dims belong to all of them."""
-    first: tuple[str, int] | None = None
-    for path, tensor in named_tensors(batch):
-        if tensor.dim() == 0:
-            continue
-        if first is None:
-            first = (path, tensor.shape[0])
-        elif tensor.shape[0] != first[1]:
-            raise ValueError(
-                f"{first[0]} has {first[1]} samples along dim 0 and {path} has {tensor.shape[0]}; "
-                "give Job(split=) for batches laid out otherwise"
-            )
-    if first is None:
-        raise ValueError("the batch holds no tensor with a sample dimension; give Job(split=) to say how it is cut")
-    return first[1]
+def is_dense(tensor: Tensor) -> bool:
+    """Neither nested nor sparse."""
+    return not tensor.is_nested and str(tensor.layout) == "torch.strided"
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Also of a nested tensor, which has only its number of samples and of dims."""
+    return (tensor.size(0), tensor.dim()) if tensor.is_nested else tuple(tensor.shape)
+
+
+# ---------------------------------------------------------------------- samples
+
+
+def rows_of(batch: Any, expected: int | None = None) -> int | None:
+    """How many samples there are, `expected` where they may be as many; None where that cannot be told."""
+    refuse_iterators(batch)
+    certain, others = Counter[int](), dict[int, None]()  # what tensors outside of lists say, and what else could be
+    _count(batch, certain, others, in_list=False)
+    candidates = list(certain) or list(others)
+    clear = [each for each in candidates if not _unclear(batch, each)]
+    for found in (clear, candidates):
+        if expected in found:
+            return expected
+    if clear:
+        return clear[0]
+    most = certain.most_common(2)
+    return most[0][0] if len(most) == 1 or (most and most[0][1] > most[1][1]) else None
+
+
+def _count(value: Any, certain: Counter[int], others: dict[int, None], *, in_list: bool) -> None:
+    rows = _first_dim(value)
+    if rows is not None:
+        certain.update(() if in_list else (rows,))
+        others[rows] = None
+    elif (fields := fields_of(value)) is not None:
+        for item in fields.values():
+            _count(item, certain, others, in_list=in_list)
+    elif _is_sequence(value):
+        for item in value:
+            _count(item, certain, others, in_list=True)
+        if value:
+            others[len(value)] = None
+
+
+def refuse_iterators(batch: Any, path: str = "batch") -> None:
+    """What can be read only once: planning reads a batch, and so does a step that is made again."""
+    if isinstance(batch, Iterator):
+        raise TypeError(
+            f"{path} is a {type(batch).__name__}, which can be read only once, and planning and a step that is made again read "
+            "a batch as well: make it a list"
+        )
+    if (fields := fields_of(batch)) is not None:
+        for key, item in fields.items():
+            refuse_iterators(item, _reached(batch, path, key))
+    elif _is_sequence(batch) and not isinstance(batch, range):
+        for index, item in enumerate(batch):
+            if not isinstance(item, FOR_ALL):
+                refuse_iterators(item, f"{path}[{index}]")
+
+
+def uncuttable(batch: Any, rows: int) -> str | None:
+    """Why a batch of so many samples cannot be cut, and what to type; None where it can."""
+    unclear = _unclear(batch, rows)
+    return f"{unclear}; {WAY_OUT}" if unclear else None
 
 
 def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Consecutive slices along dim 0 of every tensor. They are views: nothing is copied."""
-    rows = rows_of(batch)
-    if sum(sizes) != rows:
-        raise ValueError(f"cannot cut {rows} samples into micro-batches of {list(sizes)}")
+    """Consecutive parts of the batch. Those of tensors and arrays are views: nothing is copied."""
+    rows = sum(sizes)
+    found = rows_of(batch, rows)
+    if found is not None and found != rows:
+        raise ValueError(f"cannot cut {found} samples into micro-batches of {list(sizes)}")
+    if len(sizes) == 1:
+        return [batch]
+    reason = uncuttable(batch, rows)
+    if reason is not None:
+        raise ValueError(reason)
     parts, start = [], 0
     for size in sizes:
-        parts.append(map_tensors(batch, functools.partial(_rows_from, start, size)))
+        parts.append(_changed(batch, rows, functools.partial(_sliced, start, size), lambda other: other))
         start += size
     return parts
 
 
-def _rows_from(start: int, size: int, tensor: Tensor) -> Tensor:
-    return tensor.narrow(0, start, size) if tensor.dim() else tensor
+def with_rows(
+    batch: Any, rows: int | None, wanted: int, of_samples: Callable[[Tensor], Tensor], of_all: Callable[[Tensor], Any]
+) -> Any:
+    """A batch of `wanted` samples like one of `rows`: tensors with a row a sample and all others are what these make of them,
+    and lists and arrays hold their samples again and again. What is unclear stays as it is."""
+
+    def again(value: Any) -> Any:
+        if is_tensor(value):
+            return of_samples(value)
+        assert rows is not None
+        chosen = [index % rows for index in range(wanted)]
+        if is_array(value):
+            return value[chosen]
+        return _with_entries(value, [map_tensors(value[index], of_all) for index in chosen])
+
+    if not rows:
+        return map_tensors(batch, of_all)
+    return _changed(batch, rows, again, lambda other: map_tensors(other, of_all))
+
+
+def _changed(value: Any, rows: int, of_samples: Callable[[Any], Any], of_all: Callable[[Any], Any]) -> Any:
+    kind = _kind(value, rows)
+    if kind == "samples":
+        return of_samples(value)
+    fields = fields_of(value)
+    if fields is not None:
+        return _with_fields(value, {key: _changed(item, rows, of_samples, of_all) for key, item in fields.items()})
+    if kind in ("fields", "either"):
+        return _with_entries(value, [_changed(item, rows, of_samples, of_all) for item in value])
+    return of_all(value)
+
+
+def _sliced(start: int, size: int, value: Any) -> Any:
+    if not is_tensor(value):
+        part = value[start : start + size] if type(value) is not collections.deque else list(value)[start : start + size]
+        return part if type(part) is type(value) else _with_entries(value, list(part))
+    return value.narrow(0, start, size) if is_dense(value) else _taken(value, range(start, start + size))
+
+
+def repeated(tensor: Tensor, wanted: int) -> Tensor:
+    """As many rows of a tensor, its own again where it has fewer."""
+    return _taken(tensor, [index % tensor.size(0) for index in range(wanted)])
+
+
+def _taken(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    import torch
+
+    if tensor.is_nested:
+        parts = tensor.unbind()
+        return torch.nested.as_nested_tensor([parts[index] for index in rows], layout=tensor.layout)
+    chosen = torch.tensor(list(rows), dtype=torch.long, device=tensor.device)
+    if is_dense(tensor) or tensor.layout is torch.sparse_coo:
+        return tensor.index_select(0, chosen)
+    found: Tensor = tensor.to_sparse_coo().index_select(0, chosen).to_sparse(layout=tensor.layout)
+    return found
+
+
+# ---------------------------------------------------------------------- what an entry is
+
+
+def _kind(value: Any, rows: int) -> Kind:
+    dim = _first_dim(value)
+    if dim is not None:
+        return "samples" if dim == rows and _can_be_sliced(value) else "unclear"
+    if is_tensor(value) or is_array(value) or isinstance(value, FOR_ALL) or _is_torchs(value):
+        return "all"
+    fields = fields_of(value)
+    if fields is not None:
+        return "fields" if not _is_by_sample(value, rows) else "unclear"
+    if not _is_sequence(value):
+        return "unclear"
+    if all(each is None for each in value):
+        return "all"
+    if len(value) != rows:
+        return "fields" if any(not isinstance(each, FOR_ALL) for each in value) else "unclear"
+    as_samples = _are_alike(value)
+    if not as_samples or not isinstance(value[0], FOR_ALL):
+        as_fields = all(not _unclear(each, rows) for each in value) and any(_has_samples(each, rows) for each in value)
+        if as_fields:
+            return "either" if as_samples and rows > 1 else "fields"
+    return "samples" if as_samples else "unclear"
+
+
+def _unclear(value: Any, rows: int, path: str = "batch") -> str:
+    """What of a batch of so many samples is not known to belong to one or to all; or nothing."""
+    kind = _kind(value, rows)
+    if kind == "unclear" or kind == "either":
+        shown = f"{path} is {_described(value)}, and the batch has {rows} samples"
+        if kind == "either":
+            shown += f": {len(value)} fields or {len(value)} samples, both can be"
+        return shown
+    if kind == "fields":
+        for key, item in (fields_of(value) or dict(enumerate(value))).items():
+            found = _unclear(item, rows, _reached(value, path, key))
+            if found:
+                return found
+    return ""
+
+
+def _has_samples(value: Any, rows: int) -> bool:
+    kind = _kind(value, rows)
+    return kind == "samples" or (
+        kind == "fields" and any(_has_samples(each, rows) for each in (fields_of(value) or dict(enumerate(value))).values())
+    )
+
+
+def _are_alike(entries: Sequence[Any]) -> bool:
+    """Whether these may be one sample each: of one kind, as samples are. None stands for one that is missing."""
+    return len({_likeness(each) for each in entries if each is not None}) == 1
+
+
+def _likeness(value: Any) -> Any:
+    if is_tensor(value):
+        return "tensor", value.dtype, value.dim()
+    if isinstance(value, numbers.Number):
+        return "number"
+    if is_array(value):
+        return "array", str(value.dtype), value.ndim
+    if isinstance(value, Mapping):
+        return "mapping", frozenset(value)
+    return type(value)
+
+
+def _is_by_sample(value: Any, rows: int) -> bool:
+    """A mapping from samples to numbers, as far as can be seen: its keys are no names of fields."""
+    if not isinstance(value, Mapping) or len(value) != rows or rows < 2 or any(isinstance(key, str) for key in value):
+        return False
+    return not any(_has_samples(item, rows) for item in value.values())
+
+
+def _first_dim(value: Any) -> int | None:
+    """Entries along dim 0 of a tensor or array that has one."""
+    if is_tensor(value):
+        return int(value.size(0)) if value.dim() else None
+    return int(value.shape[0]) if is_array(value) and value.ndim else None
+
+
+def _can_be_sliced(value: Any) -> bool:
+    if is_array(value) or is_dense(value):
+        return True
+    try:
+        _sliced(0, 1, value)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _described(value: Any) -> str:
+    if is_tensor(value):
+        layout = "" if is_dense(value) else "nested " if value.is_nested else f"{str(value.layout).removeprefix('torch.')} "
+        return f"a {layout}tensor of shape {shape_of(value)}"
+    if is_array(value):
+        return f"an array of shape {tuple(value.shape)}"
+    named = type(value).__name__
+    article = "an" if named[:1].lower() in tuple("aeiou") else "a"
+    if isinstance(value, SEQUENCES):
+        return f"{article} {named} of {len(value)}"
+    return f"{article} {named}"
+
+
+# ---------------------------------------------------------------------- nests
+
+
+def fields_of(value: Any) -> dict[Any, Any] | None:
+    """By key or name, the fields of a mapping, a named tuple or a dataclass; None for anything else."""
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def _reached(value: Any, path: str, key: Any) -> str:
+    return f"{path}.{key}" if dataclasses.is_dataclass(value) and not isinstance(value, Mapping) else f"{path}[{key!r}]"
+
+
+def _stays(value: Any, key: Any) -> bool:
+    """The sizes in a PackedSequence, which are read by the host."""
+    return type(value).__name__ == "PackedSequence" and value._fields[key] == "batch_sizes"
+
+
+def _with_fields(value: Any, fields: dict[Any, Any]) -> Any:
+    if isinstance(value, Mapping):
+        return fields if type(value) is dict else _with_items(value, fields)
+    if isinstance(value, tuple):
+        return type(value)._make(fields.values())  # type: ignore[attr-defined]
+    twin = copy.copy(value)  # not built anew: fields outside __init__ stay, and __post_init__ has run
+    for name, item in fields.items():
+        object.__setattr__(twin, name, item)
+    return twin
+
+
+def _with_items(value: Any, items: dict[Any, Any]) -> Any:
+    """A mapping of the same class: with all else that it has, where its copy has items of its own."""
+    before = dict(value.items())
+    try:
+        twin = copy.copy(value)
+        for key, item in items.items():
+            twin[key] = item
+        if all(twin[key] is item for key, item in items.items()) and all(value[key] is item for key, item in before.items()):
+            return twin
+    except Exception:  # of a class that anyone may have written
+        pass
+    for key, item in before.items():
+        if value[key] is not item:
+            value[key] = item
+    try:
+        return type(value)(items)
+    except TypeError:
+        return items
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, SEQUENCES) and not hasattr(value, "_fields") and not _is_torchs(value)
+
+
+def _with_entries(value: Any, entries: list[Any]) -> Any:
+    if type(value) in (list, range):
+        return entries
+    if isinstance(value, list):
+        twin = copy.copy(value)
+        twin[:] = entries
+        return twin
+    if isinstance(value, collections.deque):
+        return collections.deque(entries, value.maxlen)
+    try:
+        return type(value)(entries)
+    except TypeError:
+        return tuple(entries)
+
+
+def _is_torchs(value: Any) -> bool:
+    """A dtype, a device, a size: what torch says of tensors, and no tensor."""
+    return type(value).__module__ == "torch" and not is_tensor(value)
+
+
+def _is_object(value: Any) -> bool:
+    """One of a class of somebody's own, that may hold tensors; a module's are its own."""
+    if isinstance(value, FOR_ALL) or is_array(value) or _is_torchs(value) or hasattr(value, "named_parameters"):
+        return False
+    return type(value).__module__ != "builtins" and bool(_attributes(value))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = dict(getattr(value, "__dict__", None) or {})
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from .batches import cut, map_tensors, rows_of
+from .batches import WAY_OUT, cut, map_tensors, refuse_iterators, repeated, rows_of, uncuttable, with_rows
 from .layout import Placeable
 from .record import nearest
 from .tensor_files import holds_weights
@@ -45,7 +45,8 @@ class Job:
     seed          of weights, data order and dropout
     micro_batch   samples a forward pass; None lets the plan choose
     max_sample    the largest batch to expect, when sizes vary; memory is planned for it
-    split         (batch, sizes) -> batches, for layouts where samples do not lie along dim 0 of every tensor
+    split         (batch, sizes) -> batches, for layouts where samples do not lie along dim 0 of every tensor and array, or one an
+                  entry in lists
     weights       a folder of safetensors to start from, as `save_pretrained` writes it, or a `Weights` that takes a part of one;
                   the model is then built without them, and never whole in memory
     real_run      the model may be run for real to plan it, on the CPU: for a forward that needs the values of tensors
@@ -106,6 +107,8 @@ class Job:
             raise TypeError(f"Job(weights=) must be a folder or a Weights, got {_describe(self.weights)}")
         if self.sample is None:
             raise TypeError("Job(sample=) is None; give a batch like those to come, for example next(iter(loader))")
+        for name in ("sample", "max_sample"):
+            refuse_iterators(getattr(self, name), name)
 
     def build(self) -> nn.Module:
         """The model itself, or what the factory makes."""
@@ -207,7 +210,7 @@ class Job:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def cut(self, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-        """The batch as consecutive micro-batches of these sizes: by `split`, or along dim 0 of every tensor."""
+        """The batch as consecutive micro-batches of these sizes: by `split`, or sample by sample; one is the batch as it is."""
         if self.split is None:
             return cut(batch, sizes)
         parts = list(self.split(batch, sizes))
@@ -215,19 +218,37 @@ class Job:
             raise ValueError(f"Job(split=) made {len(parts)} micro-batches where {len(sizes)} were asked for")
         return parts
 
-    def rows(self, batch: Batch) -> int | None:
-        """Samples in a batch; None where only the user's `split` knows."""
-        return rows_of(batch) if self.split is None else None
+    def rows(self, batch: Batch, expected: int | None = None) -> int | None:
+        """Samples in a batch, where as many as `expected` (when not given, batch_size) are looked for first; None where only the
+        user's `split` knows, or nobody."""
+        return rows_of(batch, expected or self.batch_size) if self.split is None else None
+
+    def uncuttable(self, batch: Batch | None = None, share: int | None = None) -> str | None:
+        """Why batches like this one (the sample) cannot be cut where they have `share` samples (batch_size), and what to type;
+        None where they can."""
+        if self.split is not None:
+            return None
+        batch = self.sample if batch is None else batch
+        rows, share = self.rows(batch), share or self.batch_size
+        if rows is None:
+            return f"how many samples the batch has cannot be told; {WAY_OUT}"
+        reason = uncuttable(batch, rows)
+        if reason is None and rows != share:
+            reason = uncuttable(self.with_rows(batch, share), share)
+        return reason
+
+    def with_rows(self, batch: Batch, wanted: int) -> Batch:
+        """As many samples of a batch, its own again where it has fewer."""
+        return with_rows(batch, self.rows(batch), wanted, lambda tensor: repeated(tensor, wanted), lambda tensor: tensor)
 
     def prepare(self, batch: Batch, device: torch.device, send: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Batch:
-        """The batch on the device, its floating tensors in the precision of the weights; `send` may bring them there first."""
+        """The batch on the device; `send` may bring its tensors there first. In bf16 those of fp32 are cast to it. All others
+        keep their dtype, as in plain PyTorch: fp16, fp64 and integers, and numpy's arrays, which stay on the host."""
         import torch
 
-        to = torch.bfloat16 if self.precision == "bf16" else torch.float32
-
         def place(tensor: Tensor) -> Tensor:
-            floating = tensor.dtype in (torch.float32, torch.bfloat16)
-            return send(tensor).to(device, to if floating else tensor.dtype)
+            is_cast = self.precision == "bf16" and tensor.dtype == torch.float32
+            return send(tensor).to(device, torch.bfloat16 if is_cast else tensor.dtype)
 
         return map_tensors(batch, place)
 
@@ -244,22 +265,13 @@ class Job:
                     "cast inside the model, or use Job(precision='fp32')"
                 )
             raise
-        total, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        total, weight = value if is_pair else (value, None)
         if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.dtype.is_floating_point:
-            shown = (
-                f"a {total.dtype} tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else _describe(total)
-            )
-            raise ValueError(f"Job(loss=) must return a scalar tensor, or (sum, weight), got {shown}; take its .mean()")
+            raise ValueError(f"Job(loss=) must return a scalar tensor, or (sum, weight), got {_instead_of_a_loss(value, total)}")
         if torch.is_grad_enabled() and not total.requires_grad:
             raise ValueError("the loss is not connected to any trainable parameter: was it detached, or made under no_grad?")
-        if weight is not None:
-            if not isinstance(weight, torch.Tensor | int | float):
-                raise TypeError(f"Job(loss=) returned a pair whose second is {_describe(weight)}; (sum, weight) are two scalars")
-            weight = torch.as_tensor(weight, dtype=torch.float32, device=total.device).detach()
-            if weight.numel() != 1:
-                raise ValueError(f"the weight of a loss must be one number, got shape {tuple(weight.shape)}; take its .sum()")
-            weight = weight.reshape(())
-        return total.reshape(()), weight
+        return total.reshape(()), _weight_of(weight, total) if is_pair else None
 
     @classmethod
     def from_huggingface(
@@ -305,6 +317,46 @@ _HINTS = {
     "optimizer": "; pass a function such as lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
     "scheduler": "; pass a function such as lambda optimizer: CosineAnnealingLR(optimizer, 1000)",
 }
+
+
+def _weight_of(weight: Any, total: Tensor) -> Tensor:
+    """The second of the pair that a loss returned, which divides the first."""
+    import torch
+
+    meant = "return the loss alone, or (sum, weight): weight counts what the sum is over, such as mask.sum()"
+    if not isinstance(weight, torch.Tensor | int | float):
+        raise TypeError(f"Job(loss=) returned a pair whose second is {_describe(weight)}; (sum, weight) are two scalars: {meant}")
+    if not isinstance(weight, torch.Tensor):
+        return torch.full((), float(weight), device=total.device)
+    if weight.requires_grad:
+        shown = "of one number" if weight.numel() == 1 else f"of shape {tuple(weight.shape)}"
+        raise ValueError(
+            f"Job(loss=) returned a pair whose second is a tensor {shown} that needs gradients, and a weight has none: for two "
+            f"losses return their sum; else {meant}"
+        )
+    if weight.numel() != 1 or weight.dtype.is_complex:
+        raise ValueError(f"the weight of a loss must be one number, got shape {tuple(weight.shape)}; take its .sum(), or {meant}")
+    return weight.reshape(()).to(total.device, torch.float32)
+
+
+def _instead_of_a_loss(value: Any, total: Any) -> str:
+    """What a loss function returned in its place, and how to get at the loss."""
+    import torch
+
+    if isinstance(total, torch.Tensor):
+        mended = "; take its .mean()" if total.numel() != 1 else ""
+        return f"a {total.dtype} tensor of shape {tuple(total.shape)}{mended}"
+    if isinstance(value, Mapping) and "loss" in value:
+        return f"{type(value).__name__} with {', '.join(map(repr, value))[:60]}; return its ['loss']"
+    if isinstance(getattr(value, "loss", None), torch.Tensor):
+        return f"{type(value).__name__}; return its .loss"
+    if isinstance(value, list | tuple) and any(isinstance(each, torch.Tensor) for each in value):
+        return f"{type(value).__name__} of {len(value)}; return the loss alone, or the sum of several"
+    return (
+        f"{_describe(value)}; return the tensor itself, without .item() or float()"
+        if isinstance(value, float)
+        else _describe(value)
+    )
 
 
 def _describe(value: object) -> str:

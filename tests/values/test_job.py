@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 from anyfit import Job
 from tests.models import Convolutional, Tangled, byte_batches, next_byte_loss
+
+
+class Outputs(OrderedDict[str, Any]):
+    """As transformers has them."""
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -231,11 +238,30 @@ def test_the_users_split_cuts_the_batch_and_must_make_as_many_parts_as_asked() -
         a_job(split=lambda batch, sizes: [batch]).cut(batch, [4, 2])
 
 
-def test_floating_inputs_are_cast_to_the_precision_and_the_rest_is_not() -> None:
-    batch = {"images": torch.zeros(2, 3), "labels": torch.zeros(2, dtype=torch.long), "mask": torch.ones(2, dtype=torch.bool)}
+def test_fp32_inputs_are_cast_to_bf16_and_nothing_else_is() -> None:
+    kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.long, torch.bool, torch.complex64]
+    batch = {str(kind): torch.zeros(2, dtype=kind) for kind in kinds} | {"array": numpy.zeros(2, dtype=numpy.float32)}
     for precision, wanted in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         prepared = a_job(precision=precision).prepare(batch, torch.device("cpu"))
-        assert [tensor.dtype for tensor in prepared.values()] == [wanted, torch.long, torch.bool]
+        assert prepared.pop("array") is batch["array"]
+        assert [tensor.dtype for tensor in prepared.values()] == [wanted, *kinds[1:]]
+
+
+def test_a_job_says_whether_its_batches_can_be_cut() -> None:
+    sample = {"x": torch.zeros(4, 2), "names": list("abcd")}
+    assert a_job(sample=sample).uncuttable() is None
+    assert a_job(sample=sample, batch_size=16).uncuttable() is None
+    assert "batch['w'] is a tensor of shape (9,)" in str(a_job(sample=sample | {"w": torch.zeros(9)}).uncuttable())
+    assert "cannot be told" in str(a_job(sample={"scale": torch.tensor(1.0)}).uncuttable())
+    pairs = [torch.zeros(4, 2), torch.zeros(4, 2)]
+    assert a_job(sample=pairs).uncuttable() is None
+    assert "2 fields or 2 samples" in str(a_job(sample=pairs).uncuttable(share=2))
+    assert a_job(sample={"w": object()}, split=lambda batch, sizes: [batch]).uncuttable() is None
+
+
+def test_a_sample_that_can_be_read_only_once_is_refused() -> None:
+    with pytest.raises(TypeError, match=re.escape("sample['x'][1] is a generator, which can be read only once")):
+        a_job(sample={"x": [1, (each for each in range(3))]})
 
 
 # ---------------------------------------------------------------------- the loss
@@ -249,7 +275,7 @@ def test_a_mean_and_a_sum_with_its_weight_are_both_losses() -> None:
     mean, no_weight = evaluate(lambda model, batch: model(batch).mean().reshape(1))
     assert mean.shape == ()
     assert no_weight is None
-    for count in (2, 2.0, torch.tensor(2), torch.tensor([2.0], requires_grad=True)):
+    for count in (2, 2.0, torch.tensor(2), torch.tensor([2.0])):
         total, weight = evaluate(lambda model, batch, count=count: (model(batch).sum(), count))
         assert total.shape == ()
         assert weight is not None
@@ -265,11 +291,20 @@ def test_a_mean_and_a_sum_with_its_weight_are_both_losses() -> None:
         (
             lambda model, batch: float(model(batch).detach().sum()),
             ValueError,
-            "must return a scalar tensor, or (sum, weight), got float",
+            "without .item() or float()",
         ),
-        (lambda model, batch: {"loss": model(batch).sum()}, ValueError, "or (sum, weight), got dict"),
+        (lambda model, batch: {"loss": model(batch).sum()}, ValueError, "got dict with 'loss'; return its ['loss']"),
+        (lambda model, batch: Outputs(loss=model(batch).sum()), ValueError, "got Outputs with 'loss'; return its ['loss']"),
+        (lambda model, batch: SimpleNamespace(loss=model(batch).sum()), ValueError, "got SimpleNamespace; return its .loss"),
+        (lambda model, batch: [model(batch).sum(), 2], ValueError, "got list of 2; return the loss alone, or the sum of several"),
+        (
+            lambda model, batch: (model(batch).sum(), model(batch).mean()),
+            ValueError,
+            "second is a tensor of one number that needs gradients, and a weight has none: for two losses return their sum",
+        ),
+        (lambda model, batch: (model(batch).sum(), model(batch)), ValueError, "second is a tensor of shape (2, 3) that needs"),
         (lambda model, batch: None, ValueError, "or (sum, weight), got NoneType None"),
-        (lambda model, batch: (model(batch).sum(),) * 3, ValueError, "or (sum, weight), got tuple"),
+        (lambda model, batch: (model(batch).sum(),) * 3, ValueError, "or (sum, weight), got tuple of 3; return the loss alone"),
         (
             lambda model, batch: model(batch).sum().detach(),
             ValueError,
