@@ -43,6 +43,7 @@ FOR_ALL = (
 )  # fmt: skip
 MOST_DEPTH = 8  # of objects in objects, where tensors are looked for
 WAY_OUT = "give Job(split=) to say how such a batch is cut"
+NO_SAMPLES = f"how many samples the batch has cannot be told; {WAY_OUT}"
 
 
 def is_tensor(value: object) -> bool:
@@ -134,11 +135,12 @@ def _count(value: Any, certain: Counter[int], others: dict[int, None], *, in_lis
     elif (fields := fields_of(value)) is not None:
         for item in fields.values():
             _count(item, certain, others, in_list=in_list)
-    elif _is_sequence(value):
+    elif _is_sequence(value) and value:
+        if all(isinstance(item, Mapping) for item in value):  # a list of dicts is rather one of samples
+            others[len(value)] = None
         for item in value:
             _count(item, certain, others, in_list=True)
-        if value:
-            others[len(value)] = None
+        others[len(value)] = None
 
 
 def refuse_iterators(batch: Any, path: str = "batch") -> None:
@@ -171,7 +173,7 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
         raise ValueError(f"cannot cut {found} samples into micro-batches of {list(sizes)}")
     if len(sizes) == 1:
         return [batch]
-    reason = uncuttable(batch, rows)
+    reason = NO_SAMPLES if found is None else uncuttable(batch, rows)
     if reason is not None:
         raise ValueError(reason)
     parts, start = [], 0

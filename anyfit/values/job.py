@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from .batches import WAY_OUT, cut, map_tensors, refuse_iterators, repeated, rows_of, uncuttable, with_rows
+from .batches import NO_SAMPLES, cut, map_tensors, refuse_iterators, repeated, rows_of, uncuttable, with_rows
 from .layout import Placeable
 from .record import nearest
 from .tensor_files import holds_weights
@@ -231,7 +231,7 @@ class Job:
         batch = self.sample if batch is None else batch
         rows, share = self.rows(batch), share or self.batch_size
         if rows is None:
-            return f"how many samples the batch has cannot be told; {WAY_OUT}"
+            return NO_SAMPLES
         reason = uncuttable(batch, rows)
         if reason is None and rows != share:
             reason = uncuttable(self.with_rows(batch, share), share)
