@@ -57,7 +57,8 @@ class PlainFp32:
         return total
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        state = self.model.state_dict().items()
+        return {name: each.detach().clone() for name, each in state if isinstance(each, Tensor)}  # others are extra state
 
 
 class PlainBf16:

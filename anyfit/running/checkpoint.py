@@ -3,8 +3,9 @@
     manifest.json, metadata.json, data-<rank>.safetensors    tensors under their names, as boxes of the whole (files.py):
                                                               parameters, the exact ones where the run has masters; buffers; what
                                                               the optimizer keeps, as "<parameter>/<key>"
-    progress.json                                             steps, data position, scheduler, parameter groups, random states of
-                                                              every rank, and what else is not a tensor
+    progress.json                                             steps, data position, scheduler, parameter groups, settings, random
+                                                              states of every rank (settings.py, randoms.py)
+    extra.json                                                by rank, what else has changed since the start (extra_state.py)
     plan.json                                                 the plan it was trained with, for reference
 
 Every rank writes its own part, in parallel; what several have alike, one of them. It is written beside its place, and renamed
@@ -14,13 +15,11 @@ reads the boxes that overlap what it has. Nothing in it is executed.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
-import random
+import math
 import shutil
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
-from torch.optim.lr_scheduler import LRScheduler
 
 from anyfit.placing import Placed
 from anyfit.placing.ranks import Ranks
@@ -49,13 +47,17 @@ from anyfit.values.plan import Plan
 from anyfit.values.record import nearest
 
 from .boxes import Box, boxes_of
-from .files import MANIFEST, Content, Entry, remove_left_behind
+from .extra_state import ExtraState
+from .files import Content, Entry, remove_left_behind
+from .plain import plain, unplain
+from .randoms import Randoms
 from .saving import Planner, Saved, Saving, copied_ranges, could_not_write
+from .settings import Settings, refuse_insane_scalars, refuse_not_finite
 from .storage import Reader, Writer, content_of, lie, numbered
-from .stored import Opened
+from .stored import WAY_OUT, Opened
 from .team import Team
 
-PROGRESS, PLAN = "progress.json", "plan.json"
+PROGRESS, PLAN, EXTRA = "progress.json", "plan.json", "extra.json"
 READ_AT_ONCE = 2**22  # elements
 OVER_SHARE, OVER_BYTES = 0.25, 2**20  # addresses, and not memory: for a header, and where ranks do not divide evenly
 
@@ -89,27 +91,47 @@ def _shapes_of(tensors: Mapping[str, Saved]) -> list[tuple[Any, ...]]:
 
 
 def prepared(
-    folder: Path, placed: Placed, progress: Mapping[str, Any], plan: Plan, team: Team | None, layout: Layout
+    folder: Path,
+    placed: Placed,
+    progress: Mapping[str, Any],
+    extra: ExtraState,
+    plan: Plan,
+    team: Team | None,
+    layout: Layout,
 ) -> tuple[Saving, Content]:
     """Everything but the writing, planned by all ranks together; and what this one writes. Moments may still be written to: a
-    chunk is to be finished before it is read."""
+    chunk is to be finished before it is read. `progress` is JSON."""
     folder, ranks = folder.absolute(), placed.ranks
     placed.residency.settle_weights()
     placed.updates.settle()
+    beside: dict[str, Saved] = {}
+
+    def keep(tensor: Tensor) -> str:
+        name = f"!{ranks.index}/{len(beside)}"
+        still = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(-1)
+        beside[name] = Saved(Stretch(name, tuple(tensor.shape), 0, still, changes=False))
+        return name
+
+    others = extra.save(keep, ranks)
     tensors, moments = _state(placed)
+    tensors |= beside
     planner = Planner()
     planner.set_up_planner(tensors, is_coordinator=ranks.index == 0)
     scalars: dict[str, Any] = {}
     for each in placed.updates.chunks:
         scalars |= each.scalars()
-    mine = _Exchanged(layout.is_of(tensors), sorted(moments), scalars, _Randoms.now())
+    mine = _Exchanged(layout.is_of(tensors), sorted(moments), sorted(beside), scalars, Randoms.now(), others)
     everybody = ranks.objects(mine) if ranks.are_several else [mine]
     if not all(each.knows_layout for each in everybody):
         layout.plan(tensors, planner, ranks)
-    writer = Writer(folder, moments={name for each in everybody for name in each.moments})
+    writer = Writer(
+        folder,
+        moments={name for each in everybody for name in each.moments},
+        extra={name for each in everybody for name in each.tensors},
+    )
 
     def begin_aside() -> None:
-        writer.documents = _documents(placed, progress, plan, everybody)
+        writer.documents = _documents(progress, plan, everybody)
         writer.aside.refuse_foreign()
         try:
             writer.set_up_storage_writer(is_coordinator=True)
@@ -150,8 +172,10 @@ class _Exchanged:
 
     knows_layout: bool
     moments: list[str]
+    tensors: list[str]  # that are no state of the model or its optimizer
     scalars: dict[str, dict[str, Any]]
-    randoms: _Randoms
+    randoms: Randoms
+    extra: dict[str, Any]
 
 
 def _state(placed: Placed) -> tuple[dict[str, Saved], set[str]]:
@@ -168,76 +192,42 @@ def _state(placed: Placed) -> tuple[dict[str, Saved], set[str]]:
     return found | moments, set(moments)
 
 
-def _documents(placed: Placed, progress: Mapping[str, Any], plan: Plan, everybody: Sequence[_Exchanged]) -> dict[str, str]:
+def _documents(progress: Mapping[str, Any], plan: Plan, everybody: Sequence[_Exchanged]) -> dict[str, str]:
     scalars: dict[str, dict[str, Any]] = {}
     for each in everybody:
         for name, entries in each.scalars.items():
-            scalars[name] = {key: _plain(value, f"optimizer state {name}.{key}") for key, value in entries.items()}
-    document = {key: _plain(value, key) for key, value in progress.items()}
-    document |= {"optimizer": type(placed.updates.optimizer).__name__, "optimizer_scalars": scalars}
-    document |= {"random": [each.randoms.to_json() for each in everybody]}
-    return {PROGRESS: json.dumps(document), PLAN: json.dumps(plan.to_json())}
+            scalars[name] = {key: plain(value, ("optimizer state", f"{name}.{key}")) for key, value in entries.items()}
+    document = {**progress, "optimizer_scalars": scalars, "random": [each.randoms.to_json() for each in everybody]}
+    return {
+        PROGRESS: json.dumps(document),
+        EXTRA: json.dumps([each.extra for each in everybody]),
+        PLAN: json.dumps(plan.to_json()),
+    }
 
 
-def full_state_dict(placed: Placed) -> dict[str, Tensor]:
-    """As model.state_dict() would be, tied weights under each name, but with the masters."""
+def full_state_dict(placed: Placed) -> dict[str, Any]:
+    """As model.state_dict() would be, tied weights under each name, but with the masters. Extra state of modules is theirs."""
     tensors = placed.state.state_dict()
     tensors |= {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in placed.model.named_buffers()}
     first = {id(parameter): name for name, parameter in placed.model.named_parameters()}
     first |= {id(buffer): name for name, buffer in placed.model.named_buffers()}
-    full = {}
+    full: dict[str, Any] = {}
     for name, tensor in placed.model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
-            full[name] = tensors[first[id(tensor)]]
+        full[name] = tensors[first[id(tensor)]] if id(tensor) in first else tensor
     return full
-
-
-@dataclass(frozen=True)
-class _Randoms:
-    """States of the generators of one rank."""
-
-    torch: bytes
-    cuda: bytes | None
-    python: Any
-
-    @classmethod
-    def now(cls) -> _Randoms:
-        cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None
-        return cls(torch.get_rng_state().numpy().tobytes(), cuda, random.getstate())
-
-    def to_json(self) -> dict[str, Any]:
-        cuda = None if self.cuda is None else base64.b64encode(self.cuda).decode()
-        return {"torch": base64.b64encode(self.torch).decode(), "cuda": cuda, "python": _plain(self.python, "random state")}
-
-    @classmethod
-    def from_json(cls, document: Any) -> _Randoms:
-        cuda = document["cuda"]
-        found = cls(
-            base64.b64decode(document["torch"], validate=True),
-            None if cuda is None else base64.b64decode(cuda, validate=True),
-            _unplain(document["python"]),
-        )
-        random.Random().setstate(found.python)  # raises where it is none
-        torch.Generator().set_state(torch.frombuffer(bytearray(found.torch), dtype=torch.uint8))
-        return found
-
-    def restore(self) -> None:
-        torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
-        if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(torch.frombuffer(bytearray(self.cuda), dtype=torch.uint8))
-        random.setstate(self.python)
 
 
 # ---------------------------------------------------------------------- reading
 
 
-def load(folder: Path, placed: Placed, *, scheduler: LRScheduler | None, team: Team | None = None) -> dict[str, Any]:
+def load(folder: Path, placed: Placed, settings: Settings, extra: ExtraState, team: Team | None = None) -> dict[str, Any]:
     """Puts a checkpoint's state into the placed model; returns its progress. Random numbers are those of before where as many
     ranks go on as had saved it."""
     ranks = placed.ranks
-    opened, progress, randoms = _checked(folder, placed, scheduler, team)
+    opened, progress, others, randoms = _checked(folder, placed, settings, extra, team)
     placed.residency.drop_all()
     # Nothing has changed up to here.
+    extra.make_buffers(others[0]["buffers"], opened.weights, placed.device)
     targets = {each.name: _Target(each) for each in weights_of(placed)}
     buffers = {each.name: torch.empty_like(each.values) for each in buffers_of(placed)}
     targets |= {name: _Target(Stretch(name, opened.tensors[name].shape, 0, flat)) for name, flat in buffers.items()}
@@ -258,34 +248,52 @@ def load(folder: Path, placed: Placed, *, scheduler: LRScheduler | None, team: T
         for name, entries in progress["optimizer_scalars"].items():
             placed.updates.load_scalars(name, entries)
         spread(placed)
+        extra.load(others[ranks.index % len(others)], opened.read, placed.device)
     if len(randoms) == ranks.count:
         randoms[ranks.index].restore()
-    wanted = ("steps", "skipped", "loader_position", "scheduler", "groups")
-    return {key: progress[key] for key in wanted} | {"ranks": len(randoms)}
+    return progress | {"ranks": len(randoms)}
 
 
 def _checked(
-    folder: Path, placed: Placed, scheduler: LRScheduler | None, team: Team | None
-) -> tuple[Opened, dict[str, Any], list[_Randoms]]:
+    folder: Path, placed: Placed, settings: Settings, extra: ExtraState, team: Team | None
+) -> tuple[Opened, dict[str, Any], list[Any], list[Randoms]]:
     """A checkpoint that is whole, and of this model. Of several ranks each reads its share of the checksums, and all hear of
     what one has found."""
     ranks = placed.ranks
-    if team is None:
-        opened = open(folder)
-        found = _compared(opened, placed, scheduler)
-        opened.verify()
-        return opened, *found
     try:
         opened = open(folder)
-        found = _compared(opened, placed, scheduler)
+        found = _compared(opened, placed, settings, extra)
         opened.verify(ranks.index, ranks.count)
-        manifest = hashlib.sha256((opened.folder / MANIFEST).read_bytes()).hexdigest()
+        _refuse_not_finite(opened, placed)
+        manifest = hashlib.sha256(opened.manifest).hexdigest()
     except (OSError, ValueError) as error:
-        team.hear_of(error)
+        if team is not None:
+            team.hear_of(error)
         raise
-    team.hear_of(None)
-    team.agree({f"checkpoint in {folder}": manifest})
+    if team is not None:
+        team.hear_of(None)
+        team.agree({f"checkpoint in {folder}": manifest})
     return opened, *found
+
+
+def _refuse_not_finite(opened: Opened, placed: Placed) -> None:
+    """Trained weights and what the optimizer keeps of them, each rank its share: no NaN, nothing infinite that was not at the
+    start."""
+    trained = placed.updates.names
+    wanted = [(name, None) for name in opened.weights if name in trained]
+    wanted += [(name.rpartition("/")[0], name.rpartition("/")[2]) for name in opened.optimizer]
+    for name, key in wanted[placed.ranks.index :: placed.ranks.count]:
+        extremes = opened.extremes(name if key is None else f"{name}/{key}")
+        if extremes is None or (key is None and math.inf in map(abs, extremes) and _is_infinite_here(placed, name)):
+            continue
+        try:
+            refuse_not_finite(name, key, *extremes)
+        except ValueError as error:
+            raise ValueError(f"{opened.folder}: {error}") from None
+
+
+def _is_infinite_here(placed: Placed, name: str) -> bool:
+    return any(bool(each.values.isinf().any()) for each in weights_of(placed) if each.name == name)
 
 
 def open(folder: str | Path) -> Opened:
@@ -393,92 +401,62 @@ def remove_older(parent: Path, keep: int, keep_every: int = 0) -> None:
             shutil.rmtree(gone, ignore_errors=True)
 
 
-def _compared(opened: Opened, placed: Placed, scheduler: LRScheduler | None) -> tuple[dict[str, Any], list[_Randoms]]:
-    """What it holds besides tensors, if it is of this model and this optimizer."""
+def _compared(
+    opened: Opened, placed: Placed, settings: Settings, extra: ExtraState
+) -> tuple[dict[str, Any], list[Any], list[Randoms]]:
+    """What it holds besides tensors, if it is of this model, this optimizer and this job."""
     folder, weights = opened.folder, opened.weights
+    opened.document(PLAN)  # JSON as well; what it says is for people, and may be of another version
+    document, others = opened.document(PROGRESS), opened.document(EXTRA)
+    try:
+        buffers = others[0]["buffers"]
+        shapes = {name: tuple(shape) for name, shape in buffers["changed"].items() if shape is not None}
+        made, gone = {name for name, shape in buffers["changed"].items() if shape is None}, {*buffers["gone"]}
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{folder / EXTRA} is not a checkpoint's ({error!r}); {WAY_OUT}") from None
     wanted: dict[str, Tensor | nn.Parameter] = dict(placed.model.named_parameters()) | dict(placed.model.named_buffers())
     for name, tensor in wanted.items():
+        if name in gone:
+            continue
         if name not in weights:
             raise ValueError(f"{folder} is of another model: it has no {name!r}" + nearest(name, list(weights)[:1000]))
-        if weights[name].shape != tensor.shape:
-            raise ValueError(f"{folder} is of another model: {name} is {weights[name].shape}, here {tuple(tensor.shape)}")
-    extra = sorted(set(weights) - set(wanted))
-    if extra:
-        raise ValueError(f"{folder} is of another model: it holds {extra[0]!r}, which this one has not")
-    opened.document(PLAN)  # JSON as well; what it says is for people, and may be of another version
-    document = opened.document(PROGRESS)
+        shape = weights[name].shape if isinstance(tensor, nn.Parameter) else shapes.get(name, weights[name].shape)
+        if shape != tensor.shape:
+            raise ValueError(f"{folder} is of another model: {name} is {shape}, here {tuple(tensor.shape)}")
+    odd = sorted(set(weights) - set(wanted) - made)
+    if odd:
+        raise ValueError(f"{folder} is of another model: it holds {odd[0]!r}, which this one has not")
     try:
-        progress = {key: _unplain(value) for key, value in document.items() if key != "random"}
-        randoms = [_Randoms.from_json(each) for each in document["random"]]
-        groups, scalars = progress["groups"], progress["optimizer_scalars"]
-        counts = [progress[key] for key in ("steps", "skipped", "loader_position")]
+        scalars = document["optimizer_scalars"] = {
+            name: {key: unplain(each) for key, each in entries.items()} for name, entries in document["optimizer_scalars"].items()
+        }
+        randoms = [Randoms.from_json(each) for each in document["random"]]
+        counts = [document[key] for key in ("steps", "skipped", "loader_position")]
         if not all(type(each) is int and each >= 0 for each in counts):
             raise ValueError(f"steps and positions {counts}")
-        if not all(type(each) is dict and "params" not in each for each in groups):
-            raise ValueError("groups of parameters")
         names = {name.rpartition("/")[0] for name in opened.optimizer} | {*scalars}
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        raise ValueError(f"{folder / PROGRESS} is not a checkpoint's ({error!r}); take another checkpoint") from None
-    optimizer = placed.updates.optimizer
-    if progress["optimizer"] != type(optimizer).__name__ or len(groups) != len(optimizer.param_groups):
-        raise ValueError(
-            f"{folder} was trained with {progress['optimizer']} in {len(groups)} groups; "
-            f"Job(optimizer=) makes {type(optimizer).__name__} in {len(optimizer.param_groups)}"
-        )
+    except _MALFORMED as error:
+        raise ValueError(f"{folder / PROGRESS} is not a checkpoint's ({error!r}); {WAY_OUT}") from None
+    _named(folder, PROGRESS, lambda: settings.check(document))
     for name in sorted(names):
         if name not in placed.updates.names:
             raise ValueError(f"{folder} holds optimizer state of {name!r}, which is not trained here")
-    if (scheduler is None) != (progress["scheduler"] is None):
-        raise ValueError(f"{folder}: saved {'without' if scheduler else 'with'} a scheduler; Job(scheduler=) differs")
-    known = {} if scheduler is None else scheduler.state_dict()
-    odd = next((key for key in progress["scheduler"] or () if key not in known and hasattr(scheduler, str(key))), None)
-    if odd is not None:  # it would take the place of a method
-        raise ValueError(f"{folder / PROGRESS}: {odd!r} is not of a scheduler's state; take another checkpoint")
-    return progress, randoms
+    _named(folder, PROGRESS, lambda: refuse_insane_scalars(scalars))
+    _named(folder, PROGRESS, lambda: settings.position(document))
+    if len(others) != len(randoms):
+        raise ValueError(f"{folder / EXTRA} is of {len(others)} ranks, and {PROGRESS} of {len(randoms)}; {WAY_OUT}")
+    _named(folder, EXTRA, lambda: extra.check(others[placed.ranks.index % len(others)], opened.read))
+    return document, others, randoms
 
 
-# ---------------------------------------------------------------------- what is not a tensor, as JSON and back
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError, IndexError, OverflowError)
 
 
-def _plain(value: Any, where: str) -> Any:
-    """JSON that remembers tuples, counters and keys that are not strings; an error names what cannot be kept."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor) and value.numel() == 1 and value.dim():
-        return _plain(value.item(), where)
-    if isinstance(value, Tensor) and not value.dim():
-        return {"!number": [str(value.dtype).removeprefix("torch."), value.item()]}
-    if isinstance(value, list):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"!tuple": [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and not isinstance(value, Counter):
-            return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
-        items = [[_plain(key, where), _plain(item, f"{where}[{key!r}]")] for key, item in value.items()]
-        return {"!counter" if isinstance(value, Counter) else "!dict": items}
-    raise TypeError(f"a checkpoint cannot hold {where}: {type(value).__name__} is neither a tensor nor plain data")
-
-
-def _unplain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_unplain(item) for item in value]
-    if isinstance(value, dict):
-        if len(value) == 1:
-            (tag, items), *_ = value.items()
-            if tag == "!number":
-                return torch.tensor(items[1], dtype=_dtype(items[0]))
-            if tag == "!tuple":
-                return tuple(_unplain(item) for item in items)
-            if tag in ("!dict", "!counter"):
-                pairs = {_unplain(key): _unplain(item) for key, item in items}
-                return Counter(pairs) if tag == "!counter" else pairs
-        return {key: _unplain(item) for key, item in value.items()}
-    return value
-
-
-def _dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
-    return found
+def _named(folder: Path, file: str, check: Callable[[], object]) -> None:
+    """An error with the checkpoint it is of; one that is not about its contents tells that the file is damaged."""
+    try:
+        check()
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    except _MALFORMED as error:
+        raise ValueError(f"{folder / file} is not a checkpoint's ({error!r}); {WAY_OUT}") from None

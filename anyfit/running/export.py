@@ -65,7 +65,7 @@ def facts_of(model: nn.Module, job: Job) -> dict[str, Any]:
     first: dict[int, str] = {id(each): name for name, each in (*model.named_buffers(), *model.named_parameters())}
     tensors = model.state_dict(keep_vars=True).items()
     return {
-        "names": {name: first[id(each)] for name, each in tensors if isinstance(each, Tensor)},  # as they are stored
+        "names": {name: first[id(each)] for name, each in tensors if id(each) in first},  # as they are stored
         "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in job.dtypes(model).items()},  # of the run
         "config": description(model),
         "source": None if job.weights is None else str(Weights.of(job.weights).path.absolute()),

@@ -36,7 +36,7 @@ from anyfit.values.tensor_files import header_bytes
 
 from .boxes import Box
 
-VERSION = 2
+VERSION = 3
 MANIFEST, METADATA = "manifest.json", "metadata.json"
 DATA = re.compile(r"data-\d{5,7}\.safetensors")
 BLOCK_BYTES = 2**24
@@ -44,7 +44,8 @@ THREADS = 8  # that write blocks, or read them, while training waits: the disk h
 DIRECT_BYTES = 4096  # writes past the page cache begin and end at multiples of these
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 
 

@@ -37,11 +37,13 @@ from anyfit.values.units import show_bytes
 
 from . import alike, checkpoint
 from .export import facts_of
+from .extra_state import ExtraState
 from .launch import Launch, seed_of
 from .loader import Loader, Sized
 from .metrics import Metrics
 from .rescue import MOST_RESCUES, Before, Rescue, let_go, said_of_device, said_of_host
 from .saving import Copies, Saving
+from .settings import Settings
 from .shortage import OverLimitError, Shortfall, is_about_memory, module_at, shortage, shortfall_of
 from .team import Position, Team
 from .watch import HostWatch
@@ -75,6 +77,8 @@ class Run:
         self.model: nn.Module = placed.model
         self.optimizer: Optimizer = placed.updates.optimizer
         self.scheduler: LRScheduler | None = _scheduler(job, self.optimizer)
+        self._settings = Settings(job, self.model, self.optimizer, self.scheduler)
+        self._extra = ExtraState(self.model, self.optimizer, job.loss)
         self.steps = 0  # done, skipped ones included
         self.skipped = 0
         self.rescues = 0  # times that memory ended and the run was planned anew
@@ -563,7 +567,11 @@ class Run:
         except OSError as error:
             self._say(str(error))  # and here comes another
         before, self._doing = self._doing, f"saving step {self.steps}"
-        self.saving, content = checkpoint.prepared(folder, self._placed, self._progress(), self.plan, self.team, self._layout)
+        self.saving, content = checkpoint.prepared(
+            folder, self._placed, self._progress(), self._extra, self.plan, self.team, self._layout
+        )
+        for line in self._extra.unsaid():
+            self._say(line)
         self.saving.then = then
         copies = self._copies_for()
         has_room = not wait and copies.has_room(content)
@@ -607,7 +615,7 @@ class Run:
     def resume(self, folder: str | Path) -> None:
         """Takes up weights, optimizer, scheduler, data position and random state from a checkpoint."""
         self.finish_saving()
-        progress = checkpoint.load(Path(folder), self._placed, scheduler=self.scheduler, team=self.team)
+        progress = checkpoint.load(Path(folder), self._placed, self._settings, self._extra, self.team)
         if progress["ranks"] != self.ranks.count:
             torch.manual_seed(seed_of(self.job.seed, self.ranks.index, progress["steps"]))
             saved_by = "one rank" if progress["ranks"] == 1 else f"{progress['ranks']} ranks"
@@ -615,14 +623,13 @@ class Run:
                 f"{folder} was saved by {saved_by}, and {self.ranks.count} go on: the same weights and data, other random numbers"
             )
         self._placed.updates.users.show_hidden()
+        for difference in self._settings.differences(progress):
+            self._say(f"{folder}: {difference}")
         self.steps, self.skipped = progress["steps"], progress["skipped"]
-        self._loader_position = progress["loader_position"]
+        self._loader_position = self._settings.position(progress)
         if self._loader is not None:
             self._loader.position = self._loader_position
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(progress["scheduler"])
-        for group, saved in zip(self.optimizer.param_groups, progress["groups"], strict=True):
-            group.update(saved)
+        self._settings.load(progress)
 
     def _progress(self) -> dict[str, Any]:
         self._facts = self._facts or facts_of(self.model, self.job)
@@ -630,9 +637,8 @@ class Run:
             "steps": self.steps,
             "skipped": self.skipped,
             "loader_position": self._loader.position if self._loader is not None else self._loader_position,
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "groups": [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups],
             "model": self._facts,
+            **self._settings.to_json(),
         }
 
     # ------------------------------------------------------------------ looking

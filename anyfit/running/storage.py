@@ -80,6 +80,7 @@ class Writer(StorageWriter):
 
     documents    other files of it, JSON, by name
     moments      names of tensors that are an optimizer's
+    extra        and of those that are neither its nor the model's
     threads      that write a rank's file
     wrote        is told of bytes on their way to the disk, from any thread
     """
@@ -87,6 +88,7 @@ class Writer(StorageWriter):
     folder: Path
     documents: Mapping[str, str] = field(default_factory=dict)
     moments: Container[str] = ()
+    extra: Container[str] = ()
     threads: int = files.THREADS
     wrote: Callable[[int], None] = lambda _count: None
 
@@ -128,14 +130,15 @@ class Writer(StorageWriter):
             rank, start, record = result.storage_data
             records[data_file(rank)] = record
             where[result.index] = rank, start
-        sections: dict[str, dict[str, Any]] = {"weights": {}, "optimizer": {}}
+        sections: dict[str, dict[str, Any]] = {"weights": {}, "optimizer": {}, "extra": {}}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
             boxes = []
             for chunk in tensor.chunks:
                 boxes.append([list(chunk.offsets), list(chunk.sizes), *where[MetadataIndex(name, chunk.offsets)]])
             found = {"dtype": DTYPES[tensor.properties.dtype], "shape": list(tensor.size), "boxes": boxes}
-            sections["optimizer" if name in self.moments else "weights"][name] = found
+            section = "optimizer" if name in self.moments else "extra" if name in self.extra else "weights"
+            sections[section][name] = found
         path = self.aside.path
         for name, text in {**self.documents, METADATA: json.dumps(sections, separators=(",", ":"))}.items():
             records[name] = write_text(path / name, text)

@@ -6,17 +6,19 @@ used.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
 import os
 import re
+import stat
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -52,6 +54,7 @@ class Opened:
     """A checkpoint that is all there, as far as its files' sizes and metadata say; `verify` reads the rest.
 
     weights, optimizer    its tensors by name; those of an optimizer are called "<parameter>/<key>"
+    extra                 others that ranks kept, called "!<rank>/<number>"
     read(name)            one of them, or a box of it
     """
 
@@ -60,24 +63,25 @@ class Opened:
         self.files = self._manifest()
         for name, record in self.files.items():
             path = self.folder / name
-            if not path.is_file():
-                raise ValueError(f"{path} is missing; {WAY_OUT}")
-            size = path.stat().st_size
+            with opened_here(path) as file:
+                size = os.fstat(file.fileno()).st_size
             if size != record.bytes:
                 raise ValueError(f"{path} has {size} bytes where {record.bytes} were written; {WAY_OUT}")
         sections = self.document(METADATA)
         try:
             self.weights = {name: _tensor(name, each) for name, each in sections["weights"].items()}
             self.optimizer = {name: _tensor(name, each) for name, each in sections["optimizer"].items()}
+            self.extra = {name: _tensor(name, each) for name, each in sections["extra"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.folder / METADATA} does not describe a checkpoint ({error}); {WAY_OUT}") from None
-        self.tensors = self.weights | self.optimizer
+        self.tensors = self.weights | self.optimizer | self.extra
         self._maps: dict[int, Tensor] = {}
         self._headers = self._compare_headers()
 
     def _manifest(self) -> dict[str, FileRecord]:
         file = self.folder / MANIFEST
-        document = _json(file)
+        self.manifest = _read(file)
+        document = _parsed(file, self.manifest)
         try:
             kind, version = document["anyfit"], document["version"]
         except (KeyError, TypeError) as error:
@@ -107,7 +111,7 @@ class Opened:
         if self.files[name].bytes > MOST_JSON_BYTES:
             raise ValueError(f"{self.folder / name} has {self.files[name].bytes} bytes, which no checkpoint needs; {WAY_OUT}")
         self._verify([(name, index) for index in range(len(self.files[name].blocks))])
-        return _json(self.folder / name)
+        return _parsed(self.folder / name, _read(self.folder / name))
 
     def _compare_headers(self) -> dict[int, int]:
         """By rank, where the data begin in its file, whose header has to say the same as the metadata."""
@@ -127,7 +131,7 @@ class Opened:
                     raise ValueError(f"{self.folder / METADATA}: {entry.name} is at byte {entry.start} of {name}; {WAY_OUT}")
                 end += entry.bytes
             size = self.files[name].bytes
-            with (self.folder / name).open("rb") as file:
+            with opened_here(self.folder / name) as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = file.read(length) if length <= min(size - 8, MOST_JSON_BYTES) else b""
             if _parsed(self.folder / name, header) != header_of(mine) or size - 8 - len(header) != end:
@@ -139,7 +143,7 @@ class Opened:
 
     def verify(self, index: int = 0, count: int = 1) -> None:
         """Reads the files, or one of so many shares of them, and compares checksums; not twice what nobody has touched since."""
-        stats = [(self.folder / name).stat() for name in (MANIFEST, *sorted(self.files))]
+        stats = [(self.folder / name).lstat() for name in (MANIFEST, *sorted(self.files))]
         seen = (str(self.folder.resolve()), *((each.st_ino, each.st_size, each.st_mtime_ns) for each in stats))
         if seen in _VERIFIED:
             return
@@ -152,7 +156,7 @@ class Opened:
         def is_whole(block: tuple[str, int]) -> bool:
             name, index = block
             start = index * self._block_bytes
-            with (self.folder / name).open("rb", buffering=0) as file:
+            with opened_here(self.folder / name) as file:
                 data = bytearray(min(self._block_bytes, self.files[name].bytes - start))
                 done, view = 0, memoryview(data)
                 while done < len(data):
@@ -184,10 +188,20 @@ class Opened:
                 out[mine].copy_(self.view(tensor, stored)[theirs])
         return out
 
+    def extremes(self, name: str) -> tuple[float, float] | None:
+        """The smallest and the largest of a tensor's numbers, both NaN where one is; None where it has none that could be."""
+        tensor = self.tensors[name]
+        if not tensor.dtype.is_floating_point or not math.prod(tensor.shape):
+            return None
+        found = [self.view(tensor, each).aminmax() for each in tensor.boxes if each.box.elements]
+        if any(bool(low.isnan()) for low, _ in found):
+            return math.nan, math.nan
+        return min(float(low) for low, _ in found), max(float(high) for _, high in found)
+
     def view(self, tensor: StoredTensor, stored: StoredBox) -> Tensor:
         """A box as it lies in its file: read when it is used."""
         if stored.rank not in self._maps:
-            with (self.folder / data_file(stored.rank)).open("rb") as file, warnings.catch_warnings():
+            with opened_here(self.folder / data_file(stored.rank)) as file, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that it cannot be written to: nobody does
                 self._maps[stored.rank] = torch.frombuffer(
                     mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8
@@ -208,10 +222,28 @@ def _found(folder: Path) -> Path:
     return folder
 
 
-def _json(file: Path) -> Any:
-    if file.stat().st_size > MOST_JSON_BYTES:
-        raise ValueError(f"{file} has {file.stat().st_size} bytes, which no checkpoint needs; {WAY_OUT}")
-    return _parsed(file, file.read_bytes())
+def opened_here(file: Path) -> BinaryIO:
+    """A file of the folder itself: a link could lead anywhere, and a pipe would be waited for."""
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing; {WAY_OUT}") from None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"{file} is a link, which may lead out of the checkpoint; put the file itself there (cp -L)") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ValueError(f"{file} is not a file; {WAY_OUT}")
+    return os.fdopen(handle, "rb", buffering=0)
+
+
+def _read(file: Path) -> bytes:
+    with opened_here(file) as content:
+        size = os.fstat(content.fileno()).st_size
+        if size > MOST_JSON_BYTES:
+            raise ValueError(f"{file} has {size} bytes, which no checkpoint needs; {WAY_OUT}")
+        return content.read()
 
 
 def _parsed(file: Path, text: bytes) -> Any:

@@ -261,9 +261,9 @@ def test_damage_is_found_before_anything_changes(saved: Path, name: str, damage:
     [
         ("{", "damaged"),
         ('{"anyfit": "plan", "version": 2, "files": {}}', "plan version 2"),
-        ('{"anyfit": "checkpoint", "version": 3, "files": {}}', "version 3.*a newer anyfit wrote it: upgrade"),
+        ('{"anyfit": "checkpoint", "version": 4, "files": {}}', "version 4.*a newer anyfit wrote it: upgrade"),
         ('{"anyfit": "checkpoint", "version": 1, "files": {}}', "version 1.*cannot be read any more"),
-        ('{"anyfit": "checkpoint", "version": 2, "block_bytes": 8, "files": {}}', "list of files"),
+        ('{"anyfit": "checkpoint", "version": 3, "block_bytes": 8, "files": {}}', "list of files"),
     ],
 )
 def test_a_manifest_that_is_not_ours_is_refused(saved: Path, content: str, said: str) -> None:

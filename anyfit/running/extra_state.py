@@ -1,0 +1,414 @@
+"""What a training run depends on besides parameters, buffers and the optimizer's state: extra state of modules
+(`get_extra_state`), and whatever else changes while it trains, so that a resumed run is the one that never stopped.
+
+**Where it is looked for.** In the attributes of every module of the model and of its optimizer (counters, annealed temperatures,
+averages, random generators, a teacher that is hidden in a list); in those of their classes, as far as these are the user's own;
+and in the variables that the loss, and functions of these classes, read from around them.
+
+**What is kept.** All of it is noted at the start, as checksums. What differs from that when a checkpoint is saved is in the
+checkpoint, and nothing else: a setting that is changed between two runs stays changed. What has been changed in place is put back
+in place. What cannot be written as plain data (plain.py) is named when it is saved, and such a checkpoint is not resumed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anyfit.placing.ranks import Ranks
+
+from .plain import (
+    INLINE_BYTES,
+    OF_EVERY_MODULE,
+    NotPlainError,
+    Path,
+    Reader,
+    Weak,
+    Writer,
+    bytes_of,
+    checksum,
+    is_iterator,
+    is_owned_by_library,
+    shown,
+)
+from .stored import StoredTensor
+
+# Set by whoever places the model, by schedulers, and by torch itself.
+NOT_OF_MODULES = OF_EVERY_MODULE | {"forward", "_flat_weights", "_flat_weight_refs"}
+NOT_OF_OPTIMIZERS = frozenset(
+    {"state", "param_groups", "defaults", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_step_count"}
+    | {"_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"}
+    | {"_optimizer_load_state_dict_post_hooks", "_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"}
+)
+_MODULE: Any = nn.Module
+
+
+class ExtraState:
+    """Of one run; made before its first step, and before it is resumed."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, loss: Callable[..., Any]) -> None:
+        self._model, self._optimizer = model, optimizer
+        roots = {type(module).__module__.partition(".")[0] for module in model.modules()}
+        self._libraries = frozenset(roots - {"torch", "anyfit"} - sys.stdlib_module_names)
+        self._holders = dict(_holders(model, optimizer, loss, self._libraries))
+        self._start: dict[Path, Any] = {}  # what was there
+        self._noted: dict[Path, str] = {}  # checksums, by attribute
+        self._ticks = itertools.count()
+        self._shapes = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+        for path, written, met in self._compared():
+            self._noted[path] = written
+            self._start |= {where: Weak(each) if isinstance(each, Tensor) else each for where, each in met.items()}
+
+        self._lost: dict[str, str] = {}  # what the last checkpoint does not hold
+        self._said: set[str] = set()
+
+    def unsaid(self) -> Iterator[str]:
+        """What is to be said of the last checkpoint, once."""
+        for where, kind in self._lost.items():
+            if where not in self._said:
+                self._said.add(where)
+                yield (
+                    f"the checkpoint does not hold {where} ({kind}), which was made or replaced after the start and is no plain "
+                    "data; it cannot be resumed: make it in __init__, or return what it holds from get_extra_state"
+                )
+
+    # ------------------------------------------------------------------ saving
+
+    def save(self, keep: Callable[[Tensor], str], ranks: Ranks) -> dict[str, Any]:
+        """What has changed since the start, as JSON; tensors are handed to `keep`, which names them. All ranks do it together."""
+
+        def tensor(path: Path, value: Tensor) -> Any:
+            if value.nbytes <= INLINE_BYTES:
+                return Writer().write(bytes_of(value).numpy().tobytes(), path)["!bytes"]
+            return {"at": keep(value)}
+
+        lost: dict[str, str] = {}
+
+        def opaque(path: Path, value: Any) -> None:
+            was = self._start.get(path)
+            if is_iterator(value) or not (was is value or (isinstance(value, types.MethodType) and was == value)):
+                lost[shown(path)] = type(value).__name__
+
+        changed: list[list[Any]] = []
+        writer = Writer(self._refs(), tensor, opaque, self._start, self._libraries)
+        now = {path: written for path, written, _met in self._compared()}
+        for (*owner, name), value in self._attributes():
+            path = (*owner, name)
+            if now.get(path) == self._noted.get(path):
+                continue
+            try:
+                changed.append([list(path), writer.write(value, path)])
+            except (NotPlainError, RecursionError):
+                lost[shown(path)] = type(value).__name__
+        self._lost = lost
+        return {
+            "changed": changed,
+            "gone": [list(path) for path in self._noted if path not in now],
+            "lost": lost,
+            "modules": self._of_modules(tensor),
+            "buffers": self._of_buffers(tensor, ranks),
+        }
+
+    def _of_buffers(self, tensor: Callable[[Path, Tensor], Any], ranks: Ranks) -> dict[str, Any]:
+        """Which have another shape than at the start, and that one; what this rank has otherwise than rank 0, whose is saved."""
+        buffers = dict(self._model.named_buffers())
+        changed = {name: self._shapes.get(name) for name, each in buffers.items() if self._shapes.get(name) != tuple(each.shape)}
+        found = {"changed": changed, "gone": [name for name in self._shapes if name not in buffers], "own": {}}
+        if ranks.are_several and buffers:
+            mine = {name: checksum((), each) for name, each in buffers.items()}
+            first = ranks.objects(mine)[0]
+            differ = [name for name, each in mine.items() if each != first.get(name)]
+            found["own"] = {name: Writer(tensor=tensor).write(buffers[name], ("module", name)) for name in differ}
+        return found
+
+    def _of_modules(self, tensor: Callable[[Path, Tensor], Any]) -> dict[str, Any]:
+        """What modules give away by `get_extra_state`."""
+        found = {}
+        for name, module in _with_extra_state(self._model):
+            value = module.get_extra_state()
+            try:
+                found[name] = Writer(tensor=tensor).write(value, ("module", name, "get_extra_state()"))
+            except NotPlainError as error:
+                raise NotPlainError(
+                    f"{error}. get_extra_state of {type(module).__name__} ({name or 'the model'}) has to return such data"
+                ) from None
+        return found
+
+    def _compared(self) -> Iterator[tuple[Path, str, dict[Path, Any]]]:
+        """Of every attribute a short form that changes when it does; and all in it that can change in place, by path."""
+
+        def identity(_path: Path, value: Any) -> Any:
+            return [type(value).__name__, f"at {next(self._ticks)}" if is_iterator(value) else id(value)]
+
+        writer = Writer(self._refs(), checksum, identity, libraries=self._libraries, compares=True)
+        for path, value in self._attributes():
+            try:
+                text = json.dumps(writer.write(value, path))
+            except (NotPlainError, RecursionError):
+                text = f"too large {id(value)}"
+            yield path, text if len(text) < 100 else f"{len(text)} {hash(text)}", writer.met
+            writer.met = {}
+
+    def _attributes(self) -> Iterator[tuple[Path, Any]]:
+        for owner, held in self._holders.items():
+            for name, value in list(held.items()):
+                yield (*owner, name), value
+
+    def _refs(self) -> dict[int, list[str]]:
+        """What has its own place in a checkpoint, by identity."""
+        model = self._model
+        found = {id(module): ["module", name] for name, module in model.named_modules()}
+        found |= {id(each): ["parameter", name] for name, each in model.named_parameters()}
+        found |= {id(each): ["buffer", name] for name, each in model.named_buffers()}
+        return found | {id(self._optimizer): ["optimizer"]}
+
+    # ------------------------------------------------------------------ resuming
+
+    def check(self, document: Any, tensor: Callable[[str], Tensor]) -> None:
+        """Refuses what `load` could not put back, before anything changes."""
+        lost = document["lost"]
+        if lost:
+            where, kind = next(iter(lost.items()))
+            others = f" (and {len(lost) - 1} others)" if len(lost) > 1 else ""
+            raise ValueError(
+                f"{where}{others} was a {kind} when it was saved, made or replaced after the start, which a checkpoint cannot "
+                "hold, so a run that goes on without it is not the same; make it in __init__, where its fields are kept, or "
+                "return what it holds from get_extra_state"
+            )
+        for name, written in document["buffers"]["own"].items():
+            Reader(self._tensor_of(tensor)).read_alone(written, ("module", name))
+        reader = Reader(self._tensor_of(tensor), self._find, self._start, touches=False)
+        for path, written in document["changed"]:
+            where = tuple(path)
+            *owner, name = where
+            if tuple(owner) not in self._holders:
+                raise ValueError(f"it holds {shown(where)}, which is not here")
+            self._refuse_odd(tuple(owner), name)
+            reader.read(written, where)
+        for path in document["gone"]:
+            if tuple(path[:-1]) not in self._holders:
+                raise ValueError(f"it speaks of {shown(tuple(path))}, which is not here")
+        mine, theirs = {name for name, _ in _with_extra_state(self._model)}, set(document["modules"])
+        for name in sorted(mine ^ theirs):
+            here, there = ("has", "holds none") if name in mine else ("has none", "holds some")
+            raise ValueError(f"module {name or 'the model'} {here} extra state (get_extra_state), and it {there}")
+        for name, written in document["modules"].items():
+            Reader(self._tensor_of(tensor)).read_alone(written, ("module", name, "get_extra_state()"))
+
+    def _refuse_odd(self, owner: Path, name: str) -> None:
+        """An attribute that would take the place of what a class does."""
+        held = self._holders[owner]
+        if name in held:
+            return
+        kind: Any = None
+        if owner[0] == "module":
+            kind = type(dict(self._model.named_modules())[owner[1]])
+        elif owner[0] == "optimizer":
+            kind = type(self._optimizer)
+        skipped = NOT_OF_MODULES | NOT_OF_OPTIMIZERS
+        if kind is None or name in skipped or name.startswith("__") or callable(getattr(kind, name, None)):
+            raise ValueError(f"it holds {shown((*owner, name))}, which is nothing that changes here")
+
+    def make_buffers(self, document: Any, stored: Mapping[str, StoredTensor], device: torch.device) -> None:
+        """Of the shapes that they had when they were saved, where these have changed: to be filled."""
+        for name in document["gone"]:
+            owner, leaf = self._owner(name)
+            owner._buffers[leaf] = None
+        for name in document["changed"]:
+            owner, leaf = self._owner(name)
+            owner._buffers[leaf] = torch.empty(stored[name].shape, dtype=stored[name].dtype, device=device)
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        module, _, leaf = name.rpartition(".")
+        return self._model.get_submodule(module), leaf
+
+    def load(self, document: Any, tensor: Callable[[str], Tensor], device: torch.device) -> None:
+        buffers = dict(self._model.named_buffers())
+        for name, written in document["buffers"]["own"].items():
+            value = Reader(self._tensor_of(tensor)).read_alone(written, ("module", name))
+            if buffers[name].shape == value.shape:
+                buffers[name].copy_(value)
+        reader = Reader(self._tensor_of(tensor), self._find, self._start, device)
+        for path in document["gone"]:
+            self._holders[tuple(path[:-1])].pop(path[-1], None)
+        for path, written in document["changed"]:
+            *owner, name = path
+            held = self._holders[tuple(owner)]
+            value = reader.read(written, tuple(path))
+            if name not in held or held[name] is not value:
+                held[name] = value
+        modules = dict(self._model.named_modules())
+        for name, written in document["modules"].items():
+            value = Reader(self._tensor_of(tensor)).read_alone(written, ("module", name, "get_extra_state()"))
+            modules[name].set_extra_state(value)
+
+    @staticmethod
+    def _tensor_of(tensor: Callable[[str], Tensor]) -> Callable[[Any], Tensor]:
+        return lambda where: tensor(where["at"])
+
+    def _find(self, ref: list[str]) -> Any:
+        kind, *name = ref
+        if kind == "optimizer":
+            return self._optimizer
+        found: dict[str, Mapping[str, Any]] = {
+            "module": dict(self._model.named_modules()),
+            "parameter": dict(self._model.named_parameters()),
+            "buffer": dict(self._model.named_buffers()),
+        }
+        return found[kind][name[0]]
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not _MODULE.get_extra_state:
+            yield name, module
+
+
+# ---------------------------------------------------------------------- where it is looked for
+
+
+class _Only(MutableMapping[str, Any]):
+    """A dictionary, as far as its names are wanted."""
+
+    def __init__(self, held: dict[str, Any], wants: Callable[[str], bool]) -> None:
+        self._held, self._wants = held, wants
+
+    def __getitem__(self, name: str) -> Any:
+        return self._held[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._held[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self._held if self._wants(name)])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _OfClass(_Only):
+    def __init__(self, kind: type) -> None:
+        super().__init__(dict(vars(kind)), lambda name: not name.startswith("__") and _is_data(vars(kind).get(name)))
+        self._kind = kind
+
+    def __iter__(self) -> Iterator[str]:
+        self._held = dict(vars(self._kind))
+        return super().__iter__()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._kind, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._kind, name)
+
+
+class _Variables(_Only):
+    """Of a file, those that functions read: what is there."""
+
+    def __init__(self, held: dict[str, Any], names: set[str]) -> None:
+        super().__init__(held, lambda name: name in names and _is_data(held[name]))
+
+
+class _Cells(MutableMapping[str, Any]):
+    """Variables around a function that it reads."""
+
+    def __init__(self, cells: Mapping[str, Any]) -> None:
+        self._cells = cells
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:  # not set
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self._cells if name in self and _is_data(self[name])])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _is_data(value: Any) -> bool:
+    """Neither code, nor how a class reaches something."""
+    return not (isinstance(value, type | types.ModuleType | types.BuiltinFunctionType) or hasattr(type(value), "__get__"))
+
+
+def _holders(
+    model: nn.Module, optimizer: Optimizer, loss: Callable[..., Any], libraries: frozenset[str]
+) -> Iterator[tuple[Path, MutableMapping[str, Any]]]:
+    for name, module in model.named_modules():
+        yield ("module", name), _Only(vars(module), lambda name: name not in NOT_OF_MODULES)
+    yield ("optimizer",), _Only(vars(optimizer), lambda name: name not in NOT_OF_OPTIMIZERS)
+    kinds = dict.fromkeys(each for thing in (*model.modules(), optimizer) for each in type(thing).__mro__)
+    functions: list[Any] = [loss]
+    for kind in kinds:
+        if not is_owned_by_library(kind, frozenset()):
+            yield ("class", f"{kind.__module__}.{kind.__qualname__}"), _OfClass(kind)
+            functions += vars(kind).values()
+    yield from _around(functions)
+
+
+def _around(functions: list[Any]) -> Iterator[tuple[Path, MutableMapping[str, Any]]]:
+    """Variables that these functions, and those of the user's that they call, read from around them."""
+    globals_of: dict[str, tuple[dict[str, Any], set[str]]] = {}
+    seen: set[int] = set()
+    numbers = itertools.count()  # functions of one name there may be many of
+    while functions:
+        thing = functions.pop()
+        if id(thing) in seen or is_owned_by_library(_kind_of(thing), frozenset()):
+            if isinstance(thing, functools.partial):
+                functions += [thing.func, *thing.args, *thing.keywords.values()]
+                yield ("loss", f"partial {next(numbers)}"), {"arguments": thing.args, "keywords": thing.keywords}
+            elif isinstance(thing, types.MethodType):
+                functions.append(thing.__func__)
+                yield ("loss", f"{thing.__qualname__} {next(numbers)}"), {"self": thing.__self__}
+            elif isinstance(thing, property | staticmethod | classmethod):
+                functions.append(getattr(thing, "fget", None) or getattr(thing, "__func__", None))
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, types.FunctionType):
+            where = f"{thing.__module__}.{thing.__qualname__} {next(numbers)}"
+            yield ("function", where), vars(thing)
+            cells = dict(zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True))
+            held = _Cells(cells)
+            if cells:
+                yield ("variables of", where), held
+            functions += [held[name] for name in cells if name in held]
+            for name in _names(thing.__code__):
+                if name in thing.__globals__:
+                    functions.append(thing.__globals__[name])
+                    globals_of.setdefault(thing.__module__, (thing.__globals__, set()))[1].add(name)
+        elif callable(thing) and hasattr(thing, "__dict__") and not isinstance(thing, type | nn.Module):
+            yield ("loss", f"{type(thing).__qualname__} {next(numbers)}"), {"self": thing}
+            functions.append(type(thing).__call__)
+    for module, (variables, names) in globals_of.items():
+        yield ("global", module), _Variables(variables, names)
+
+
+def _kind_of(thing: Any) -> Any:
+    return thing if isinstance(thing, types.FunctionType | type) else type(thing)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _names(each)
