@@ -432,6 +432,9 @@ def _compared(
         }
         randoms = [Randoms.from_json(each) for each in document["random"]]
         counts = [document[key] for key in ("steps", "skipped", "loader_position")]
+        order = document["loader_order"]
+        if order is not None and not (type(order["samples"]) is int and type(order["shuffle"]) is bool):
+            raise ValueError(f"an order of the data {order}")
         if not all(type(each) is int and each >= 0 for each in counts):
             raise ValueError(f"steps and positions {counts}")
         names = {name.rpartition("/")[0] for name in opened.optimizer} | {*scalars}

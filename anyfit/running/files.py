@@ -341,11 +341,11 @@ class Aside:
         sync(self.path)
         old = stepped_aside(self.folder)
         if self.folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
             self.folder.rename(old)
         self.path.rename(self.folder)
         sync(self.folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
         self._unlock()
 
     def remove(self) -> None:
@@ -356,6 +356,14 @@ class Aside:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _remove(path: Path) -> None:
+    """A folder, or a link to one, which may be anybody's."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def stepped_aside(folder: Path) -> Path:

@@ -12,6 +12,7 @@ so they are the same after a resume and for any number of workers, and different
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -82,6 +83,11 @@ class Loader:
             yield batch
 
     @property
+    def order(self) -> dict[str, Any]:
+        """What the order of the samples depends on besides the seed."""
+        return {"samples": len(self._dataset), "shuffle": self._shuffle}
+
+    @property
     def facts(self) -> dict[str, str]:
         """What all ranks must have alike for their shares to make up the batches."""
         return {
@@ -110,6 +116,25 @@ class Loader:
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
         order: list[int] = torch.randperm(len(self._dataset), generator=generator).tolist()
         return order
+
+
+@dataclass(frozen=True)
+class Stood:
+    """Where a run was in its data when it was saved: so many batches, of such an order; None where they were of no loader's."""
+
+    position: int = 0
+    order: dict[str, Any] | None = None
+
+    def refuse_other_order(self, loader: Loader) -> None:
+        if not self.position or self.order in (None, loader.order):
+            return
+        assert self.order is not None
+        was, now = ("shuffled" if each["shuffle"] else "not shuffled" for each in (self.order, loader.order))
+        raise ValueError(
+            f"the checkpoint stands at batch {self.position} of an order of {self.order['samples']} samples, and this dataset "
+            f"has {loader.order['samples']} ({was} then, {now} now): the order is another; give run.loader the same data, or "
+            "draw batches from a loader of your own"
+        )
 
 
 class _Drawn(list[int]):

@@ -39,7 +39,7 @@ from . import alike, checkpoint
 from .export import facts_of
 from .extra_state import ExtraState
 from .launch import Launch, seed_of
-from .loader import Loader, Sized
+from .loader import Loader, Sized, Stood
 from .metrics import Metrics
 from .rescue import MOST_RESCUES, Before, Rescue, let_go, said_of_device, said_of_host
 from .saving import Copies, Saving
@@ -90,7 +90,7 @@ class Run:
         self._rescue, self._watch = rescue, watch
         self._before = None if rescue is None else Before(self.model, placed.device)
         self._loader: Loader | None = None
-        self._loader_position = 0  # to take up, from a checkpoint
+        self._stood = Stood()  # in the data, to be taken up from a checkpoint
         self._open: list[tuple[Tensor, Tensor, Tensor | None, int]] = []  # losses handed out: shown, total, weight, rows
         self._rows = 0  # samples that went backward since the last update
         self._weight: Tensor | None = None  # of those samples, where the loss gives weights
@@ -379,7 +379,8 @@ class Run:
         if self._loader is not None:
             raise RuntimeError("this run has a loader; one data order a run can be resumed")
         self._loader = Loader(dataset, self.job.batch_size, self.job.seed, epochs, shuffle, self.ranks, **options)
-        self._loader.position = self._loader_position
+        self._stood.refuse_other_order(self._loader)
+        self._loader.position = self._stood.position
         return self._loader
 
     # ------------------------------------------------------------------ when memory ends
@@ -626,9 +627,11 @@ class Run:
         for difference in self._settings.differences(progress):
             self._say(f"{folder}: {difference}")
         self.steps, self.skipped = progress["steps"], progress["skipped"]
-        self._loader_position = self._settings.position(progress)
+        self._stood = Stood(self._settings.position(progress), progress["loader_order"])
         if self._loader is not None:
-            self._loader.position = self._loader_position
+            self._loader.position = self._stood.position
+        elif self._stood.order is None and self.steps:
+            self._say(f"{folder}: its batches were not from run.loader; the next one to hand over is number {self.steps + 1}")
         self._settings.load(progress)
 
     def _progress(self) -> dict[str, Any]:
@@ -636,7 +639,8 @@ class Run:
         return {
             "steps": self.steps,
             "skipped": self.skipped,
-            "loader_position": self._loader.position if self._loader is not None else self._loader_position,
+            "loader_position": self._stood.position if self._loader is None else self._loader.position,
+            "loader_order": self._stood.order if self._loader is None else self._loader.order,
             "model": self._facts,
             **self._settings.to_json(),
         }
