@@ -79,7 +79,9 @@ class PlainBf16:
                 continue
             if parameter.requires_grad and id(parameter) in trained:
                 self.masters[parameter] = parameter.detach().clone()
-            parameter.data = round_half_away(parameter.data)
+                parameter.data = round_half_away(parameter.data)
+            else:
+                parameter.data = parameter.data.bfloat16()  # as plain PyTorch does, where there is no master
 
     def step(self, batch: Any, accumulation: int) -> float:
         total, sums = self._sums(batch, accumulation)
