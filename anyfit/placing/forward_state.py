@@ -343,7 +343,18 @@ class Numpy(Cell):
 
 
 PYTHON = _python_generator()
-TORCH = Drawn(torch.default_generator.get_state, torch.default_generator.set_state, "torch's random")
+
+
+def _drawn(generator: torch.Generator, name: str) -> Drawn:
+    """Of torch; bytes are compared sooner than tensors."""
+
+    def write(noted: bytes) -> None:
+        generator.set_state(torch.frombuffer(bytearray(noted), dtype=torch.uint8))
+
+    return Drawn(lambda: generator.get_state().numpy().tobytes(), write, name)
+
+
+TORCH = _drawn(torch.default_generator, "torch's random")
 
 
 @functools.cache
@@ -353,13 +364,12 @@ def _device_generator(device: torch.device) -> Drawn | None:
     if device.type in ("cpu", "meta") or not hasattr(module, "default_generators"):
         return None
     index = device.index if device.index is not None else module.current_device()
-    generator = module.default_generators[index]
-    return Drawn(generator.get_state, generator.set_state, f"the random numbers of {device}")
+    return _drawn(module.default_generators[index], f"the random numbers of {device}")
 
 
 def _generator_cell(value: Any, name: str) -> Cell | None:
     if isinstance(value, torch.Generator):
-        return Drawn(value.get_state, value.set_state, name)
+        return _drawn(value, name)
     if isinstance(value, random.Random):
         return PYTHON if value is random._inst else Drawn(value.getstate, value.setstate, name)
     if isinstance(value, np.random.RandomState):
@@ -663,9 +673,13 @@ class Note:
 
     def __init__(self, places: Places, read: list[Any], device: torch.device) -> None:
         self._places, self._read, self.device = places, read, device
-        with quietly(), torch.no_grad(), _unwatched():
-            self._copies = [_copied(tensor) for tensor, _ in places.tensors]
-            self._versions = [version_of(tensor) for tensor, _ in places.tensors]
+        self._copies: list[Tensor] = []
+        self._versions: list[int] = []
+        with quietly():
+            if places.tensors:
+                with torch.no_grad(), _unwatched():
+                    self._copies = [_copied(tensor) for tensor, _ in places.tensors]
+                self._versions = [version_of(tensor) for tensor, _ in places.tensors]
             self._requires_grad = [(parameter.requires_grad, version_of(parameter)) for parameter, _ in places.parameters]
         self._settings = Settings(device)
 
@@ -691,17 +705,23 @@ class Note:
                 found.append(name)
         return list(dict.fromkeys(found))
 
-    def put_back(self) -> set[int]:
-        """For good. The storages whose values were others."""
+    def put_back(self) -> None:
+        """For good."""
+        self._put_back(self._places.read())
+
+    def _put_back(self, now: list[Any]) -> set[int]:
+        """Where cells hold something else `now`. Gives the storages whose values were others."""
         changed = set()
-        with torch.no_grad(), quietly(), _unwatched():
-            for cell, read in zip(self._places.cells, self._read, strict=True):
-                if not cell.is_same(read, cell.read()):
-                    cell.write(read)
-            for (tensor, _), version, copy in zip(self._places.tensors, self._versions, self._copies, strict=True):
-                if _is_changed(tensor, version, copy):
-                    tensor.detach().copy_(copy)
-                    changed.add(tensor.untyped_storage()._cdata)
+        for cell, read, other in zip(self._places.cells, self._read, now, strict=True):
+            if not cell.is_same(read, other):
+                cell.write(read)
+        with torch.no_grad(), quietly():
+            if self._copies:
+                with _unwatched():
+                    for (tensor, _), version, copy in zip(self._places.tensors, self._versions, self._copies, strict=True):
+                        if _is_changed(tensor, version, copy):
+                            tensor.detach().copy_(copy)
+                            changed.add(tensor.untyped_storage()._cdata)
             for (parameter, _), (needed, _) in zip(self._places.parameters, self._requires_grad, strict=True):
                 if parameter.requires_grad != needed:
                     parameter.requires_grad_(needed)
@@ -716,7 +736,7 @@ class Note:
         tensors = tuple(tensor for tensor, _ in self._places.tensors if not tensor.is_inference())
         with _unsafe_preserve_version_counter(tensors) if tensors else contextlib.nullcontext(), self._settings.again():
             try:
-                yield self.put_back()
+                yield self._put_back(now._read)
             finally:
                 now.put_back()
 
@@ -724,9 +744,10 @@ class Note:
 class Places:
     """Where state lies that is noted together."""
 
-    __slots__ = ("cells", "parameters", "tensors")
+    __slots__ = ("_shared", "cells", "parameters", "tensors")
 
     def __init__(self, shared: Sequence[Cell], *walks: Walk) -> None:
+        self._shared = len(shared)  # generators, which hold no other state
         self.cells = [*shared, *(cell for walk in walks for cell in walk.cells)]
         self.tensors = [each for walk in walks for each in walk.tensors]
         self.parameters = [each for walk in walks for each in walk.parameters]
@@ -738,7 +759,7 @@ class Places:
         """Whether something was put into a cell that is a place for state itself."""
         return any(
             not cell.is_same(one, two) and any(type(value) not in INERT for value in cell.held(two))
-            for cell, one, two in zip(self.cells, before, now, strict=True)
+            for cell, one, two in zip(self.cells[self._shared :], before[self._shared :], now[self._shared :], strict=True)
         )
 
 
