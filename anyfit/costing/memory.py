@@ -14,7 +14,10 @@ from anyfit.values.profile import ChunkCost, Segment, StateBytes
 from .allocator import MIB, CachingAllocator, Piece
 from .workspaces import workspaces
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+ELEMENT_BYTES = {
+    "float32": 4, "bfloat16": 2, "complex64": 8, "complex128": 16,
+    "uint8": 1, "int8": 1, "bool": 1, "int16": 2, "int32": 4, "int64": 8,
+}  # fmt: skip
 MADE_AT_START = {"Adam", "AdamW"}  # whose state placing takes before the first step
 
 

@@ -9,7 +9,7 @@ may be whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anyfit.kernels.split import merge, split
+from anyfit.values.demands import Demands
 from anyfit.values.layout import Chunk, Slot
 from anyfit.values.plan import Placement
 
@@ -39,6 +40,7 @@ class Carried:
     low: dict[str, Tensor]  # halves of the masters, where there are any
     optimizer_state: dict[str, dict[str, Any]]
     optimizer: Optimizer
+    demands: Demands
 
 
 class ChunkState:
@@ -210,6 +212,35 @@ def put(given: Tensor, homes: Sequence[Tensor], low: Tensor | None, *, is_split:
             home[part].copy_(high)
 
 
+class Absent:
+    """Shapes without memory, for weights that are away. Whoever reads one past the watching gets no number, and by where it lies
+    it is known whose it is."""
+
+    def __init__(self, layout: Sequence[Chunk], device: torch.device) -> None:
+        self._flats: dict[torch.dtype, Tensor] = {}
+        self._offsets: dict[str, int] = {}
+        self._names: dict[torch.dtype, list[str]] = {}
+        for chunk in layout:
+            dtype: torch.dtype = getattr(torch, chunk.dtype)
+            for slot in chunk.slots:
+                self._offsets[slot.name] = len(self._names.setdefault(dtype, []))
+                self._names[dtype].append(slot.name)
+        for dtype, names in self._names.items():
+            nothing: Any = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+            self._flats[dtype] = torch.full((len(names),), nothing, dtype=dtype, device=device)
+
+    def of(self, state: ChunkState, slot: Slot) -> Tensor:
+        return self._flats[state.dtype][self._offsets[slot.name]].expand(slot.shape)
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Of the parameter that this stands for, if it is one of these."""
+        flat = self._flats.get(tensor.dtype)
+        if flat is None or tensor.untyped_storage()._cdata != flat.untyped_storage()._cdata:
+            return None
+        offset = int(tensor.storage_offset())
+        return self._names[tensor.dtype][offset]
+
+
 class ModelState:
     """All chunks of a model, and the model's parameters by name."""
 
@@ -223,29 +254,35 @@ class ModelState:
         ranks: Ranks = ALONE,
         carried: Carried | None = None,
         elements: Mapping[str, Elements] | None = None,
+        kept: Container[str] = (),
     ) -> None:
         self.device, self.ranks = device, ranks
+        self.kept: dict[str, ChunkState] = {}  # of parameters that keep their own memory, which chunks mirror
         self.chunks: list[ChunkState] = []
         made = (
             ChunkState(index, chunk, placement, device, slabs, ranks)
             for index, (chunk, placement) in enumerate(zip(layout, placements, strict=True))
         )
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
-        placeholders: dict[torch.dtype, Tensor] = {}
+        self.absent = Absent(layout, device)
         with torch.no_grad():
             # All at once, so that their pages are made ready meanwhile; or each when it is filled, as another's place is freed.
             for state in list(made) if carried is None else made:
                 self.chunks.append(state)
-                # Shape without memory, for weights that are away. Whoever reads it by mistake gets no number.
-                absent = placeholders.setdefault(state.dtype, torch.full((1,), float("nan"), dtype=state.dtype, device=device))
                 if carried is None:
                     state.write(self._agreed(state, elements or {}))
                 for slot in state.chunk.slots:
                     if carried is not None:
                         state.take_over(slot, carried)
-                    home = absent.expand(slot.shape)
-                    if state.on_device is not None and not state.is_gathered:
+                    if slot.name in kept:
+                        self.kept[slot.name] = state
+                        home = self.parameters[slot.name].data.to(device, state.dtype)
+                        if state.is_split:  # rounded as the split does
+                            home.copy_(state.view(state.weights, slot))
+                    elif state.on_device is not None and not state.is_gathered:
                         home = state.view(state.on_device, slot)
+                    else:
+                        home = self.absent.of(state, slot)
                     self.parameters[slot.name].data = home  # frees the original as it goes
 
     def _agreed(self, state: ChunkState, elements: Mapping[str, Elements]) -> dict[str, Elements]:
@@ -292,7 +329,9 @@ class ModelState:
                     continue
                 for slot in state.chunk.slots:
                     parameter, mine = self.parameters[slot.name], state.view(state.on_device, slot)
-                    if parameter.data_ptr() != mine.data_ptr():  # the user put another tensor there
+                    if slot.name in self.kept:
+                        mine.copy_(parameter)
+                    elif parameter.data_ptr() != mine.data_ptr():  # the user put another tensor there
                         if parameter.shape != mine.shape:
                             raise ValueError(
                                 f"{slot.name} had shape {tuple(mine.shape)} and was replaced by {tuple(parameter.shape)}"

@@ -143,7 +143,9 @@ class Gradients:
     def _collector(self, name: str) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
             with quietly():
-                assert parameter.grad is not None
+                if parameter.grad is None:  # a hook of the user's has taken it
+                    return
+                refuse_sparse(name, parameter.grad)
                 if name in self._filled:
                     self._sums[name].add_(parameter.grad)
                 else:
@@ -157,7 +159,10 @@ class Gradients:
     def _counter(self, state: ChunkState, name: str) -> Callable[[Tensor], None]:
         """Counts the gradients of a chunk that stay on the device."""
 
-        def count(_parameter: Tensor) -> None:
+        def count(parameter: Tensor) -> None:
+            with quietly():
+                if parameter.grad is None:  # a hook of the user's has taken it
+                    return
             there = self._counted.setdefault(state.index, set())
             if name in there:
                 self.on_late(state)
@@ -174,7 +179,9 @@ class Gradients:
         def send(parameter: Tensor) -> None:
             with quietly(), torch.no_grad():
                 gradient, parameter.grad = parameter.grad, None
-                assert gradient is not None
+                if gradient is None:  # a hook of the user's has taken it
+                    return
+                refuse_sparse(slot.name, gradient)
                 self._moved.add(slot.name)
                 if not self.adds_up and slot.name in self._on_host[state.index].names:
                     self._add_late(state, slot, gradient)
@@ -362,8 +369,24 @@ def _there(home: HostGradients) -> Views:
 def _norms(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not gradients:
         return {}
-    norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32)
+    norms = torch._foreach_norm([_plain(each) for each in gradients.values()], 2, dtype=torch.float32)
     return dict(zip(gradients, norms, strict=True))
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    """Real numbers with the same norm: of a sparse gradient those that there are, of complex ones their parts."""
+    if gradient.layout != torch.strided:
+        gradient = gradient.coalesce().values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def refuse_sparse(name: str, gradient: Tensor) -> None:
+    """Where gradients are gathered in flat buffers."""
+    if gradient.layout != torch.strided:
+        raise RuntimeError(
+            f"{name} has a sparse gradient, and this plan gathers the gradients of its chunk; build its layer with sparse=False, "
+            "or use a plan with all state on the device and one micro-batch"
+        )
 
 
 def _stretches(slots: Sequence[Slot], apart: int = ALIGN_ELEMENTS) -> Iterator[tuple[int, int]]:

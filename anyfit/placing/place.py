@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anyfit.values.coupling import coupled
+from anyfit.values.demands import Demands, demands_of
 from anyfit.values.job import Job
 from anyfit.values.layout import lay_out
 from anyfit.values.plan import Placement, Plan
@@ -22,7 +22,7 @@ from .activations import Activations
 from .chunks import Carried, ModelState
 from .gradients import Gradients
 from .lanes import Lanes
-from .optimizers import refuse_apart
+from .mirrors import Mirrors, casts, refuse_elsewhere
 from .pieces import refuse_unless_by_element
 from .ranks import ALONE, Ranks
 from .reduction import Reduction
@@ -45,6 +45,8 @@ class Placed:
     lanes: Lanes
     slabs: HostSlabs
     device: torch.device
+    mirrors: Mirrors
+    demands: Demands
     delay: Callable[[], None] | None = None
     ranks: Ranks = ALONE
 
@@ -59,11 +61,21 @@ class Placed:
         self.updates.ready()
         self.residency.begin()
 
+    def settle(self) -> None:
+        """The host waits for every update; chunks hold all there is to know."""
+        self.residency.settle_all()
+        self.mirrors.collect()
+
+    def show_loaded(self) -> None:
+        """Chunks were written, from a checkpoint: what else shows their content follows."""
+        self.mirrors.spread()
+        self.updates.users.show_hidden()
+
     @property
     def device_bytes(self) -> int:
         """Held between steps on the device."""
         buffers = sum(buffer.nbytes for buffer in self.model.buffers())
-        parts = (self.state, self.residency, self.gradients, self.updates)
+        parts = (self.state, self.residency, self.gradients, self.updates, self.mirrors)
         return buffers + sum(part.device_bytes for part in parts)
 
     @property
@@ -83,13 +95,14 @@ class Placed:
 
     def lift(self) -> Carried:
         """Takes the state out, to be placed again; the model is plain. All else goes when whoever holds this lets go of it."""
-        self.residency.settle_all()
+        self.settle()
         pairs = [(state, slot) for state in self.state.chunks for slot in state.chunk.slots]
         carried = Carried(
             weights={slot.name: state.view(state.weights, slot) for state, slot in pairs},
             low={slot.name: state.view(state.low, slot) for state, slot in pairs if state.is_split},
             optimizer_state=self.updates.state_dict(),
             optimizer=self.updates.optimizer,
+            demands=self.demands,
         )
         self.updates.users.let_go()
         self.close()
@@ -137,8 +150,8 @@ def place(
         )
     if device.type == "cpu" and any(group.get("capturable") for group in optimizer.param_groups):
         raise ValueError(f"{type(optimizer).__name__}(capturable=True) steps on a GPU alone; leave capturable out")
-    reason = coupled(optimizer)
-    refuse_apart(reason, [each for each, chunk in zip(placements, layout, strict=True) if chunk.is_updated])
+    demands = demands_of(model, optimizer, casts=casts(job.precision, device)) if carried is None else carried.demands
+    refuse_elsewhere(demands, layout, placements, job.precision, device)
     if any(each.optimizer_shards > 1 for each in placements):
         refuse_unless_by_element(optimizer)
     if plan.chunks and device.type == "cuda":
@@ -155,7 +168,8 @@ def place(
         lanes = Lanes(device, delay, several=ranks.are_several)
         closing.callback(lanes.close)
         ranks.meet(each.optimizer_shards for each in placements)
-        state = ModelState(model, layout, placements, device, slabs, ranks, carried, elements)
+        state = ModelState(model, layout, placements, device, slabs, ranks, carried, elements, demands.kept)
+        mirrors = Mirrors(state.parameters, state.kept)
         residency = Residency(state, lanes, plan.slots, plan.prefetch)
         closing.callback(residency.close)
         stage = plan.stages[0]
@@ -169,12 +183,12 @@ def place(
         else:
             gradients = Gradients(state, lanes, slabs, plan.accumulation, residency.moved_gradients)
         closing.callback(gradients.close)
-        updates = Updates(optimizer, state, gradients, residency, lanes, slabs, carried, reason)
+        updates = Updates(optimizer, state, gradients, residency, lanes, slabs, mirrors, carried, demands.together)
         activations = Activations(model, stage.activations, lanes, slabs, residency)
         closing.callback(activations.close)
         slabs.prepared()
         closing.pop_all()
-    return Placed(model, state, residency, gradients, updates, activations, lanes, slabs, device, delay, ranks)
+    return Placed(model, state, residency, gradients, updates, activations, lanes, slabs, device, mirrors, demands, delay, ranks)
 
 
 def _compile(model: nn.Module, block: str) -> Callable[[], None]:

@@ -23,6 +23,7 @@ from anyfit.values.layout import Slot
 from anyfit.values.machine import update_threads
 
 from .chunks import ChunkState, ModelState, quietly
+from .gradients import refuse_sparse
 from .lanes import Lanes, Over, Ticket
 from .tiers import HostSlabs
 
@@ -127,12 +128,14 @@ class Reduction:
     def _taker(self, home: Home, slot: Slot) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
             with quietly(), torch.no_grad():
+                if parameter.grad is None:  # a hook of the user's has taken it
+                    return
+                refuse_sparse(slot.name, parameter.grad)
                 home.names.add(slot.name)
                 if slot.name in home.there and (home.is_divided or self.last):
                     self._refuse_late(home, slot)
                 home.there.add(slot.name)
                 if home.sums is not None:
-                    assert parameter.grad is not None
                     total = home.state.view(home.sums, slot)
                     total.add_(parameter.grad) if slot.name in home.summed else total.copy_(parameter.grad)
                     home.summed.add(slot.name)

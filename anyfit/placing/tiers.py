@@ -165,11 +165,11 @@ class LiveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         there = set()
         for tensor in pytree.tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                 there.add(tensor.untyped_storage()._cdata)
         result = func(*args, **kwargs)
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:  # of a sparse one its parts are seen
                 storage = tensor.untyped_storage()
                 if storage._cdata not in there and storage._cdata not in self._known:
                     self._watch(storage)

@@ -42,6 +42,7 @@ from anyfit.values.machine import update_threads
 from .chunks import Carried, ChunkState, ModelState
 from .gradients import Gradients, clip_factor
 from .lanes import STREAMED_DEPTH, Lanes, Over, Ticket, Work
+from .mirrors import Mirrors
 from .optimizer_state import Flat, Load, OptimizerState, Second
 from .optimizers import UsersOptimizer, steps_together
 from .reduction import Reduction
@@ -85,10 +86,12 @@ class Updates:
         residency: Residency,
         lanes: Lanes,
         slabs: HostSlabs,
+        mirrors: Mirrors,
         carried: Carried | None = None,
         coupled: str | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self._mirrors = mirrors
         self._coupled = coupled  # why all parameters are stepped at once, if they are
         self._gradients, self._residency, self._lanes = gradients, residency, lanes
         self.chunks = [OptimizerState(chunk) for chunk in state.chunks if chunk.chunk.is_updated]
@@ -155,7 +158,7 @@ class Updates:
     def _settings_of(self, state: ChunkState, groups: Sequence[Mapping[str, Any]]) -> Settings | None:
         """Where a one-pass kernel steps the chunk: its group's settings."""
         route = state.placement.route
-        if self._coupled is not None:
+        if self._coupled is not None or state.dtype.is_complex:
             return None
         if route == "resident" and self._device.type == "cpu":  # forecasts of the CPU device rest on torch's own
             return None
@@ -172,7 +175,7 @@ class Updates:
 
     def _make_adam(self, each: OptimizerState) -> None:
         """Moments as torch's Adam makes them in its first step, taken at the start instead."""
-        if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or each.state.dtype.is_complex:
             return
         group = self.optimizer.param_groups[each.state.chunk.group]
         keys = (*ADAM_KEYS, "max_exp_avg_sq") if group["amsgrad"] else ADAM_KEYS
@@ -248,6 +251,7 @@ class Updates:
     def apply(self, factor: float | None) -> None:
         """One optimizer step with the gradients at hand (times `factor`) on every parameter that has one."""
         self.check()
+        self._mirrors.collect()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers, which would warn
         groups = self._settings()
         self._clipped += ((factor is not None) - self._clipped) / LATE_STEPS
@@ -289,6 +293,7 @@ class Updates:
             state.again = functools.partial(start, each, own, (arrived, before), factor, groups)
             state.fresh = self._committed(each, own, before) if is_speculated else state.again()
             self._share(state, before)
+        self._mirrors.spread()
         self._broken = None
 
     def _apply_together(self, factor: float | None) -> None:
@@ -308,7 +313,9 @@ class Updates:
                     merged = exact[state.index] = bench.flat(f"exact {state.index}", state.own.elements)
                     merge(state.weights, state.low, merged)
                     masters |= _views(state, own, merged)
-                    own = self._widened(state, own, bench, f"gradient {state.index}")
+                    dense = {name: each for name, each in own.items() if each.layout == torch.strided}
+                    widened = self._widened(state, dense, bench, f"gradient {state.index}")
+                    own = {name: widened[name] if name in dense else each.float() for name, each in own.items()}
                 gradients |= own
             try:
                 self.users.step_together(gradients, masters, factor)
@@ -319,6 +326,8 @@ class Updates:
                 self._keep_new(each)
                 if each.state.index in exact:
                     split(exact[each.state.index], each.state.weights, each.state.low)
+                    self._mirrors.spread()
+            self._mirrors.collect()
 
     def _keep_new(self, each: OptimizerState) -> None:
         """What the optimizer itself has made for parameters of which nothing was known."""
@@ -818,6 +827,8 @@ class Updates:
     def _widened(self, state: ChunkState, own: Mapping[str, Tensor], bench: Bench, name: str = "gradient") -> dict[str, Tensor]:
         """The gradients in fp32 on the bench's device, free to be scaled."""
         widened = _views(state, own, bench.flat(name, state.own.elements))
+        if not own:
+            return widened
         torch._foreach_copy_(list(widened.values()), list(own.values()), non_blocking=True)
         return widened
 
@@ -833,7 +844,7 @@ class Updates:
     ) -> dict[str, dict[str, Any]]:
         """Steps the optimizer, which sees these parameters alone, on their masters in `exact`; what it then knows of each."""
         if factor is not None:
-            torch._foreach_mul_(list(own.values()), factor)
+            _scale(list(own.values()), factor)
         state = each.state
         parameters = {
             slot.name: parameter
@@ -877,6 +888,7 @@ class Updates:
         """All that is known of parameters is in flat buffers, and beside them. An optimizer may have put other tensors, or
         numbers, in the place of those that a resident chunk gave it."""
         self.check()
+        self._mirrors.collect()
         for each in self.chunks:
             self.users.collect(each)
             each.keep(each.moments, each.live, lambda key, each=each: self._zeros(each, key))
@@ -985,6 +997,14 @@ def _moved(entries: Mapping[str, dict[str, Any]], device: torch.device) -> dict[
         return value.to(device) if isinstance(value, Tensor) and value.dim() else value
 
     return {name: {key: place(value) for key, value in entry.items()} for name, entry in entries.items()}
+
+
+def _scale(gradients: list[Tensor], factor: float) -> None:
+    if any(each.layout != torch.strided for each in gradients):  # which foreach does not know
+        for each in gradients:
+            each.mul_(factor)
+    else:
+        torch._foreach_mul_(gradients, factor)
 
 
 def _exact(value: Any) -> Any:

@@ -149,7 +149,7 @@ def prepared(
 def room_to_save(placed: Placed, layout: Layout) -> tuple[int, list[tuple[int, int]]]:
     """How large this rank's file will be, and which of its bytes a save beside the steps copies. Several ranks know that when
     they plan together; that those which have the same divide it evenly is near enough."""
-    placed.residency.settle_all()
+    placed.settle()
     placed.updates.settle()
     tensors, _ = _state(placed)
     if not placed.ranks.are_several:

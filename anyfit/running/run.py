@@ -534,7 +534,7 @@ class Run:
         """Full weights by original name, tied ones under each name, on the host: the fp32 masters; and the buffers."""
         self._check_open()
         self._act("read the weights")
-        self._placed.residency.settle_all()
+        self._placed.settle()
         return checkpoint.full_state_dict(self._placed)
 
     @contextmanager
@@ -585,7 +585,7 @@ class Run:
             self.saving.begin(copies)
         else:
             try:
-                self._placed.residency.settle_all()
+                self._placed.settle()
                 self.saving.finish()
             finally:
                 self.saving = None if wait or self.saving.has_failed else self.saving
@@ -623,7 +623,7 @@ class Run:
             self._say(
                 f"{folder} was saved by {saved_by}, and {self.ranks.count} go on: the same weights and data, other random numbers"
             )
-        self._placed.updates.users.show_hidden()
+        self._placed.show_loaded()
         for difference in self._settings.differences(progress):
             self._say(f"{folder}: {difference}")
         self.steps, self.skipped = progress["steps"], progress["skipped"]

@@ -244,7 +244,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         block: repeat.unit(2)[(block - repeat.first) % repeat.period] for repeat in repeats for block in repeat.skipped
     }  # skipped blocks, and the one that is run in their place
 
-    with skipping(blocks.modules, twin_of), writing_aside(), stand_in.mode, recorder, recorder.watching():
+    with skipping(blocks.modules, twin_of), _dense(model), writing_aside(), stand_in.mode, recorder, recorder.watching():
         what = "fake" if stand_in.room_bytes is None else "real"
         with (
             _saying(f"running the model on a {what} batch of {micro_batch} samples like Job(sample=)"),
@@ -300,6 +300,19 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
     )
     stand_in.memento.put_back()  # the next pass starts as this one did
     return graph
+
+
+@contextmanager
+def _dense(model: nn.Module) -> Iterator[None]:
+    """Gradients that a run has sparse are dense in a trace: fake tensors have no others, and their bytes are at least as many."""
+    modules = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse]
+    for module in modules:
+        module.sparse = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.sparse = True
 
 
 def _end(storage: Storage, end: int) -> int:

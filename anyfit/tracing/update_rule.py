@@ -35,6 +35,7 @@ def learn(optimizer: Optimizer, device: str) -> UpdateRule:
             group["capturable"] = False
     optimizer.state.clear()  # what a constructor made for the fake parameters (Adagrad) is made again below
     shapes = [_shape_like(group["params"]) for group in optimizer.param_groups]
+    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
     counts = {}
     for copies in (1, 2):
         optimizer.state.clear()
@@ -42,7 +43,7 @@ def learn(optimizer: Optimizer, device: str) -> UpdateRule:
         for group, shape in zip(optimizer.param_groups, shapes, strict=True):
             made = [nn.Parameter(torch.ones(shape)) for _ in range(copies)]
             for parameter in made:
-                parameter.grad = torch.ones(shape)
+                parameter.grad = torch.ones(shape).to_sparse() if is_sparse else torch.ones(shape)
             group["params"] = made
             stand_ins.append(made)
         _initialise(optimizer)
@@ -117,10 +118,10 @@ class _Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+        inputs = [item for item in pytree.tree_leaves((args, kwargs)) if _is_dense(item)]
         there = {tensor.untyped_storage()._cdata for tensor in inputs}
         result = func(*args, **kwargs)
-        outputs = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
+        outputs = [item for item in pytree.tree_leaves(result) if _is_dense(item)]
         fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in there]
         if not fresh and not func._schema.is_mutable:
             return result
@@ -136,6 +137,10 @@ class _Meter(TorchDispatchMode):
 
     def _forget(self, identity: int) -> Any:
         return lambda _reference: self._live.pop(identity, None)
+
+
+def _is_dense(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.layout == torch.strided
 
 
 def _written_to(func: Any, args: Any) -> list[torch.Tensor]:

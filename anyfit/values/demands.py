@@ -1,0 +1,167 @@
+"""What a model asks of its placing: parameters whose memory other tensors share, whose elements do not lie in order, or whose
+gradients are of a kind that only torch's own step knows. Such parameters keep their memory and are updated on the device.
+
+Memory is shared where storages are the same: parameters tied by `.data`, slices of one flat tensor, buffers and attributes that
+are views of a weight. What no module shows (a detached weight in a closure, a numpy array) shows in how many hold the storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .coupling import coupled
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+DEEPEST = 4  # containers in containers that are looked through
+OWN = ("_parameters", "_buffers", "_modules")  # of a module, which names them itself
+
+
+@dataclass(frozen=True)
+class Demands:
+    """Why, by name of a parameter, and what to type instead."""
+
+    kept: Mapping[str, str]  # it keeps the memory that it has
+    shared: Mapping[str, str]  # of these: other tensors share it
+    special: Mapping[str, str]  # only torch's own step knows its gradients
+    coupled: str | None  # of the optimizer: all parameters are stepped in one call
+
+    @property
+    def together(self) -> str | None:
+        """Why all parameters are stepped in one call, if they are."""
+        return self.coupled or next(iter({**self.shared, **self.special}.values()), None)
+
+    @property
+    def reason(self) -> str | None:
+        """Why all state has to be on the device, updated there by torch; None where it need not be."""
+        return self.together or next(iter(self.kept.values()), None)
+
+
+def demands_of(model: nn.Module, optimizer: Optimizer, *, casts: bool) -> Demands:
+    """`casts`: all parameters get new memory at the start, so that what other code holds is not theirs any more."""
+    shared, held = shared_memory(model)
+    shared |= {} if casts else held
+    for name, each in model.named_parameters():
+        if each.requires_grad and any(size > 1 and not stride for size, stride in zip(each.shape, each.stride(), strict=True)):
+            raise ValueError(
+                f"{name} is an expanded tensor, whose elements share memory and cannot be updated; give it a clone()"
+            )
+    strided = {
+        name: f"{name} does not lie in order in memory (strides {tuple(each.stride())}, as channels_last or a transpose has "
+        "them); build it with .contiguous()"
+        for name, each in model.named_parameters()
+        if each.layout == _strided() and not each.is_contiguous()
+    }
+    return Demands(kept=strided | shared, shared=shared, special=_special(model), coupled=coupled(optimizer))
+
+
+def _strided() -> Any:
+    import torch
+
+    return torch.strided
+
+
+def _special(model: nn.Module) -> dict[str, str]:
+    """Trainable parameters whose gradients are no plain arrays of numbers."""
+    from torch import nn
+
+    found = {
+        name: f"{name} is complex; view_as_real of it trains like any other"
+        for name, each in model.named_parameters()
+        if each.requires_grad and each.is_complex()
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            found[f"{name}.weight"] = f"{name} has sparse gradients; sparse=False gives it dense ones"
+    return found
+
+
+def shared_memory(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """By name of a trainable parameter, what else of the model shares its memory; and which of the others' other code holds."""
+    import torch
+
+    parameters = dict(model.named_parameters())
+    known = {id(each) for each in parameters.values()}
+    holders: dict[int, list[tuple[str, Tensor]]] = {}
+    for label, tensor in [*parameters.items(), *_others(model, known)]:
+        if tensor.layout == torch.strided and not tensor.is_meta and _has_storage(tensor):
+            holders.setdefault(tensor.untyped_storage()._cdata, []).append((label, tensor))
+    alone = _uses(torch.empty(1))
+    found: dict[str, str] = {}
+    held: dict[str, str] = {}
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad or parameter.is_meta or not parameter.numel() or not _has_storage(parameter):
+            continue
+        same = holders.get(parameter.untyped_storage()._cdata, [])
+        others = [label for label, tensor in same if label and tensor is not parameter and _overlap(tensor, parameter)]
+        if others:
+            is_tie = others[0] in parameters
+            instead = "tie them as one object: module.a.weight = module.b.weight" if is_tie else "give that a clone()"
+            found[name] = f"{name} shares its memory with {others[0]}; {instead}"
+        elif _uses(parameter) > alone + len(same) - 1:
+            held[name] = (
+                f"{name} shares its memory with a tensor or array that other code keeps (a state_dict(), .detach(), .data or "
+                ".numpy() of it); give that a clone(), or drop it"
+            )
+    return found, held
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    import torch
+
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or not hasattr(tensor, "_local_tensor")
+
+
+def _uses(tensor: Any) -> int:
+    import torch
+
+    count: Any = torch._C._storage_Use_Count
+    return int(count(tensor.untyped_storage()._cdata))
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    def ends(tensor: Tensor) -> tuple[int, int]:
+        first = int(tensor.storage_offset()) * tensor.element_size()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return first, first + (last + 1) * tensor.element_size()
+
+    if not one.numel() or not other.numel():
+        return False
+    (start, end), (first, last) = ends(one), ends(other)
+    return start < last and first < end
+
+
+def _others(model: nn.Module, known: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a module holds and that is no parameter of it, with a name; without, where nobody reads it."""
+    seen = set(known)
+    for path, module in model.named_modules():
+        at = f"{path}." if path else ""
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield at + name, buffer
+        replaced = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}  # spectral_norm sets it anew
+        for name, value in vars(module).items():
+            if name in OWN or name.endswith("_hooks"):
+                continue
+            for tensor in _tensors(value, DEEPEST):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield "" if name in replaced else at + name, tensor
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each, depth - 1)
+    elif depth and isinstance(value, list | tuple | set | frozenset):
+        for each in value:
+            yield from _tensors(each, depth - 1)
