@@ -404,12 +404,12 @@ def fit(
         if not script.is_file():
             raise FileNotFoundError(f"no script {script}")
         if team is None and count > 1:
-            return fitting.fit_in_ranks(count, restarts or 0, resume or fitting.new_folder(folder))
+            return fitting.fit_in_ranks(count, restarts or 0, fitting.run_folder(resume, folder, None))
         from .running.launch import Launch
 
         limits = {"device_memory": device_memory, "host_memory": host_memory}
         launch = Launch(
-            folder=resume or fitting.new_folder_of_all(folder, team),
+            folder=fitting.run_folder(resume, folder, team),
             resume=resume is not None,
             save_every=save_every or 0,
             keep=keep or KEEP,
@@ -430,8 +430,9 @@ def fit(
             raise ValueError(f"a resumed run keeps its options; leave {given[0] if given else '--deterministic'} out")
         options = fitting.resumed_options(resume)
         if team is None and count > 1:
-            return fitting.fit_in_ranks(count, restarts or 0, resume)
-        return fitting.fit_demo(options, resume, plan, team, resume=True, log_every=log_every, timeline=timeline)
+            return fitting.fit_in_ranks(count, restarts or 0, fitting.run_folder(resume, None, None))
+        at = fitting.run_folder(resume, None, team)
+        return fitting.fit_demo(options, at, plan, team, resume=True, log_every=log_every, timeline=timeline)
     from . import demo
 
     options = fitting.DemoOptions(
@@ -448,8 +449,8 @@ def fit(
         host_memory=host_memory,
     )
     if team is None and count > 1:
-        return fitting.fit_in_ranks(count, restarts or 0, fitting.new_folder(folder))
-    at = fitting.new_folder_of_all(folder, team)
+        return fitting.fit_in_ranks(count, restarts or 0, fitting.run_folder(None, folder, None))
+    at = fitting.run_folder(None, folder, team)
     return fitting.fit_demo(options, at, plan, team, resume=False, log_every=log_every, timeline=timeline)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from .running import claim
 from .showing import timeline as timelines
 from .showing.progress import Bar, Beat, Lines, Watcher
 from .showing.terminal import show_forecast_beside_measured, show_plan
@@ -50,18 +52,59 @@ class DemoOptions:
     host_memory: str | None
 
 
+def run_folder(resume: Path | None, asked_for: Path | None, team: Team | None) -> Path:
+    """The folder to go on in, or a new one: the same for all ranks, and used by this launch alone from here on."""
+
+    def claimed() -> Path:
+        return new_folder(asked_for) if resume is None else resumed_folder(resume)
+
+    return claimed() if team is None else team.from_first(claimed, "the run folder")
+
+
 def new_folder(asked_for: Path | None, parent: Path = Path("runs")) -> Path:
     """The folder asked for, which must not hold a run, or a fresh one named by the time."""
     folder = asked_for or parent / time.strftime("%Y%m%d-%H%M%S")
-    if (folder / "plan.json").exists():
-        raise FileExistsError(f"{folder} holds a run; go on with --resume {folder}, or choose another --folder")
     try:
+        if asked_for is None:
+            folder = _made(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
+        _claim(folder)
     except OSError as error:
+        if error.strerror is None:
+            raise
         raise OSError(f"cannot write to the run folder {folder}: {error.strerror}; choose another --folder") from None
+    if (folder / "plan.json").exists():
+        claim.release_all()
+        raise FileExistsError(f"{folder} holds a run; go on with --resume {folder}, or choose another --folder")
     return folder
+
+
+def _made(folder: Path) -> Path:
+    """A folder of this name, or of the next where another launch has made it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(2):
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            folder = folder.with_name(f"{folder.name.partition('.')[0]}.{number}")
+    raise AssertionError("numbers do not end")
+
+
+def resumed_folder(folder: Path) -> Path:
+    try:
+        _claim(folder)
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        raise OSError(
+            f"cannot write to the run folder {folder}: {error.strerror}; a run that goes on writes there: --resume a copy of it"
+        ) from None
+    return folder
+
+
+def _claim(folder: Path) -> None:
+    claim.take(folder, lambda line: print(f"anyfit: {line}", file=sys.stderr, flush=True))
 
 
 def refuse_timeline(file: Path) -> None:
@@ -98,11 +141,6 @@ def ranks_asked_for(gpus: int | None, ranks: int | None) -> int:
         if 0 < there < gpus:
             raise ValueError(f"--gpus {gpus}, and torch sees {there}; --ranks {gpus} has them share what is there")
     return gpus or ranks or 1
-
-
-def new_folder_of_all(asked_for: Path | None, team: Team | None) -> Path:
-    """The same folder for all ranks."""
-    return new_folder(asked_for) if team is None else team.from_first(lambda: new_folder(asked_for), "the run folder")
 
 
 def holds_restarted_run(folder: Path | None) -> bool:
@@ -169,6 +207,7 @@ def _end_like(status: int) -> None:
     """Ends this process as another did: with its status, or by the signal that told it to stop; 128 more than one that cannot be
     waited for, as a shell has it."""
     sys.stdout.flush()
+    claim.release_all()
     if -status in STOPS:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
@@ -266,16 +305,18 @@ def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every
                 def step(run: Run, alarms: list[str]) -> None:
                     if id(run) not in reports:
                         show_plan(run.plan, console)
-                        reports[id(run)] = Report(run, watcher, None, launch.timeline)
+                        reports[id(run)] = Report(
+                            run, watcher, None, launch.timeline if run.launch is None else run.launch.timeline
+                        )
                     reports[id(run)].step(run, alarms)
 
                 launch.say, launch.on_step = watcher.say, step
                 runpy.run_path(str(script), run_name="__main__")
             for run in launch.runs:
                 report = reports.get(id(run))
-                if not run.is_closed:
+                if run.launch is not None:  # else it is closed
                     run.await_others()
-                    finish(run, launch, report, console)
+                    finish(run, run.launch, report, console)
                     run.close()
                 elif report is not None and report.recorded is not None:
                     timelines.show(report.recorded, console)

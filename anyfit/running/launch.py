@@ -6,6 +6,9 @@ with that signal's status. A script run by plain `python` or torchrun has no lau
 
 Of several ranks each has a launch: all save, and all end where one was asked to, after the same step; rank 0 alone writes the
 folder's files, and says how it goes.
+
+A script may start several runs. Each has a place of its own: the first the folder itself, the second `run-2` in it, and so on by
+the order in which they start, so that each goes on from its own checkpoints when the script is started again with --resume.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +31,7 @@ from anyfit.values.machine import Machine
 from anyfit.values.plan import Plan
 from anyfit.values.units import show_bytes, show_seconds
 
+from . import claim
 from .alarms import Alarms
 
 if TYPE_CHECKING:
@@ -123,7 +127,7 @@ def first_node(nodes: str) -> str:
 
 @dataclass
 class Launch:
-    """One `anyfit fit`: what the command line said, and what goes on."""
+    """One `anyfit fit`, or one of the later runs of its script: what the command line said, and what goes on."""
 
     folder: Path
     resume: bool = False
@@ -139,16 +143,35 @@ class Launch:
     on_step: Callable[[Run, list[str]], None] = lambda _run, _alarms: None
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
 
+    first: Launch | None = None  # of the script's first run, where this is of a later one
     asked: int = 0  # the signal that came, if any
-    runs: list[Run] = field(default_factory=list)  # that have made a step
+    runs: list[Run] = field(default_factory=list)  # that have made a step, of all
+    _open: list[Run] = field(default_factory=list)  # that are not closed, of all
+    _followed: int = 0  # runs so far
     _is_alone: bool = True
     _told: Saving | None = None  # that was spoken of last
     _alarms: Alarms = field(default_factory=Alarms)
     _before: dict[int, Any] = field(default_factory=dict)
 
+    @property
+    def whole(self) -> Launch:
+        """What signals come to, and `--resume` goes on with."""
+        return self.first or self
+
+    def for_next_run(self) -> Launch:
+        """Where the next run of the script has its place."""
+        number = self._followed + 1
+        if number == 1:
+            return self
+        timeline = self.timeline and self.timeline.with_stem(f"{self.timeline.stem}-run-{number}")
+        return replace(self, folder=self.folder / f"run-{number}", timeline=timeline, first=self, _told=None, _alarms=Alarms())
+
     def follow(self, run: Run, machine: Machine) -> None:
         """Opens the folder; from here on a signal waits for the end of the step."""
-        run.launch, self._is_alone = self, not run.ranks.are_several
+        whole = self.whole
+        run.launch, self._is_alone, whole._is_alone = self, not run.ranks.are_several, not run.ranks.are_several
+        whole._followed += 1
+        whole._open.append(run)
         if self.is_first:
             if self.timeline is not None:
                 run.record()
@@ -156,7 +179,8 @@ class Launch:
             machine.save(self.folder / "machine.json")
             self._truncate_metrics(run.steps)
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._ask)
+            if number not in whole._before:
+                whole._before[number] = signal.signal(number, whole._ask)
 
     @property
     def is_first(self) -> bool:
@@ -169,7 +193,14 @@ class Launch:
         if self.save_every:
             run.make_room_to_save()
 
-    def unfollow(self) -> None:
+    def unfollow(self, run: Run) -> None:
+        whole = self.whole
+        whole._open.remove(run)
+        if not whole._open:
+            whole.end_signals()
+
+    def end_signals(self) -> None:
+        """They are handled as before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -189,15 +220,25 @@ class Launch:
         if self.is_first:
             metrics = run.metrics
             alarms = self._alarms.listen(run.steps, metrics.loss, run.skipped)
-            with (self.folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(metrics.to_json() | {"time": time.time(), "alarms": alarms}) + "\n")
+            self._append(json.dumps(metrics.to_json() | {"time": time.time(), "alarms": alarms}), run)
             self.on_step(run, alarms)
             self._tell_of(run.saving)
-        asked = self.asked if self._is_alone else run.signal  # one that all ranks know of
+        asked = self.whole.asked if self._is_alone else run.signal  # one that all ranks know of
         if asked:
             self._end(run, asked)
         if self.save_every and run.steps % self.save_every == 0:
             self.save(run, wait=False)
+
+    def _append(self, line: str, run: Run) -> None:
+        file = self.folder / "metrics.jsonl"
+        try:
+            with file.open("a") as metrics:
+                metrics.write(f"{line}\n")
+        except OSError as error:
+            raise OSError(
+                f"cannot write {file} after step {run.steps}: {error.strerror}; when it can be written to, go on with: "
+                f"anyfit fit --resume {self.whole.folder}"
+            ) from None
 
     def save(self, run: Run, *, wait: bool = True) -> Path:
         from .checkpoint import remove_older
@@ -222,16 +263,25 @@ class Launch:
         self.say(f"saved {saving.folder}: {show_bytes(saving.bytes)} in {show_seconds(saving.seconds)}, {how}")
 
     def _end(self, run: Run, number: int) -> None:
-        path = self.save(run)
-        if self.is_first:
-            self.say(
-                f"{signal.Signals(number).name}: saved step {run.steps} in {path}; go on with: anyfit fit --resume {self.folder}"
-            )
-        run.close()
+        name, whole = signal.Signals(number).name, self.whole
+        for each in [run, *(other for other in whole._open if other is not run)]:
+            assert each.launch is not None
+            if each.is_within_step:  # of a loop of the script's own
+                each.launch._tell(f"{name}: step {each.steps + 1} in {each.launch.folder} was under way, and is not saved")
+                continue
+            path = each.launch.save(each)
+            each.launch._tell(f"{name}: saved step {each.steps} in {path}; go on with: anyfit fit --resume {whole.folder}")
+        for each in list(whole._open):
+            each.close()
         if run.team is not None:
             run.team.part()
+        claim.release_all()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+    def _tell(self, line: str) -> None:
+        if self.is_first:
+            self.say(line)
 
     @property
     def checkpoints(self) -> Path:
@@ -356,7 +406,8 @@ _team: Team | None = None
 
 
 def current() -> Launch | None:
-    return _current
+    """Of the run that is about to start."""
+    return _current and _current.for_next_run()
 
 
 @contextmanager
@@ -368,4 +419,5 @@ def launched(launch: Launch) -> Iterator[Launch]:
         yield launch
     finally:
         _current = None
-        launch.unfollow()
+        launch.end_signals()
+        claim.release_all()

@@ -710,6 +710,11 @@ class Run:
     def is_closed(self) -> bool:
         return self._closed
 
+    @property
+    def is_within_step(self) -> bool:
+        """Whether a loop of one's own has begun a step that run.update() has not ended."""
+        return bool(self._rows or self._open)
+
     # ------------------------------------------------------------------ with other ranks
 
     def _act(self, act: str) -> None:
@@ -806,7 +811,7 @@ class Run:
         if self._watch is not None:
             self._watch.close()
         if self.launch is not None:
-            self.launch.unfollow()
+            self.launch.unfollow(self)
             self.launch = None
 
     def _check_open(self) -> None:
