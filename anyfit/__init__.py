@@ -135,12 +135,15 @@ def start(
     from .placing.weights import opened
     from .probing.host import left_memory_bytes
     from .running import launch as launching
+    from .running.holding import refuse_held
     from .running.run import Run
     from .running.team import MARGIN_SECONDS
     from .running.watch import HostWatch
 
     if plan is not None and profile is not None:
         raise ValueError("anyfit.start takes a plan, or a profile to make one from; leave one of them out")
+    if isinstance(job.model, torch.nn.Module):
+        refuse_held(job.model)
     launch = launching.current()
     waits = hang_seconds or (launch and launch.hang_seconds) or HANG_SECONDS
     team = joined(waits)
@@ -159,6 +162,7 @@ def start(
     torch.manual_seed(job.seed)
     found = opened(job, resumes=resume is not None)
     model = found.model
+    refuse_held(model)
     fingerprint = job.fingerprint(model)
     if team is not None:
         team.agree({"model": fingerprint, "device": device.type, "weights": str(found.match and found.match.digest)})
@@ -171,10 +175,14 @@ def start(
         torch.manual_seed(launching.seed_of(job.seed, ranks.index))
     rescue = None if is_given or team is not None else _rescue(job, machine, profile)
     run = Run(job, plan, placed, rescue, HostWatch(left_memory_bytes, plan.limit_bytes["host"]), team)
-    if resume is not None:
-        run.resume(resume)
-    if launch is not None:
-        launch.follow(run, machine)
+    try:
+        if resume is not None:
+            run.resume(resume)
+        if launch is not None:
+            launch.follow(run, machine)
+    except BaseException:
+        run.give_up()  # a model of the user's own may be started again
+        raise
     return run
 
 

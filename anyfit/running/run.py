@@ -38,6 +38,8 @@ from anyfit.values.units import show_bytes
 from . import alike, checkpoint
 from .export import facts_of
 from .extra_state import ExtraState
+from .holding import hold
+from .holding import let_go as let_go_of
 from .launch import Launch, seed_of
 from .loader import Loader, Sized, Stood
 from .metrics import Metrics
@@ -116,6 +118,7 @@ class Run:
             # A rank that ends without run.close() may still be needed by the others, and so its run is kept until then.
             self._at_exit = functools.partial(_close, self)
             atexit.register(self._at_exit)
+        self._hold = hold(self.model)
         if placed.device.type == "cuda":
             # What is there now stays: to look through all of it for garbage would stop every lane for a fifth of a second.
             gc.collect()
@@ -805,7 +808,17 @@ class Run:
             self._placed.close()
             self._unfollow()
 
+    def give_up(self) -> None:
+        """Lets go of a run that could not be started: no rank waits for another."""
+        self._closed = True
+        if self.team is None:
+            self._placed.close()
+        else:
+            self._placed.lanes.close.detach()
+        self._unfollow()
+
     def _unfollow(self) -> None:
+        let_go_of(self.model, self._hold)
         if self.team is not None:
             atexit.unregister(self._at_exit)
         if self._watch is not None:

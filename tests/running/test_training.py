@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -348,3 +349,44 @@ def test_a_scheduler_that_needs_a_metric_is_refused() -> None:
     job = job_for(tiny_gpt, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
     with pytest.raises(TypeError, match="needs a metric"):
         anyfit.start(job, machine=small_machine())
+
+
+# ---------------------------------------------------------------------- one run a model
+
+
+def job_of(model: nn.Module) -> anyfit.Job:
+    return anyfit.Job(
+        model=model,
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        sample=torch.ones(4, 8),
+        batch_size=4,
+        precision="fp32",
+    )
+
+
+def test_a_model_that_another_run_holds_is_refused_until_that_is_closed() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    run = anyfit.start(job_of(model), machine=small_machine())
+    run.step(torch.ones(4, 8))
+    other = nn.Linear(8, 8)
+    other.weight = model[0].weight
+    for held in (model, model[1], other, lambda: model):
+        with pytest.raises(
+            RuntimeError, match=r"another run that is not closed holds this .*: close the first run, with run\.close"
+        ):
+            anyfit.start(job_of(held), machine=small_machine())  # type: ignore[arg-type]
+    run.step(torch.ones(4, 8))
+    run.close()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with anyfit.start(job_of(model), machine=small_machine()) as again:
+        assert_bit_equal(again.state_dict(), before)
+        again.step(torch.ones(4, 8))
+
+
+def test_a_start_that_fails_leaves_the_model_to_another_one(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(FileNotFoundError):
+        anyfit.start(job_of(model), machine=small_machine(), resume=tmp_path / "nothing")
+    with anyfit.start(job_of(model), machine=small_machine()) as run:
+        run.step(torch.ones(4, 8))
