@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from .placing import Placed
+    from .placing.weights import Opened
     from .running.launch import Launch
+    from .running.rehearsal import Rehearsal
     from .running.rescue import Rescue
     from .running.run import Run
     from .running.team import Team
@@ -56,7 +59,7 @@ def profile(job: Job, machine: Machine | None = None, *, ranks: int | None = Non
     machine's own GPU its ops are, one by one, the first time."""
     machine = machine or probe()
     spread = machine.spread(ranks)
-    return profiled(traced(job, machine.device.kind, math.prod(spread)), machine, job.batch_size, spread)
+    return ruled(job, profiled(traced(job, machine.device.kind, math.prod(spread)), machine, job.batch_size, spread))
 
 
 def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph]:
@@ -78,6 +81,18 @@ def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int, spread:
     made = cost(graphs, with_calls(machine, graphs), batch_size, spread)
     known = corrections_of(machine)
     return made.corrected(known.of(made.model)).paced(known.pace_of(made.model, made.parameters, made.precision))
+
+
+def ruled(job: Job, profile: Profile) -> Profile:
+    """The profile without what the job's loss does not allow: a batch that must not be cut, by micro-batches or by ranks."""
+    rule = profile.loss
+    if rule.may_be_cut:
+        return profile
+    if profile.ranks > 1:
+        raise ValueError(f"{profile.ranks} ranks cut the batch among them, and {rule.why}; {rule.ways_out}")
+    if job.micro_batch not in (None, job.batch_size):
+        raise ValueError(f"Job(micro_batch={job.micro_batch}) cuts the batch, and {rule.why}; {rule.ways_out}")
+    return profile.ruled(rule)
 
 
 def with_calls(machine: Machine, graphs: Sequence[Graph]) -> Machine:
@@ -136,9 +151,11 @@ def start(
     from .probing.host import left_memory_bytes
     from .running import launch as launching
     from .running.holding import refuse_held
+    from .running.rehearsal import Rehearsal
     from .running.run import Run
     from .running.team import MARGIN_SECONDS
     from .running.watch import HostWatch
+    from .tracing.blocks import kinds_of
 
     if plan is not None and profile is not None:
         raise ValueError("anyfit.start takes a plan, or a profile to make one from; leave one of them out")
@@ -171,10 +188,12 @@ def start(
     plan.refuse_unless_made_for(fingerprint, machine.fingerprint)
     ranks = ALONE if team is None else Ranks.of_process_group(waits + MARGIN_SECONDS)
     placed = place(job, plan, model, device, ranks=ranks, elements=found.elements, agreed=functools.partial(_agreed, job, team))
+    rehearsal = Rehearsal(job, kinds_of(model))
+    plan, placed, profile = _rehearsed(job, plan, placed, rehearsal, found, is_given, machine, profile, team)
     if team is not None:
         torch.manual_seed(launching.seed_of(job.seed, ranks.index))
     rescue = None if is_given or team is not None else _rescue(job, machine, profile)
-    run = Run(job, plan, placed, rescue, HostWatch(left_memory_bytes, plan.limit_bytes["host"]), team)
+    run = Run(job, plan, placed, rescue, HostWatch(left_memory_bytes, plan.limit_bytes["host"]), team, rehearsal)
     try:
         if resume is not None:
             run.resume(resume)
@@ -184,6 +203,73 @@ def start(
         run.give_up()  # a model of the user's own may be started again
         raise
     return run
+
+
+def _rehearsed(
+    job: Job,
+    plan: Plan,
+    placed: Placed,
+    rehearsal: Rehearsal,
+    found: Opened,
+    is_given: bool,
+    machine: Machine,
+    profile: Profile | None,
+    team: Team | None,
+) -> tuple[Plan, Placed, Profile | None]:
+    """The plan, or one without what was found to change the result, with the model placed as it says."""
+    count = 1 if team is None else team.count
+    if plan.loss is None and plan.cuts:  # one that was made by hand, or before losses were looked at
+        plan = replace(plan, loss=traced(job, placed.device.type, count)[0].loss)  # type: ignore[arg-type]
+    findings = rehearsal.of(plan, placed)
+    while (against := findings.against(plan)) is not None:
+        if is_given:
+            placed.close()
+            raise ValueError(f"{against}; {findings.ways_out(plan)}")
+        if profile is None:
+            profile = _profile_of(job, machine, team)
+        profile = findings.restrict(profile)
+        plan = _search(profile, team)
+        placed = _placed_again(job, plan, placed, found)
+        findings = rehearsal.of(plan, placed)
+    return replace(plan, loss=findings.loss if plan.cuts else plan.loss, rehearsed=True), placed, profile
+
+
+def _profile_of(job: Job, machine: Machine, team: Team | None) -> Profile:
+    from .running.several import spread_of
+
+    spread, sharing = ((1, 1), 1) if team is None else spread_of(team.places)
+    count = math.prod(spread)
+    return ruled(job, profiled(traced(job, machine.device.kind, count), machine, job.batch_size, spread)).slowed(sharing)
+
+
+def _search(profile: Profile, team: Team | None) -> Plan:
+    from .planning import search
+
+    return search(profile) if team is None else team.from_first(lambda: search(profile), "another plan")
+
+
+def _placed_again(job: Job, plan: Plan, placed: Placed, found: Opened) -> Placed:
+    """The same weights as another plan has them; of several ranks, which divide them, from whole ones."""
+    import gc
+
+    import torch
+
+    from .placing import place
+
+    device, ranks, model = placed.device, placed.ranks, placed.model
+    if not ranks.are_several:
+        carried = placed.lift()
+        del placed
+        gc.collect()  # the engine's parts know each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return place(job, plan, model, device, carried=carried)
+    whole = {} if job.weights is not None else placed.state.state_dict()
+    placed.close()
+    for name, parameter in model.named_parameters():
+        if name in whole:
+            parameter.data = whole[name]
+    return place(job, plan, model, device, ranks=ranks, elements=found.elements)
 
 
 def joined(hang_seconds: float) -> Team | None:
@@ -208,7 +294,7 @@ def _prepared(
     """What rank 0 finds out for all: the machine, as far as a rank may use it, the plan, and where to go on from."""
     from torch import nn
 
-    from .running.several import machine_of_rank, ranks_of_node, spread_of
+    from .running.several import machine_of_rank, ranks_of_node
 
     is_given = plan is not None or (launch is not None and launch.plan is not None)
     if machine is None:
@@ -226,8 +312,7 @@ def _prepared(
             f"the profile is for {profile.ranks} ranks, and {count} are there; make it so: profile(job, ranks={count})"
         )
     if profile is None and (plan is None or (not is_given and isinstance(job.model, nn.Module))):  # of a user's own, unplaced
-        spread, sharing = ((1, 1), 1) if team is None else spread_of(team.places)
-        profile = profiled(traced(job, machine.device.kind, count), machine, job.batch_size, spread).slowed(sharing)
+        profile = _profile_of(job, machine, team)
     found = _loaded(plan)
     if found is None:
         assert profile is not None

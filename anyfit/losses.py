@@ -129,6 +129,8 @@ class _Sliced(torch.autograd.Function):
                 of_bias = added if of_bias is None else of_bias.add_(added)
             del gradient
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        if count is not None:
+            ctx.anyfit_divisor, ctx.anyfit_labels = count, targets.numel()  # by which losses of micro-batches are weighted
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         return total if count is None else total / count

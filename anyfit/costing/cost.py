@@ -89,6 +89,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Lin
         divisions=links.divisions(),
         link_error=link_error,
         link_note=link_note,
+        loss=graph.loss,
     )
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -274,35 +273,26 @@ class Gradients:
 
     # ------------------------------------------------------------------ at the end of a step
 
-    def finish(self, weight: Tensor | None) -> dict[str, Tensor]:
-        """Every gradient of the step is where it belongs and divided by the weight; by name, in the model's order, the norm of
-        each, or of a chunk's under the name of its first. Parameters without a gradient are not there."""
+    def finish(self) -> dict[str, Tensor]:
+        """Every gradient of the step is where it belongs; by name, in the model's order, the norm of each, or of a chunk's under
+        the name of its first. Parameters without a gradient are not there."""
         for stage in self._stages:
             if stage.state is not None:
                 self._go_down(stage)
         on_device = self._of_device()
-        if weight is not None:
-            for gradient in on_device.values():
-                gradient.div_(weight)
         norms = self._norms | _norms(on_device)
         if self.adds_up:
-            norms |= self._finish_sums(weight)
+            norms |= self._finish_sums()
         return {name: norms[name] for name in self._parameters if name in norms}
 
-    def _finish_sums(self, weight: Tensor | None) -> dict[str, Tensor]:
-        divisor = None if weight is None else self._lanes.reading(weight)().numpy()
+    def _finish_sums(self) -> dict[str, Tensor]:
         on_cpu = self._state.device.type == "cpu"  # has torch's bits, which are those of the same model in plain PyTorch
 
         def finish(home: HostGradients) -> dict[str, Tensor]:
             if home.ticket is not None:
                 home.ticket.wait()
             own = _there(home)
-            together = {} if on_cpu or not own else {next(iter(own)): home.norm(self._threads)}
-            if divisor is not None:
-                for gradient in own.values():
-                    numpy.divide(gradient.numpy(), divisor, out=gradient.numpy())  # on this thread alone
-                together = {name: each / float(divisor) for name, each in together.items()}
-            return together
+            return {} if on_cpu or not own else {next(iter(own)): home.norm(self._threads)}
 
         found: dict[str, Tensor] = {}
         with ThreadPoolExecutor(self._threads, "anyfit gradients") as pool:

@@ -223,9 +223,10 @@ class Updates:
             self._replace(given)
         self.users.show_hidden()
 
-    def begin(self, norm: Tensor, clip_norm: float | None) -> None:
+    def begin(self, norm: Tensor, clip_norm: float | None, scale: Tensor | None) -> None:
         """Gives the GPU the updates of resident chunks before the host knows the norm, which the GPU will: it goes on with them
-        while the host waits, and then starts the others. `apply` or `leave_out` has to follow."""
+        while the host waits, and then starts the others. `apply` or `leave_out` has to follow. Times `scale` the gradients have
+        this norm."""
         self.check()
         groups = self._settings()
         begun = [each for each in self.chunks if self._can_begin(each.state, groups)]
@@ -233,6 +234,7 @@ class Updates:
             return
         self._before = self._lanes.so_far()
         factor = torch.ones_like(norm) if clip_norm is None else clip_factor(norm, clip_norm)
+        factor = factor if scale is None else factor * scale
         factor = torch.where(norm.isfinite(), factor, math.nan)  # with which an update changes nothing
         for each in begun:
             own, _ = self._gradients.of(each.state)

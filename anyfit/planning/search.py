@@ -336,12 +336,15 @@ def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alt
         decisions=(
             *decisions,
             Decision("micro-batch", _passes(profile.batch_size, micro_batch), why_so_many),
+            *([Decision("loss", "the batch is not cut", profile.loss.why)] if not profile.loss.may_be_cut else []),
+            *([Decision("kept blocks", ", ".join(profile.kept), next(iter(profile.kept.values())))] if profile.kept else []),
             *([Decision("trace", profile.traced, "; ".join(profile.notes))] if profile.notes else []),
             *([Decision("margin", f"{found.chosen.reserved_error:.0%}", profile.correction.why)] if profile.correction else []),
             *([Decision("pace", profile.pace.choice, profile.pace.why)] if profile.pace else []),
         ),
         alternatives=alternatives,
         fingerprint=Fingerprint(profile.model_fingerprint, profile.machine_fingerprint),
+        loss=profile.loss,
     )
 
 
@@ -653,7 +656,19 @@ def no_plan(profile: Profile) -> NoPlan:
     if profile.divisions:  # the most that can be divided is what needs least
         profile = profile.divided(profile.divisions[-1])
     verdict = shortfall(profile)
-    return verdict.with_changes(tuple(_enough_memory(profile, verdict)))
+    return verdict.because(_restrictions(profile)).with_changes(tuple(_enough_memory(profile, verdict)))
+
+
+def _restrictions(profile: Profile) -> str:
+    """What the model does that keeps the planner from making it smaller."""
+    said = []
+    if not profile.loss.may_be_cut:
+        said.append(f"the batch is not cut: {profile.loss.why}; {profile.loss.ways_out}")
+    if profile.kept:
+        name, why = next(iter(profile.kept.items()))
+        others = f" (and {len(profile.kept) - 1} more)" if len(profile.kept) > 1 else ""
+        said.append(f"{name}{others} is not recomputed: {why}")
+    return "; ".join(said)
 
 
 def shortfall(profile: Profile) -> NoPlan:

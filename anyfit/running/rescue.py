@@ -26,6 +26,7 @@ from anyfit.values.plan import NoPlan, Plan
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes
 
+from .rehearsal import Findings
 from .shortage import Shortfall
 
 MOST_RESCUES = 3  # of one step
@@ -89,6 +90,10 @@ class Rescue:
         kept = held - fewer_bytes
         profile = replace(self.profile, host_limit_bytes=kept + self._beside_bytes(kept))
         return self._first(plan, [profile])
+
+    def restricted(self, plan: Plan, findings: Findings) -> Plan:
+        """A plan without what was found to change the result."""
+        return self._first(plan, [findings.restrict(self.profile)])
 
     def _first(self, plan: Plan, profiles: Sequence[Profile]) -> Plan:
         """The plan for the first of these profiles that has one. With the micro-batch as it is where any has: sums over others

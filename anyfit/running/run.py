@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,6 +33,7 @@ from anyfit.placing.tiers import LiveBytes, peak_bytes_of_gpu
 from anyfit.placing.timeline import Timeline
 from anyfit.values.batches import named_tensors, shape_of
 from anyfit.values.job import Batch, Job
+from anyfit.values.loss_rule import MEAN
 from anyfit.values.plan import NoPlan, Plan
 from anyfit.values.units import show_bytes
 
@@ -43,6 +45,7 @@ from .holding import let_go as let_go_of
 from .launch import Launch, seed_of
 from .loader import Loader, Sized, Stood
 from .metrics import Metrics
+from .rehearsal import Rehearsal, as_sum
 from .rescue import MOST_RESCUES, Before, Rescue, let_go, said_of_device, said_of_host
 from .saving import Copies, Saving
 from .settings import Settings
@@ -71,6 +74,7 @@ class Run:
         rescue: Rescue | None = None,
         watch: HostWatch | None = None,
         team: Team | None = None,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
         self.job = job
         self.plan = plan
@@ -89,7 +93,7 @@ class Run:
         if team is None and self.ranks.are_several:
             team = Team(HANG_SECONDS, ends_process=False)
         self.team = team
-        self._rescue, self._watch = rescue, watch
+        self._rescue, self._watch, self._rehearsal = rescue, watch, rehearsal
         self._before = None if rescue is None else Before(self.model, placed.device)
         self._loader: Loader | None = None
         self._stood = Stood()  # in the data, to be taken up from a checkpoint
@@ -185,11 +189,14 @@ class Run:
         micro-batches, to its sum: their weight is known only when all are through, and the update divides by it. So it is with
         several ranks."""
         count, ranks = self.job.batch_size, self.ranks
+        is_cut, rule = not alone or ranks.are_several, self.plan.loss or MEAN
+        if is_cut and weight is None and rule.kind == "divided":
+            total, weight = as_sum(total, rule, rows / count)
         if weight is not None and alone and not ranks.are_several:
             total = total / weight
         elif weight is not None:
             self._weight = weight if self._weight is None else self._weight + weight
-        elif not alone or ranks.are_several:
+        elif is_cut and rule.kind != "sum":
             total = total / (count // rows) if count % rows == 0 else total * (rows / count)
         self._rows += rows
         self._doing = f"in the backward of step {self.steps + 1}"
@@ -248,13 +255,18 @@ class Run:
                 norm, scale = self._agree(gradients)
         else:
             with placed.lanes.computing("norm"):
-                norms = gradients.finish(self._weight)
+                norms = gradients.finish()
                 if not norms:
                     raise RuntimeError(NO_GRADIENT)
                 total = total_norm(norms, placed.device)
-                known = placed.lanes.reading(total)
-            updates.begin(total, self.job.clip_norm)
+                shrinks = None if self._weight is None else 1.0 / self._weight  # sums to means, in the update itself
+                if shrinks is not None:
+                    total = total * shrinks
+                known = placed.lanes.reading(total if shrinks is None else torch.stack([total, shrinks]))
+            updates.begin(total, self.job.clip_norm, shrinks)
             norm = known()  # what the host decides by: the one wait of a step
+            if shrinks is not None:
+                norm, scale = norm[0], float(norm[1])
         if bool(torch.isfinite(norm)):
             factor = scale if self.job.clip_norm is None else scale * float(clip_factor(norm, self.job.clip_norm))
             self._is_updating = True
@@ -419,7 +431,7 @@ class Run:
             raise failed from None
         before = self.plan
         try:
-            self._move(plan)
+            self._move_and_rehearse(plan, rescue)
         except MemoryError as error:
             failed.add_note(f"the plan that would have had room for it could not be placed: {error}")
             raise failed from None
@@ -445,7 +457,7 @@ class Run:
             if self._rescue is None:
                 raise NoPlan("the plan was given, and is not changed", 0)
             plan = self._rescue.with_less_host(before, int(2 * self._watch.floor_bytes - left))
-            self._move(plan)
+            self._move_and_rehearse(plan, self._rescue)
         except (NoPlan, MemoryError) as why:
             raise self._no_host_memory(left, why) from None
         return self._say(said_of_host(self.steps, left, before, plan))
@@ -472,6 +484,17 @@ class Run:
             f"({why}). The run stands as it was, {saved}. What helps: fewer workers of the data loader, other processes that "
             "end, or a plan with less on the host (host_memory=)"
         )
+
+    def _move_and_rehearse(self, plan: Plan, rescue: Rescue) -> None:
+        """Places the model anew. A plan that turns out to change the result gives way to another."""
+        self._move(plan)
+        if self._rehearsal is None:
+            return
+        findings = self._rehearsal.of(self.plan, self._placed)
+        while findings.against(self.plan) is not None:
+            self._move(rescue.restricted(self.plan, findings))
+            findings = self._rehearsal.of(self.plan, self._placed)
+        self.plan = replace(self.plan, loss=findings.loss if self.plan.cuts else self.plan.loss, rehearsed=True)
 
     def _move(self, plan: Plan) -> None:
         """Places the model anew, as this plan says; as it was, where that cannot be done."""

@@ -73,6 +73,12 @@ def find_blocks(model: nn.Module) -> Blocks:
     return Blocks(tuple(blocks), tuple(modules), tuple(chains), of_module)
 
 
+def kinds_of(model: nn.Module) -> dict[str, str]:
+    """By block, what it is built like."""
+    found = find_blocks(model)
+    return {found.blocks[chain.first + place].name: kind for chain in found.chains for place, kind in enumerate(chain.kinds)}
+
+
 def signatures(siblings: Sequence[nn.Module]) -> list[str]:
     """What each of the siblings is built like."""
     counting = _counters(siblings)

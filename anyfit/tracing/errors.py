@@ -107,10 +107,14 @@ def _short(op: str) -> str:
 
 
 def _place(error: Exception) -> str:
+    return place_of(traceback.extract_tb(error.__traceback__))
+
+
+def place_of(stack: traceback.StackSummary, unknown: str = "the model") -> str:
     """The line of the model, or of the library it comes from, at which it left for torch: with what it says."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_the_models(frame.filename)]
+    frames = [frame for frame in stack if _is_the_models(frame.filename)]
     if not frames:
-        return "the model"
+        return unknown
     last = frames[-1]
     return f"{last.filename}:{last.lineno}, in {last.name}" + (f": `{last.line}`" if last.line else "")
 

@@ -20,6 +20,7 @@ from anyfit.values.aside import writing_aside
 from anyfit.values.batches import named_tensors
 from anyfit.values.graph import Graph, Parameter, UpdateRule, Value
 from anyfit.values.job import Batch, Job
+from anyfit.values.loss_rule import LossRule
 from anyfit.values.memento import Memento, leaving_no_trace
 from anyfit.values.units import show_bytes, show_seconds
 
@@ -27,6 +28,7 @@ from .blocks import Blocks, find_blocks
 from .errors import TooDear, explained, refuse_elsewhere, refuse_without_parameters
 from .gpu_kernels import AsOnGpu
 from .gpu_recorder import GpuRecorder
+from .loss_rule import read_rule, rows_for
 from .real_run import LentKernels, bytes_of, real_batch, real_model, refuse_unless_it_can_run, sized_model
 from .recorder import Recorder, Storage
 from .repeats import NotPeriodic, Repeat, find_repeats, skipping, write_in
@@ -64,10 +66,11 @@ def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of:
             model = inside.enter_context(fake_model(job, mode, memento))
         stand_in = _StandIn.of(job, model, device, mode, lambda rows: fake_batch(job, rows, mode))
         repeats = repeats_of(stand_in.blocks)
+        rule = _rule(stand_in, repeats)
         made: list[Graph] = []
-        for micro_batch in micro_batches:
+        for micro_batch in micro_batches if rule.may_be_cut else [max(micro_batches)]:
             try:
-                made.append(_trace(stand_in, micro_batch, repeats))
+                made.append(replace(_trace(stand_in, micro_batch, repeats), loss=rule))
             except NotPeriodic:
                 raise
             except Exception as error:
@@ -98,7 +101,8 @@ def _run_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: f
         mode: AbstractContextManager[Any] = LentKernels() if device == "cuda" else nullcontext()
         room_bytes = free_bytes - bytes_of(model)
         stand_in = _StandIn.of(job, model, device, mode, lambda rows: real_batch(job, rows), room_bytes)
-        sizes = sorted(set(micro_batches))
+        rule = _rule(stand_in, [])
+        sizes = sorted(set(micro_batches)) if rule.may_be_cut else [max(micro_batches)]
         made: list[Graph] = []
         failed: list[str] = []
         seconds = 0.0  # of the last
@@ -122,7 +126,7 @@ def _run_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: f
             made.append(_noted(graph, "on the CPU, with the values of Job(sample=)"))
             seconds = time.monotonic() - started
         made[-1] = _noted(made[-1], *failed)
-        by_size = {graph.micro_batch: graph for graph in made}
+        by_size = {graph.micro_batch: replace(graph, loss=rule) for graph in made}
         return [by_size[micro_batch] for micro_batch in micro_batches if micro_batch in by_size]
 
 
@@ -230,6 +234,34 @@ class _StandIn:
         )
 
 
+def _rule(stand_in: _StandIn, repeats: list[Repeat]) -> LossRule:
+    """How losses of micro-batches make that of the batch, as far as a forward shows."""
+    job = stand_in.job
+    if job.batch_size == 1:
+        return LossRule("mean", "one sample", proved=True)
+    uncuttable = job.uncuttable()
+    if uncuttable is not None:
+        why, _, way_out = uncuttable.partition("; ")
+        return LossRule("whole", why, ways_out=way_out, proved=True)
+    failed: Exception | None = None
+    for rows in (rows_for(job), job.batch_size):
+        recorder = Recorder(stand_in.module_names, stand_in.blocks.of_module, stand_in.blocks.outside, None, stand_in.room_bytes)
+        recorder.leave_out(stand_in.parameters.values(), stand_in.model.buffers())
+        try:
+            batch = stand_in.batch_of(rows)
+            with skipping(stand_in.blocks.modules, _twins(repeats)), writing_aside(), stand_in.mode, recorder:
+                return read_rule(job, stand_in.model, batch, rows)
+        except Exception as error:  # the model may not take as many samples as that
+            failed = failed or error
+    said = " ".join(str(failed).split())
+    return LossRule("whole", f"the loss could not be looked at ({type(failed).__name__}: {said:.200})")
+
+
+def _twins(repeats: list[Repeat]) -> dict[int, int]:
+    """Skipped blocks, and the one that is run in the place of each."""
+    return {block: repeat.unit(2)[(block - repeat.first) % repeat.period] for repeat in repeats for block in repeat.skipped}
+
+
 def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph:
     job, model, blocks = stand_in.job, stand_in.model, stand_in.blocks
     buffers = list(model.buffers())
@@ -240,9 +272,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
     recorder.leave_out(stand_in.parameters.values(), buffers)
     for _, tensor in named_tensors(batch):
         recorder.count_input(tensor)
-    twin_of = {
-        block: repeat.unit(2)[(block - repeat.first) % repeat.period] for repeat in repeats for block in repeat.skipped
-    }  # skipped blocks, and the one that is run in their place
+    twin_of = _twins(repeats)
 
     with skipping(blocks.modules, twin_of), _dense(model), writing_aside(), stand_in.mode, recorder, recorder.watching():
         what = "fake" if stand_in.room_bytes is None else "real"

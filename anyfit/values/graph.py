@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
+from .loss_rule import MEAN, LossRule
 from .record import Record
 
 # Ops whose results selective recomputation keeps: products, convolutions and attention. All others are made again.
@@ -100,7 +101,7 @@ class UpdateRule:
 @dataclass(frozen=True)
 class Graph(Record):
     kind: ClassVar[str] = "graph"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
 
     model: str  # class of the model
     micro_batch: int
@@ -117,6 +118,7 @@ class Graph(Record):
     update: UpdateRule
     fingerprint: str  # of the model: names, shapes, dtypes
     notes: tuple[str, ...] = ()  # on how it was traced, where that was by a real run
+    loss: LossRule = MEAN  # how losses of micro-batches make that of the batch
 
     @property
     def flops(self) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from .batches import NO_SAMPLES, cut, map_tensors, refuse_iterators, repeated, rows_of, uncuttable, with_rows
 from .layout import Placeable
+from .loss_rule import AGREEMENTS
 from .record import nearest
 from .tensor_files import holds_weights
 from .weights import Weights
@@ -50,6 +51,8 @@ class Job:
     weights       a folder of safetensors to start from, as `save_pretrained` writes it, or a `Weights` that takes a part of one;
                   the model is then built without them, and never whole in memory
     real_run      the model may be run for real to plan it, on the CPU: for a forward that needs the values of tensors
+    agree         differences from plain PyTorch that you agree to: "mean-of-micro-batches", where the loss of a batch may be the
+                  mean of its micro-batches' losses; "batch-norm-of-micro-batches", where batch norms may see micro-batches
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -67,6 +70,7 @@ class Job:
     split: Callable[[Batch, Sequence[int]], Sequence[Batch]] | None = None
     weights: Weights | str | Path | None = None
     real_run: bool = False
+    agree: Collection[str] = ()
 
     def __post_init__(self) -> None:
         for name, optional in (
@@ -103,6 +107,11 @@ class Job:
             raise ValueError(f"Job(precision={self.precision!r}) is not known" + nearest(str(self.precision), PRECISIONS))
         if not isinstance(self.real_run, bool):
             raise TypeError(f"Job(real_run=) must be True or False, got {_describe(self.real_run)}")
+        if isinstance(self.agree, str) or not isinstance(self.agree, Collection):
+            raise TypeError(f"Job(agree=) must be a list of names, got {_describe(self.agree)}; agree=['mean-of-micro-batches']")
+        for name in self.agree:
+            if name not in AGREEMENTS:
+                raise ValueError(f"Job(agree=[{name!r}]) is not known" + nearest(str(name), AGREEMENTS))
         if self.weights is not None and not isinstance(self.weights, Weights | str | Path):
             raise TypeError(f"Job(weights=) must be a folder or a Weights, got {_describe(self.weights)}")
         if self.sample is None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self, get_args
 
+from .loss_rule import LossRule
 from .record import Record, nearest
 from .units import show_bytes, show_count, show_seconds
 
@@ -137,7 +138,7 @@ class Placement:
 @dataclass(frozen=True)
 class Plan(Record):
     kind: ClassVar[str] = "plan"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     model: str
     machine: str
@@ -160,6 +161,8 @@ class Plan(Record):
     reduction: Literal["fp32", "bf16"] = (
         "fp32"  # in which gradients are summed over ranks; bf16 where weights are, at half the bytes
     )
+    loss: LossRule | None = None  # how losses of micro-batches make that of the batch; None: nobody has looked
+    rehearsed: bool = False  # its blocks were recomputed once and found the same, its loss cut and found to add up
 
     def __post_init__(self) -> None:
         if not 1 <= self.micro_batch <= self.batch_size:
@@ -188,6 +191,17 @@ class Plan(Record):
             raise ValueError(
                 "slots is 0; weights on the host, and those that ranks divide, pass through at least one device slot"
             )
+
+    @classmethod
+    def from_json(cls, document: object, *, where: str = "") -> Self:
+        if isinstance(document, Mapping) and document.get("version") == 2:  # before losses were looked at
+            document = {**document, "version": 3, "loss": None, "rehearsed": False}
+        return super().from_json(document, where=where)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a batch is seen in parts, by micro-batches or by ranks."""
+        return self.micro_batch < self.batch_size
 
     @property
     def ranks(self) -> int:
@@ -295,6 +309,12 @@ class NoPlan(Exception):  # noqa: N818  (a verdict about the job, not a fault)
         self.shortfall_bytes = shortfall_bytes
         self.tier = tier  # that is too small
         self.changes = changes
+
+    def because(self, restrictions: str) -> NoPlan:
+        """The same, with what keeps the planner from making it smaller."""
+        if not restrictions:
+            return self
+        return NoPlan(f"{self.args[0]}; {restrictions}", self.shortfall_bytes, self.tier, self.changes)
 
     def with_changes(self, changes: tuple[Change, ...]) -> NoPlan:
         return NoPlan(self.args[0], self.shortfall_bytes, self.tier, changes)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Self
 
 from .corrections import Correction, Pace
+from .loss_rule import MEAN, LossRule
 from .record import Record
 
 
@@ -194,7 +195,7 @@ class Division:
 @dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 8
+    version: ClassVar[int] = 9
 
     model: str
     machine: str
@@ -233,6 +234,8 @@ class Profile(Record):
     division: Division | None = None  # of these the one at hand: the batch is one rank's too
     link_error: float = 0.0  # relative, of the seconds of an exchange
     link_note: str = ""  # what was assumed of links that nobody has measured
+    loss: LossRule = MEAN  # how losses of micro-batches make that of the batch, and so whether it may be cut
+    kept: Mapping[str, str] = field(default_factory=dict)  # blocks that are not recomputed, and why
 
     @property
     def ranks(self) -> int:
@@ -242,6 +245,22 @@ class Profile(Record):
     @property
     def traced(self) -> str:
         return "a real run" if any(note.startswith("on the CPU") for note in self.notes) else "without values"
+
+    def ruled(self, loss: LossRule) -> Self:
+        """The same for a loss of this kind. Of one that is not made of its micro-batches' losses, the batch is not cut."""
+        passes = self.passes if loss.may_be_cut else tuple(each for each in self.passes if each.micro_batch == self.batch_size)
+        return replace(self, loss=loss, passes=passes)
+
+    def keeping(self, blocks: Mapping[str, str], ways: tuple[str, ...] = ("recompute", "selective")) -> Self:
+        """The same with these blocks, each for its reason, not recomputed in these ways."""
+
+        def without(block: BlockCost) -> BlockCost:
+            if block.name not in blocks:
+                return block
+            return replace(block, choices={name: cost for name, cost in block.choices.items() if name not in ways})
+
+        passes = tuple(replace(each, blocks=tuple(map(without, each.blocks))) for each in self.passes)
+        return replace(self, passes=passes, kept={**self.kept, **blocks})
 
     def slowed(self, times: int) -> Self:
         """The same where so many ranks share a device's time."""

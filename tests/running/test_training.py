@@ -99,6 +99,7 @@ def test_any_setting_gives_the_losses_and_weights_of_plain_pytorch(
         clip_norm=clip_norm,
         scheduler=(lambda optimizer: CosineAnnealingLR(optimizer, 10)) if schedule else None,
         micro_batch=ROWS // accumulation,
+        agree=["batch-norm-of-micro-batches"],
     )
     batches = image_batches(10, ROWS) if convolutional else byte_batches(10, ROWS)
     plan = replace(anyfit.plan(job, small_machine()), chunk_bytes=chunk_bytes)

@@ -37,6 +37,9 @@ class Small(nn.Module):
         return self.second(torch.relu(self.first(batch)))
 
 
+AGREED = ["mean-of-micro-batches", "batch-norm-of-micro-batches"]  # so that passes of all sizes are traced
+
+
 def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
     loss: Tensor = model(batch).square().mean()
     return loss
@@ -44,7 +47,9 @@ def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
 
 def job_of(model: Any, loss: Callable[[nn.Module, Any], Any] = mean_square, **options: Any) -> anyfit.Job:
     optimizer = options.pop("optimizer", lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
-    return anyfit.Job(model, loss, optimizer=optimizer, sample=torch.ones(4, 4), batch_size=4, **{"precision": "fp32", **options})
+    return anyfit.Job(
+        model, loss, optimizer=optimizer, sample=torch.ones(4, 4), batch_size=4, agree=AGREED, **{"precision": "fp32", **options}
+    )
 
 
 def planned(job: anyfit.Job) -> None:

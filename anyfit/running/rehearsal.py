@@ -1,0 +1,412 @@
+"""Rehearsal: what a plan does to the model that plain PyTorch does not, tried on a few samples before the first step.
+
+A plan may cut the batch into micro-batches, or among ranks, and recompute blocks in backward. Whether the result stays the same
+depends on the user's code, and some of that shows only with numbers. So, with the placed model and a few samples of Job(sample=):
+
+    the loss        L(a + b) is compared with L(a) and L(b), as the rule read off the trace combines them (values/loss_rule.py),
+                    random ops held still; once more with labels ignored and masks emptied in b, where the rule divides by those
+    the blocks      one of each kind that the plan recomputes is run a second time, as in backward, and compared to the bit
+
+Nothing of it stays: buffers, attributes and random numbers are as before. What is found goes to the planner, which plans without
+what cannot be done; a plan that was given is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anyfit.placing import Placed
+from anyfit.placing.recompute import rehearsing
+from anyfit.values.batches import map_tensors, named_tensors
+from anyfit.values.job import Batch, Job
+from anyfit.values.loss_rule import MEAN, WAYS_OUT, LossRule, divisors
+from anyfit.values.memento import leaving_no_trace
+from anyfit.values.plan import Plan
+from anyfit.values.profile import Profile
+
+from .still import Still
+
+HALF = 2  # samples of each part
+SMALL_BYTES = 2**20  # of a buffer
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
+# Relative, of losses: what the order of sums makes of rounding. A loss that is itself bf16 has few digits.
+TOLERANCE, OF_FEW_DIGITS = {"fp32": 2e-5, "bf16": 2e-3}, 1.5e-2
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a plan may do to this model."""
+
+    loss: LossRule
+    kept: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be recomputed, and why
+    not_selective: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be recomputed in part
+
+    def against(self, plan: Plan) -> str | None:
+        """What speaks against the plan."""
+        if plan.cuts and not self.loss.may_be_cut:
+            return f"the plan cuts the batch, and {self.loss.why}"
+        for name, choice in plan.stages[0].activations.items():
+            if choice in ("recompute", "selective") and name in self.kept:
+                return f"the plan recomputes {name}, and {self.kept[name]}"
+            if choice == "selective" and name in self.not_selective:
+                return f"the plan recomputes {name} in part, and {self.not_selective[name]}"
+        return None
+
+    def ways_out(self, plan: Plan) -> str:
+        """Of a plan that was given."""
+        if plan.cuts and not self.loss.may_be_cut:
+            return f"use a plan with micro_batch {plan.batch_size}; {self.loss.ways_out}"
+        return "use a plan that keeps it, or let anyfit.plan(job) make one"
+
+    def restrict(self, profile: Profile) -> Profile:
+        """The profile without what must not be done."""
+        if not self.loss.may_be_cut and profile.ranks > 1:
+            raise ValueError(f"{profile.ranks} ranks cut the batch among them, and {self.loss.why}; {self.loss.ways_out}")
+        if not self.loss.may_be_cut and profile.passes[0].micro_batch < profile.batch_size:
+            raise ValueError(
+                f"Job(micro_batch={profile.passes[0].micro_batch}) cuts the batch, and {self.loss.why}; {self.loss.ways_out}"
+            )
+        profile = profile.ruled(self.loss).keeping(self.kept)
+        return profile.keeping(self.not_selective, ("selective",)) if self.not_selective else profile
+
+    def joined(self, others: list[Findings]) -> Findings:
+        """Those of all ranks: what one of them must not do, none does."""
+        rule = next((each.loss for each in others if not each.loss.may_be_cut), self.loss)
+        if len({(each.loss.kind, each.loss.divisor) for each in others}) > 1 and rule.may_be_cut:
+            rule = replace(rule, kind="whole", why="the loss is cut by other rules on other ranks")
+        kept = {name: why for each in others for name, why in each.kept.items()}
+        return Findings(rule, kept, {name: why for each in others for name, why in each.not_selective.items()})
+
+
+class Rehearsal:
+    """Of one job: what was found once holds for every plan. `kinds` says by block which are alike."""
+
+    def __init__(self, job: Job, kinds: Mapping[str, str]) -> None:
+        self._job, self._kinds = job, kinds
+        self._known = Findings(MEAN)
+        self._tried: set[str] = set()  # blocks
+
+    def of(self, plan: Plan, placed: Placed) -> Findings:
+        """What can be done with the job's loss, where the plan cuts the batch, and with the blocks that it recomputes."""
+        rule = self._known.loss if self._known.loss.proved else plan.loss or MEAN
+        modules = dict(placed.model.named_modules())
+        choices = {} if plan.rehearsed else plan.stages[0].activations
+        blocks = {
+            name: modules[name]
+            for name, choice in choices.items()
+            if choice in ("recompute", "selective") and name not in self._tried
+        }
+        tries_loss = plan.cuts and not rule.proved
+        if not blocks and not tries_loss:
+            return replace(self._known, loss=rule)
+        kept, not_selective = dict(self._known.kept), dict(self._known.not_selective)
+        samples = _Samples(self._job)
+        with leaving_no_trace(self._job, placed.model):
+            if blocks:
+                found = _blocks_to_keep(self._job, placed, blocks, self._kinds, samples)
+                kept |= found[0]
+                not_selective |= found[1]
+            if tries_loss:
+                rule = _Trial(self._job, placed, samples).rule(rule)
+        mine = Findings(rule, kept, not_selective)
+        placed.residency.forget()
+        self._known = mine.joined(placed.ranks.objects(mine)) if placed.ranks.are_several else mine
+        self._tried |= set(blocks)
+        return self._known
+
+
+def as_sum(loss: Tensor, rule: LossRule, share: float) -> tuple[Tensor, Tensor]:
+    """The loss of a micro-batch, such a share of the batch, as (sum, weight), by the number that it is divided by. One in
+    which nothing counts is 0 / 0 in torch, and adds nothing here. Where all labels count, weights are the shares, and the result
+    is to the bit that of a mean."""
+    found = divisors(loss)
+    if rule.divisor >= len(found):
+        raise RuntimeError(
+            f"the loss of this micro-batch is not divided as that of Job(sample=) was ({rule.why}); return (sum, weight) from it"
+        )
+    by = found[rule.divisor]
+    weight = torch.as_tensor(by.exact, dtype=torch.float32, device=loss.device).detach().reshape(())
+    if by.most:
+        weight = weight / by.most * share
+    is_empty = weight == 0
+
+    def without_nothing(gradients: Sequence[Tensor | None], _given: Any) -> tuple[Tensor | None, ...]:
+        return tuple(None if each is None else torch.where(is_empty, torch.zeros_like(each), each) for each in gradients)
+
+    if by.counts == "given":
+        by.node.register_hook(without_nothing)  # its own division is by 0 too; a cross-entropy of no labels has no gradients
+    return torch.where(is_empty, torch.zeros_like(loss), loss * weight.to(loss.dtype)), weight
+
+
+class _Samples:
+    """A few of Job(sample=): all of them, and halves."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._can_be_cut = job.batch_size > 1 and job.uncuttable() is None
+        self.half = min(HALF, job.batch_size // 2)
+        self.whole = job.sample
+        if self._can_be_cut and job.split is None:
+            self.whole = job.with_rows(job.sample, 2 * self.half)
+        elif self._can_be_cut:
+            rest = job.batch_size - 2 * self.half
+            self.whole = job.cut(job.sample, [2 * self.half, rest] if rest else [2 * self.half])[0]
+
+    @property
+    def few(self) -> Batch:
+        return self.halves(self.whole)[0] if self._can_be_cut else self.whole
+
+    def halves(self, batch: Batch) -> list[Batch]:
+        return self._job.cut(batch, [self.half, self.half])
+
+    def uneven(self, emptied: str, rule: LossRule, *, leaves_one: bool) -> Batch:
+        """In one entry nothing counts in the second half, or only the first place of each row. In the others only one row of
+        each half counts, so that no two entries go together."""
+        names = iter([name for name, _ in named_tensors(self.whole)])
+
+        def change(tensor: Tensor) -> Tensor:
+            name = next(names)
+            if tensor.dim() == 0 or name not in rule.entries:
+                return tensor
+            changed, nothing = tensor.clone(), rule.labels.get(name, _least(tensor))
+            if name != emptied:
+                changed[1 : self.half] = changed[self.half + 1 :] = nothing
+            elif leaves_one and tensor.dim() > 1:
+                changed[self.half :, 1:] = nothing
+            else:
+                changed[self.half :] = nothing
+            return changed
+
+        return map_tensors(self.whole, change)
+
+
+def _least(tensor: Tensor) -> float:
+    """What counts least: 0 of a mask, and of other entries the least value that there is, which the model takes."""
+    is_mask = tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
+    return 0 if is_mask or not tensor.numel() else tensor.min().item()
+
+
+@dataclass(frozen=True)
+class _Told:
+    """The loss of some samples."""
+
+    loss: float
+    weight: float | None
+    divisors: tuple[float, ...]
+    counts: tuple[str, ...] = ()  # what each divisor counts
+
+    def divided(self, index: int) -> tuple[float, float]:
+        """(sum, weight) by one of the divisors. Nothing that counts is 0 / 0."""
+        weight = self.divisors[index]
+        return (self.loss * weight if weight else 0.0), weight
+
+
+class _Trial:
+    def __init__(self, job: Job, placed: Placed, samples: _Samples) -> None:
+        self._job, self._placed, self._samples = job, placed, samples
+        self._tolerance = TOLERANCE[job.precision]
+        self._changed: str | None = None  # by the last forward: a place of the model's state
+
+    def rule(self, read: LossRule) -> LossRule:
+        """The rule by which losses of halves make that of both; that the batch is not cut, where there is none."""
+        found = read if not read.may_be_cut else self._tried(read)
+        if not found.may_be_cut and "mean-of-micro-batches" in self._job.agree:
+            return replace(found, kind="mean", why=f"agreed by Job(agree=), though {found.why}", proved=True)
+        return replace(found, proved=True)
+
+    def _tried(self, read: LossRule) -> LossRule:
+        try:
+            both, *halves = self._told(self._samples.whole)
+            changed = self._changed
+        except Exception as error:
+            said = " ".join(str(error).split())
+            return replace(read, kind="whole", why=f"the loss does not run on {2 * self._samples.half} samples ({said:.200})")
+        if changed is not None:
+            return replace(
+                read,
+                kind="whole",
+                why=f"{changed} changes in forward, once for each micro-batch where it would once for the batch",
+                ways_out=WAYS_OUT.replace("two ways out: return (sum, weight) from the loss, or", "you may"),
+            )
+        if read.kind == "weighted":
+            pairs = [(each.loss, each.weight or 0.0) for each in (both, *halves)]
+            if self._add_up(pairs[0], pairs[1:]):
+                return read
+            return replace(
+                read,
+                kind="whole",
+                why=f"the loss returns (sum, weight), and those of two halves ({_shown(*pairs[1:])}) do not add up to that of "
+                f"both ({_shown(pairs[0])}): is the first a mean, or are samples compared with each other?",
+            )
+        if read.kind == "divided":
+            return self._divided(read, both, halves)
+        if self._is_near(both.loss, sum(each.loss for each in halves) / 2, halves):
+            return read
+        if self._is_near(both.loss, sum(each.loss for each in halves), halves):
+            return replace(read, kind="sum", why="the loss is a sum over samples")
+        first, second = (f"{each.loss:.6g}" for each in halves)
+        return replace(
+            read,
+            kind="whole",
+            why=f"the loss of {2 * self._samples.half} samples is {both.loss:.6g}, which is neither the mean nor the sum of "
+            f"their halves' ({first} and {second}): it compares samples with each other, or counts what differs between them",
+        )
+
+    def _divided(self, read: LossRule, both: _Told, halves: list[_Told]) -> LossRule:
+        """By the first divisor that adds up, also where one half counts for nothing."""
+        adding = [index for index in range(len(both.divisors)) if self._adds_up(index, both, halves)]
+        if adding and both.counts == ("labels",):  # one cross-entropy alone: torch itself counts its labels
+            return read
+        uneven: set[int] = set()  # divisors that were seen to differ between the halves
+        for emptied in read.entries:
+            ways = (self._finite(self._samples.uneven(emptied, read, leaves_one=one)) for one in (False, True))
+            told = next((each for each in ways if each is not None), None)
+            if told is not None:
+                other, *parts = told
+                adding = [index for index in adding if index < len(other.divisors) and self._adds_up(index, other, parts)]
+                uneven |= {index for index in adding if len({each.divisors[index] for each in parts}) > 1}
+        for index in adding:
+            if index in uneven:
+                return replace(read, divisor=index)
+        return replace(read, kind="whole", why=f"{read.why}, which does not add up over micro-batches")
+
+    def _adds_up(self, index: int, both: _Told, halves: list[_Told]) -> bool:
+        return self._add_up(both.divided(index), [each.divided(index) for each in halves])
+
+    def _add_up(self, both: tuple[float, float], halves: list[tuple[float, float]]) -> bool:
+        sums, weights = zip(*halves, strict=True)
+        near = all(
+            self._near(one, sum(parts), max(map(abs, (one, *parts)))) for one, parts in zip(both, (sums, weights), strict=True)
+        )
+        return near and all(map(math.isfinite, (*both, *sums, *weights)))
+
+    def _is_near(self, one: float, other: float, halves: list[_Told]) -> bool:
+        return self._near(one, other, max(abs(each.loss) for each in halves))
+
+    def _near(self, one: float, other: float, scale: float) -> bool:
+        return abs(one - other) <= self._tolerance * max(scale, 1e-12)
+
+    def _finite(self, batch: Batch) -> list[_Told] | None:
+        try:
+            told = self._told(batch)
+        except Exception:  # what the model does with such masks is no matter of ours
+            return None
+        return told if math.isfinite(told[0].loss) and math.isfinite(told[1].loss) else None
+
+    def _told(self, batch: Batch) -> list[_Told]:
+        """Of both halves together, and of each."""
+        return [self._loss_of(part) for part in (batch, *self._samples.halves(batch))]
+
+    def _loss_of(self, batch: Batch) -> _Told:
+        for keeps in (False, True):
+            try:
+                with (
+                    leaving_no_trace(self._job, self._placed.model),
+                    _batch_norms_still(self._placed.model),
+                    Still(),
+                    nullcontext() if keeps else torch.autograd.graph.saved_tensors_hooks(_keep_numbers, _as_it_is),
+                ):
+                    before = _state(self._placed.model)
+                    total, weight = self._job.evaluate(self._placed.model, self._prepared(batch))
+                    self._changed = _first_change(before, _state(self._placed.model))
+                found = [] if weight is not None else divisors(total)
+                if total.dtype.itemsize < 4:
+                    self._tolerance = OF_FEW_DIGITS
+                return _Told(
+                    float(total.detach()),
+                    None if weight is None else float(weight),
+                    tuple(float(each.exact) for each in found),
+                    tuple(each.counts for each in found),
+                )
+            except RuntimeError:
+                if keeps:
+                    raise  # a loss that goes backward itself needs what its ops save
+        raise AssertionError
+
+    def _prepared(self, batch: Batch) -> Batch:
+        return self._job.prepare(batch, self._placed.device, self._placed.lanes.send)
+
+
+def _keep_numbers(tensor: Tensor) -> Tensor | None:
+    """Of what a forward saves, only single numbers and labels: nothing goes backward."""
+    return tensor.detach() if tensor.numel() == 1 or not tensor.is_floating_point() else None
+
+
+def _as_it_is(packed: Any) -> Any:
+    if packed is None:
+        raise RuntimeError("the loss goes backward by itself")
+    return packed
+
+
+@contextmanager
+def _batch_norms_still(model: nn.Module) -> Iterator[None]:
+    """Their statistics are another matter, which the trace has seen."""
+    norms = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training]
+    for each in norms:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each in norms:
+            each.training = True
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """What a forward may change besides weights and random numbers: buffers, and attributes of modules."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        where = f"{path}." if path else ""
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                copy = buffer.detach().clone() if buffer.nbytes <= SMALL_BYTES else None  # what torch does not count
+                found[f"{where}{name}"] = id(buffer), buffer._version, copy
+        for name, value in vars(module).items():
+            if name not in OF_EVERY_MODULE:
+                found[f"{where}{name}"] = _glance(value)
+    return found
+
+
+def _glance(value: Any) -> Any:
+    """Enough of an attribute to tell that it has changed."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, dict):
+        return id(value), [(id(key), _glance(each) if isinstance(each, PLAIN) else id(each)) for key, each in value.items()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return id(value), [_glance(each) if isinstance(each, PLAIN) else id(each) for each in value]
+    return id(value)
+
+
+def _first_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    for name in (*before, *after):
+        one, other = before.get(name), after.get(name)
+        if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 3:
+            same = one[:2] == other[:2] and (one[2] is other[2] or torch.equal(one[2], other[2]))
+        else:
+            same = bool(one == other)
+        if not same:
+            return name
+    return None
+
+
+def _blocks_to_keep(
+    job: Job, placed: Placed, blocks: Mapping[str, nn.Module], kinds: Mapping[str, str], samples: _Samples
+) -> tuple[dict[str, str], dict[str, str]]:
+    with rehearsing(blocks, kinds) as found, placed.watching():
+        job.evaluate(placed.model, job.prepare(samples.few, placed.device, placed.lanes.send))
+    return dict(found), found.selective
+
+
+def _shown(*pairs: tuple[float, float]) -> str:
+    return " and ".join(f"{total:.6g}, {weight:.6g}" for total, weight in pairs)
