@@ -333,8 +333,10 @@ class Run:
         return (squares.sum().sqrt() * scale).to(torch.float32), scale
 
     def _refuse_different(self, facts: Mapping[str, str], who: list[int]) -> None:
-        """All ranks know that some of these differ."""
+        """All ranks know that some of these may differ: a list and a tuple of the same do not."""
         everybody = self.ranks.objects(facts)
+        if all(everybody[rank] == everybody[who[0]] for rank in who):
+            return
         raise ValueError(
             f"{alike.difference([everybody[rank] for rank in who], who)}, in step {self.steps + 1}: their weights would part. Do "
             "the same to the optimizer, the schedule and the loader on every rank"
