@@ -100,7 +100,7 @@ def facts_of(job: Job, model: nn.Module, optimizer: Optimizer) -> dict[str, str]
     facts["structure of the model"] = _digest(re.sub(r"\b0x[0-9a-f]+", "", repr(model)))  # less the addresses of objects
     facts["code of Job(loss=)"] = code_of(job.loss)
     facts["code of Job(split=)"] = "none" if job.split is None else code_of(job.split)
-    facts["options that were agreed to"] = repr(_plain(getattr(job, "agree", ())))
+    facts["options that were agreed to"] = repr(sorted(job.agree))
     return facts
 
 

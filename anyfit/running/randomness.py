@@ -12,7 +12,7 @@ import random
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,7 +98,7 @@ def _is_generator(each: object) -> bool:
 
 
 def _within(each: Any) -> Iterator[Any]:
-    if isinstance(each, Mapping):
+    if isinstance(each, dict):  # not any mapping: one may read its values from a file
         if len(each) <= MOST_ITEMS:
             yield from each.values()
     elif isinstance(each, list | tuple):

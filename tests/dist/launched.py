@@ -54,6 +54,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # what a rank may have otherwise than the
     "group of head.bias": {"optimizer": apart},
     "scheduler": {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)},
     "structure of the model": {"model": lambda: Model(0.5)},
+    "options that were agreed to": {"agree": ["mean-of-micro-batches"]},
     "code of Job(loss=)": {"loss": lambda model, batch: loss_of(model, batch) * 2},
 }
 
