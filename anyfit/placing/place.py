@@ -20,6 +20,7 @@ from anyfit.values.record import nearest
 
 from .activations import Activations
 from .chunks import Carried, ModelState
+from .edits import Bound
 from .gradients import Gradients
 from .lanes import Lanes
 from .mirrors import Mirrors, casts, refuse_elsewhere
@@ -46,6 +47,7 @@ class Placed:
     slabs: HostSlabs
     device: torch.device
     mirrors: Mirrors
+    bound: Bound
     demands: Demands
     delay: Callable[[], None] | None = None
     ranks: Ranks = ALONE
@@ -57,12 +59,18 @@ class Placed:
             yield
 
     def begin(self) -> None:
-        """A step begins."""
+        """A step begins: what user code has done since the last is taken over, or refused."""
+        self.bound.refuse_replaced()
+        self.bound.take_back()
+        self.residency.heed_all()
         self.updates.ready()
+        self.residency.settle_kept()
         self.residency.begin()
 
     def settle(self) -> None:
         """The host waits for every update; chunks hold all there is to know."""
+        self.bound.take_back()
+        self.residency.heed_all()
         self.residency.settle_all()
         self.mirrors.collect()
 
@@ -172,6 +180,7 @@ def place(
         mirrors = Mirrors(state.parameters, state.kept)
         residency = Residency(state, lanes, plan.slots, plan.prefetch)
         closing.callback(residency.close)
+        bound = Bound(model, state, residency.watched)
         stage = plan.stages[0]
         undo = [_compile(model, block) for block in stage.compiled]
         residency.watch_compiled(model)
@@ -184,11 +193,14 @@ def place(
             gradients = Gradients(state, lanes, slabs, plan.accumulation, residency.moved_gradients)
         closing.callback(gradients.close)
         updates = Updates(optimizer, state, gradients, residency, lanes, slabs, mirrors, carried, demands.together)
+        updates.take_back = bound.take_back
         activations = Activations(model, stage.activations, lanes, slabs, residency)
         closing.callback(activations.close)
         slabs.prepared()
         closing.pop_all()
-    return Placed(model, state, residency, gradients, updates, activations, lanes, slabs, device, mirrors, demands, delay, ranks)
+    return Placed(
+        model, state, residency, gradients, updates, activations, lanes, slabs, device, mirrors, bound, demands, delay, ranks
+    )
 
 
 def _compile(model: nn.Module, block: str) -> Callable[[], None]:

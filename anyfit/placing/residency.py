@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .chunks import ChunkState, ModelState, quietly
+from .edits import Lent, Versions, take_over
 from .lanes import Lanes, Ticket
 
 _Tensor: Any = torch.Tensor  # whose properties are typed as what they give
@@ -62,10 +64,10 @@ FACTS = _properties(
     torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.register_hook, torch.Tensor.__len__,
     torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.requires_grad_, torch.Tensor.__hash__,
     _Tensor.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel, torch.Tensor.is_pinned,
-    torch.Tensor.get_device, torch.Tensor.ndimension, torch.Tensor.stride, torch.Tensor.storage_offset,
-    torch.Tensor.is_contiguous, torch.Tensor.__dir__,
+    torch.Tensor.get_device, torch.Tensor.ndimension, torch.Tensor.__dir__,
 }  # fmt: skip
 READ_GRADIENT, SET_GRADIENT, SET_DATA = _Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.data.__set__
+LENDS = {_Tensor.data.__get__, torch.Tensor.detach, torch.detach}
 
 
 def _leaves(nest: Any) -> Iterator[Any]:
@@ -78,15 +80,9 @@ def _leaves(nest: Any) -> Iterator[Any]:
             yield item
 
 
-def _mutates(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the call writes into its first argument."""
-    name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE
-    return func == SET_DATA or "out" in kwargs or (in_place and any(type(item) is Watched for item in _leaves(args[:1])))
-
-
-IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
-IN_PLACE |= {"__ilshift__", "__irshift__", "__imatmul__", "__setitem__"}
+def uses_of(tensor: Tensor) -> int:
+    """How many tensors hold its memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 class DeviceSlot:
@@ -100,16 +96,17 @@ class DeviceSlot:
         is_real = not self.flat.is_meta  # where memory is only counted there is none to be shared
         self._filled = torch.utils.dlpack.from_dlpack(self.flat) if is_real else self.flat
         self.state: ChunkState | None = None
+        self.is_bound = False  # parameters are views of it
         self.ticket: Ticket | None = None  # of the upload
         self._alone = self._uses()
 
     def _uses(self) -> int:
-        return int(torch._C._storage_Use_Count(self.storage._cdata))
+        return uses_of(self.flat)
 
     @property
     def is_held(self) -> bool:
         """Somebody has a view of it besides the parameters bound to it."""
-        bound = 0 if self.state is None else len(self.state.chunk.slots)
+        bound = len(self.state.chunk.slots) if self.state is not None and self.is_bound else 0
         return self._uses() != self._alone + bound
 
     def weights(self) -> Tensor:
@@ -140,7 +137,7 @@ class Residency:
         self.is_editing = False  # inside `run.weights()`
         self._fetched = {each.index for each in state.chunks if each.placement.weights == "host" or each.is_gathered}
         # Chunks that somebody may still be at work on when they are next used are watched too.
-        self._watched = self._fetched | {
+        self.watched = self._fetched | {
             each.index
             for each in state.chunks
             if each.chunk.is_updated and (each.placement.optimizer == "host" or each.is_spread)
@@ -152,11 +149,24 @@ class Residency:
         self._absent = {
             slot.name: state.parameters[slot.name].data for index in self._fetched for slot in state.chunks[index].chunk.slots
         }
-        for index in self._watched:
+        for index in self.watched:
             for slot in state.chunks[index].chunk.slots:
                 parameter: Any = state.parameters[slot.name]
                 parameter.__class__ = Watched
                 parameter.anyfit = (self, slot.name, index)
+        self._versions = Versions(
+            {
+                index: [(slot.name, state.parameters[slot.name]) for slot in state.chunks[index].chunk.slots]
+                for index in self.watched
+            }
+        )
+        self._alone = {
+            index: uses_of(on_device) - len(state.chunks[index].chunk.slots)
+            for index in self.watched - self._fetched
+            if (on_device := state.chunks[index].on_device) is not None
+        }  # how many hold weights on the device besides the parameters
+        self._parted: set[int] = set()  # chunks on the device whose parameters wait for an update
+        self.on_edit: Callable[[ChunkState], None] = lambda _state: None  # what was made of the old weights does not count
         self._learnt: list[int] = []  # chunks in the order the last step touched them
         self._positions: dict[int, list[int]] = {}  # in it
         self._seen: list[int] | None = None  # of the step under way; None between steps
@@ -183,16 +193,59 @@ class Residency:
             if args[1] is not None:
                 raise RuntimeError(f"p.grad of {name} cannot be set: its chunk is updated by the plan's own schedule")
             return func(*args, **kwargs)
-        if _mutates(func, args, kwargs) and not self.is_editing:
-            raise RuntimeError(
-                f"{name} is edited ({getattr(func, '__name__', func)}), and its chunk lies on the host or is updated there, "
-                "where the edit would be lost; edit weights inside `with run.weights():`"
-            )
-        self.touch({each.anyfit[2] for each in watched})
+        chunks = {each.anyfit[2] for each in watched}
+        self.touch(chunks)
         if func == SET_DATA:
-            watched[0].detach().copy_(args[1])
-            return None
-        return func(*args, **kwargs)
+            _set_data(name, watched[0], args[1])
+            result = None
+        elif func in LENDS:
+            return watched[0].detach().as_subclass(Lent)
+        else:
+            result = func(*args, **kwargs)
+        for index in chunks:
+            self.heed(index)
+        return result
+
+    def heed(self, index: int) -> None:
+        """Takes over what user code has written into weights of the chunk."""
+        name = self._versions.edited(index)
+        if name is None or self.is_editing:
+            return
+        state, slot = self._state.chunks[index], self._slot_of.get(index)
+        if state.shards > 1:
+            raise RuntimeError(
+                f"{name} is edited, and its chunk is divided over ranks, where the edit would be lost; edit weights inside `with "
+                "run.weights():`"
+            )
+        if (index in self._fetched and slot is None) or (state.fresh is not None and index not in self._fetched):
+            raise RuntimeError(
+                f"{name} is edited through a view that was kept while its weights were updated elsewhere, so the edit is lost; "
+                "take the view anew (parameter.data, parameter[...]), or edit inside `with run.weights():`"
+            )
+        with torch.no_grad(), _disable_current_modes():
+            on_device = slot.weights() if slot is not None else state.on_device
+            assert on_device is not None
+            take_over(state, on_device)
+        self._versions.note(index)
+        self.on_edit(state)
+
+    def heed_all(self) -> None:
+        for index in self.watched:
+            self.heed(index)
+
+    def refuse_kept(self) -> None:
+        """Before weights are updated: whoever keeps a view of them would have the old ones from then on."""
+        held = [slot for slot in self._slots if slot.state is not None and slot.state.chunk.is_updated and slot.is_held]
+        if held:
+            gc.collect()
+        for slot in held:
+            if slot.state is not None and slot.is_held:
+                names = [each.name for each in slot.state.chunk.slots]
+                raise RuntimeError(
+                    f"a view of {' or '.join(names[:3])}{', …' if len(names) > 3 else ''} is kept from step to step, and these "
+                    "weights live on the host, so that it would not follow the update; keep a clone() of it, take it anew in "
+                    "every step, or use a plan with weights on the device"
+                )
 
     def touch(self, chunks: Iterable[int]) -> None:
         """Makes the weights of these chunks ready for what the computation is given next."""
@@ -210,6 +263,7 @@ class Residency:
                 slot = self._load(self._state.chunks[index], self._make_room(index, at_all_costs=True))
             self._lanes.hold_computation(slot.ticket)
             slot.ticket = None
+            self._bind(slot)
         self._is_ahead = self._fetch_ahead()
 
     def settle(self, state: ChunkState) -> None:
@@ -217,6 +271,8 @@ class Residency:
         if state.fresh is None and state.again is not None:
             state.fresh = state.again()
         if state.fresh is None:
+            if state.index in self._parted:
+                self._rejoin(state)
             return
         fresh, state.fresh = state.fresh, None
         try:
@@ -225,6 +281,30 @@ class Residency:
             self.drop(state)  # what was fetched ahead rested on it
             raise
         state.again = None
+        if state.index in self._parted:
+            self._rejoin(state)
+
+    def part(self, state: ChunkState) -> None:
+        """Its weights on the device will be old ones until the chunk is settled: who reads them past the watching gets none."""
+        if state.index in self.watched and state.index not in self._fetched:
+            self._is_ahead = False
+            self._parted.add(state.index)
+            with quietly():
+                for each in state.chunk.slots:
+                    self._state.parameters[each.name].data = self._state.absent.of(state, each)
+
+    def _rejoin(self, state: ChunkState) -> None:
+        self._parted.discard(state.index)
+        assert state.on_device is not None
+        with quietly():
+            for each in state.chunk.slots:
+                self._state.parameters[each.name].data = state.view(state.on_device, each)
+
+    def part_all(self) -> None:
+        """No weights are where parameters are, until an op asks for them."""
+        self.drop_all()
+        for state in self._state.chunks:
+            self.part(state)
 
     def settle_weights(self) -> None:
         """The host waits until every weight is fresh. What is left of updates changes where no weights are."""
@@ -293,6 +373,14 @@ class Residency:
         self._seen, self._cursor = [], 0
         self._needed, self._is_ahead = set(), False
         self._fetch_ahead()
+
+    def settle_kept(self) -> None:
+        """Whoever keeps a view of weights on the device reads it without asking: it has to be fresh."""
+        for index, alone in self._alone.items():
+            state = self._state.chunks[index]
+            bound = 0 if index in self._parted else len(state.chunk.slots)
+            if state.fresh is not None and state.on_device is not None and uses_of(state.on_device) != alone + bound:
+                self.settle(state)
 
     def end(self) -> None:
         """No step is under way: what is touched now is not learnt from."""
@@ -367,7 +455,7 @@ class Residency:
     def _load(self, state: ChunkState, slot: DeviceSlot) -> DeviceSlot:
         self.fetches += 1
         slot.state, self._slot_of[state.index] = state, slot
-        weights, whole = slot.weights(), slot.to_fill()
+        whole = slot.to_fill()
         # Which buffer is the home is asked when the job runs: an update before it may put another in its place.
         label, after = f"fetch chunk {state.index}", (self._lanes.so_far(), state.fresh)
         own = whole[state.stretch] if state.is_gathered else whole
@@ -376,10 +464,18 @@ class Residency:
             label = f"gather chunk {state.index}"
             state.ranks.ask("gather", label)
             slot.ticket = self._lanes.gather.run(lambda: self._gather(state, whole, own, label), (slot.ticket,), label)
-        with quietly():
-            for each in state.chunk.slots:
-                self._state.parameters[each.name].data = state.view(weights, each)
         return slot
+
+    def _bind(self, slot: DeviceSlot) -> None:
+        """Parameters are views of the slot once the weights are in it, and not before: not all that read them ask first."""
+        if slot.is_bound:
+            return
+        assert slot.state is not None
+        weights = slot.weights()
+        with quietly(), _disable_current_modes():
+            for each in slot.state.chunk.slots:
+                self._state.parameters[each.name].data = slot.state.view(weights, each)
+        slot.is_bound = True
 
     def _gather(self, state: ChunkState, whole: Tensor, own: Tensor, label: str) -> None:
         ranks = state.ranks
@@ -407,10 +503,16 @@ class Residency:
                 slot.ticket.reach()
         if self.is_editing:
             self._write_back(state, slot)
+        elif slot.is_bound:
+            self._slot_of[state.index] = slot
+            try:
+                self.heed(state.index)
+            finally:
+                del self._slot_of[state.index]
         with quietly():
-            for each in state.chunk.slots:
+            for each in state.chunk.slots if slot.is_bound else ():
                 self._state.parameters[each.name].data = self._absent[each.name]
-        slot.state, slot.ticket = None, None
+        slot.state, slot.ticket, slot.is_bound = None, None, False
 
     def _write_back(self, state: ChunkState, slot: DeviceSlot) -> None:
         edited = slot.weights()[state.stretch] if state.is_gathered else slot.weights()
@@ -429,6 +531,8 @@ class Residency:
                     if slot.state is not None:
                         self.drop(slot.state)
                 self.is_editing = False
+                for index in self.watched:
+                    self._versions.note(index)
 
     # ------------------------------------------------------------------ what autograd saves
 
@@ -471,7 +575,7 @@ class Residency:
         for undo in self.undo:
             undo()
         with quietly():
-            for index in self._watched:
+            for index in self.watched:
                 state = self._state.chunks[index]
                 self.drop(state)
                 for slot in state.chunk.slots:
@@ -480,6 +584,19 @@ class Residency:
                     parameter.__class__ = nn.Parameter
                     if index in self._fetched and not state.is_gathered:
                         parameter.data = state.view(state.weights, slot)
+
+
+def _set_data(name: str, parameter: Tensor, given: Tensor) -> None:
+    """Of a parameter whose memory is the plan's: its values."""
+    if given.shape != parameter.shape or given.dtype != parameter.dtype:
+        kind = f"{given.dtype} of shape {tuple(given.shape)}"
+        raise RuntimeError(f"{name}.data cannot become {kind}: it is part of a chunk of the plan")
+    if isinstance(given, Lent) and given.data_ptr() != parameter.data_ptr():
+        raise RuntimeError(
+            f"{name}.data would become the memory of another weight; tie parameters as one object before the run starts: "
+            "module.a.weight = module.b.weight"
+        )
+    parameter.detach().copy_(given)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -109,6 +109,7 @@ class Updates:
         self._threads = update_threads(torch.get_num_threads())
         self._clipped = 0.0  # share of late steps
         self._parted = 1.0  # share of chunks on the host, where they wait for the norm
+        self.take_back: Callable[[], None] = lambda: None  # tensors that user code has put in the place of weights
         self.before_change: Callable[[int], None] = lambda _chunk: None  # waits where somebody still reads a chunk's state
         together = all(steps_together(each.state.placement) for each in self.chunks)
         by_torch = all(self._settings_of(each.state, optimizer.param_groups) is None for each in self.chunks)
@@ -124,6 +125,7 @@ class Updates:
                 each.second.moments = {key: self._zeros(each, key) for key in each.moments}
         if any(each.second is not None for each in self.chunks):
             gradients.on_complete, gradients.on_late = self._speculate, self._revoke
+            residency.on_edit = self._revoke
         self._first_streamed = [each for each in self.chunks if each.state.placement.route == "streamed"][:STREAMED_DEPTH]
         self.users.show()
         for each in self.chunks:
@@ -253,6 +255,9 @@ class Updates:
     def apply(self, factor: float | None) -> None:
         """One optimizer step with the gradients at hand (times `factor`) on every parameter that has one."""
         self.check()
+        self.take_back()
+        self._residency.heed_all()
+        self._residency.refuse_kept()
         self._mirrors.collect()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers, which would warn
         groups = self._settings()
@@ -294,6 +299,7 @@ class Updates:
             start = self._streamed if state.placement.route == "streamed" else self._on_host
             state.again = functools.partial(start, each, own, (arrived, before), factor, groups)
             state.fresh = self._committed(each, own, before) if is_speculated else state.again()
+            self._residency.part(state)
             self._share(state, before)
         self._mirrors.spread()
         self._broken = None
@@ -356,6 +362,7 @@ class Updates:
             ranks.gather("spread", state.shards, whole, own, label)
 
         state.fresh = self._lanes.spread.run(spread, (self._lanes.so_far(), before, state.fresh), label)
+        self._residency.part(state)
 
     def turn_of(self, chunk: int) -> tuple[int, int]:
         """In which order chunks are changed: those on the device first; those of two generations a step later, the last first.
@@ -724,6 +731,7 @@ class Updates:
             self._lift_ahead(each)
             return
         second = each.second
+        self._residency.heed(state.index)
         own, arrived = self._gradients.of(state)
         groups = self._settings()
         if state.placement.route == "streamed":

