@@ -185,6 +185,9 @@ def start(
         team.agree({"model": fingerprint, "device": device.type, "weights": str(found.match and found.match.digest)})
     if found.match is not None and found.match.is_partial and rank.index == 0:
         _show_weights(found.match)
+    from_nothing = getattr(job.model, "from_nothing", None)
+    if from_nothing is not None and job.weights is None and resume is None and rank.index == 0:
+        (_say if launch is None else launch.say)(from_nothing)
     plan.refuse_unless_made_for(fingerprint, machine.fingerprint)
     ranks = ALONE if team is None else Ranks.of_process_group(waits + MARGIN_SECONDS)
     placed = place(job, plan, model, device, ranks=ranks, elements=found.elements, agreed=functools.partial(_agreed, job, team))

@@ -35,7 +35,7 @@ NOTHING = r"(?!)"  # a pattern
 
 
 def config_of(source: Any) -> Any:
-    """The configuration behind a model, a folder, a name or itself, with the cache that only generation needs turned off."""
+    """The configuration behind a model, a folder, a name or itself."""
     try:
         import transformers
     except ImportError:
@@ -56,7 +56,6 @@ def config_of(source: Any) -> Any:
         config = _kept_config(str(source))
     else:
         raise TypeError(f"expected a Hugging Face configuration, folder, name or model, got {type(source).__name__}")
-    config.use_cache = False
     return config
 
 
@@ -96,7 +95,22 @@ def _hub_answers() -> bool:
     return answered.is_set()
 
 
-def factory(config: Any) -> Callable[[], nn.Module]:
+@dataclass(frozen=True)
+class Factory:
+    """Makes a model from its configuration. The cache that only generation needs is off while it trains."""
+
+    config: Any
+    made_by: Any  # a class of transformers
+    from_nothing: str | None = None  # what a run says when it starts, where there are no weights to start from
+
+    def __call__(self) -> nn.Module:
+        model: Any = self.made_by(copy.deepcopy(self.config))
+        without_cache(model)
+        made: nn.Module = model.train()
+        return made
+
+
+def factory(config: Any) -> Factory:
     """Makes the model with the head it is trained with: the one the configuration names, else the first that exists."""
     import transformers
 
@@ -109,23 +123,61 @@ def factory(config: Any) -> Callable[[], nn.Module]:
     named = (getattr(config, "architectures", None) or [None])[0]
     made_by: Any = getattr(transformers, str(named), None)
     if isinstance(made_by, type) and issubclass(made_by, transformers.PreTrainedModel):
-        return lambda: _training(made_by(config))
+        return Factory(config, made_by)
     heads: tuple[str, ...] = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification")
     if getattr(config, "is_encoder_decoder", False):
         heads = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", *heads)
     for head in heads:
         made_by = getattr(transformers, head)
         if type(config) in made_by._model_mapping:
-            return lambda: _training(made_by.from_config(config))
+            return Factory(config, _made_by(made_by, config))
     raise ValueError(
         f"transformers trains {type(config).__name__} with none of {', '.join(heads)}; "
         "set config.architectures, or build the model yourself and use anyfit.Job"
     )
 
 
-def _training(model: Any) -> nn.Module:
-    made: nn.Module = model.train()
-    return made
+def _made_by(head: Any, config: Any) -> Any:
+    """The class that an Auto class makes of a configuration."""
+    found = head._model_mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def without_cache(model: Any) -> None:
+    """Turns off the cache that only generation needs; an export has it as the source had."""
+    config = model.config
+    before = getattr(config, "use_cache", None)
+    if before is not False or not hasattr(model, "use_cache_of_source"):
+        model.use_cache_of_source = before
+    config.use_cache = False
+
+
+def pretrained_of(model: nn.Module) -> Any:
+    """What transformers made of a model that wraps it, or the model itself."""
+    return next((each for each in model.modules() if _is_pretrained(each)), model)
+
+
+# Heads whose batches can be imagined: what they read is in their configuration, and labels are tokens or one class a sample.
+IMAGINED = (
+    "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq",
+    "AutoModelForImageClassification",
+)  # fmt: skip
+
+
+def refuse_to_imagine(config: Any, made_by: type) -> None:
+    """Of a head whose labels have another form, or none."""
+    import transformers
+
+    mappings = [getattr(transformers, head)._model_mapping for head in IMAGINED]
+    known = [made for each in mappings if type(config) in each for made in (each[type(config)],)]
+    classes = tuple(made for each in known for made in (each if isinstance(each, tuple) else (each,)))
+    is_single = getattr(config, "problem_type", None) in (None, "single_label_classification")
+    is_classifier = "ImageClassification" in made_by.__name__
+    if not issubclass(made_by, classes) or (is_classifier and (not is_single or getattr(config, "num_labels", 2) < 2)):
+        raise ValueError(
+            f"what {made_by.__name__} reads and what its labels are cannot be told from its configuration: give sample=, a batch "
+            "like those to come"
+        )
 
 
 def imagined_sample(config: Any, batch_size: int, length: int | None) -> dict[str, Tensor]:
@@ -273,8 +325,12 @@ def description(model: nn.Module) -> dict[str, Any] | None:
         return None
     config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
+    source = getattr(model, "use_cache_of_source", config)
+    if source is not config:  # turned off for training
+        config.use_cache = source
     document: dict[str, Any] = json.loads(config.to_json_string())
-    document.pop("use_cache", None)  # turned off for training
+    if document.get("use_cache", 0) is None:
+        del document["use_cache"]
     return document
 
 
@@ -324,12 +380,13 @@ def loss(model: nn.Module, batch: Mapping[str, Any]) -> LossValue:
 
 def _own_loss(model: Any, batch: Mapping[str, Any], means: Means) -> LossValue:
     is_compiled = model._compiled_call_impl is not None or hasattr(model, "_orig_mod")
+    takes = inspect.signature(model.forward).parameters
+    options = {"use_cache": False} if "use_cache" in takes and "use_cache" not in batch else {}
     with contextlib.nullcontext() if is_compiled else means.left_by(_parts_of(model)):
-        outputs = model(**batch)
+        outputs = model(**batch, **options)
         found = outputs[0] if type(outputs) is tuple else getattr(outputs, "loss", None)
     if found is None:
-        reads = inspect.signature(model.forward).parameters
-        labels = [name for name in reads if "label" in name or name.endswith("_positions")] or ["labels"]
+        labels = [name for name in takes if "label" in name or name.endswith("_positions")] or ["labels"]
         raise ValueError(
             f"{type(model).__name__} gives no loss for a batch of {', '.join(map(str, batch))}; it reads {', '.join(labels)}: "
             "add them to the batch, or give loss="

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
@@ -298,19 +298,26 @@ class Job:
                      from, unless `weights=None` says otherwise; a name or config.json gives the configuration alone
         length       tokens a sample, for models that read or write text
         optimizer    AdamW at 3e-4 when not given
-        options      any other argument of Job; `sample` only where the model reads neither text, images nor speech features;
-                     `loss` is the model's own when not given, with a causal language model's logits in slices of tokens
+        options      any other argument of Job. `sample` is imagined for language models, speech to text and classes of images,
+                     and has to be given for all others; `loss` is the model's own when not given, as (sum, weight) where it is
+                     a mean over labels, with a causal language model's logits in slices of tokens
         """
         import torch
 
-        from .huggingface import config_of, factory, imagined_sample, loss
+        from .huggingface import config_of, factory, imagined_sample, loss, pretrained_of, refuse_to_imagine, without_cache
 
         config = config_of(source)
-        model = source if isinstance(source, torch.nn.Module) else factory(config)
+        model: Any = source if isinstance(source, torch.nn.Module) else factory(config)
         if isinstance(source, str | Path) and holds_weights(Path(source)):
             options.setdefault("weights", source)
+        if model is not source and "weights" not in options:
+            named = source if isinstance(source, str | Path) else type(config).__name__
+            model = replace(model, from_nothing=f"{named} is a configuration without weights: training starts from nothing")
         if options.get("sample") is None:
+            refuse_to_imagine(config, type(pretrained_of(model)) if model is source else model.made_by)
             options["sample"] = imagined_sample(config, batch_size, length)
+        if model is source:
+            without_cache(pretrained_of(model))
         return cls(
             model=model,
             loss=options.pop("loss", loss),

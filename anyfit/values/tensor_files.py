@@ -1,7 +1,8 @@
 """Folders of safetensors files as `save_pretrained` writes them: what lies where, read strictly. No tensor is read here.
 
 A file is eight bytes (the length of its header), the header (JSON: name, dtype, shape, and where the bytes are), and the bytes.
-Several files have an index, `model.safetensors.index.json`, that says which name is in which of them. None of it is trusted:
+Several files have an index, `model.safetensors.index.json`, that says which name is in which of them; it is not looked at where
+there is a `model.safetensors`, as `from_pretrained` does. None of it is trusted:
 files are named inside their folder alone, what a header promises is compared with the file's size before anything is made of
 it, and nothing is ever unpickled.
 """
@@ -62,10 +63,10 @@ class TensorFolder:
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder} with weights")
         index = folder / INDEX
-        if index.is_file():
+        if (folder / SINGLE).is_file():  # where there are both, as `from_pretrained` has it
+            by_file: dict[str, set[str] | None] = {SINGLE: None}
+        elif index.is_file():
             by_file = _read_index(index)
-        elif (folder / SINGLE).is_file():
-            by_file = {SINGLE: None}
         else:
             raise FileNotFoundError(_nothing_in(folder))
         entries: dict[str, Entry] = {}

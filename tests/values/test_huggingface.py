@@ -13,9 +13,11 @@ import pytest
 import torch
 import transformers
 
+import anyfit
 from anyfit import losses, targets
 from anyfit.values import huggingface
 from anyfit.values.huggingface import config_of, imagined_sample
+from tests.machines import small_machine
 
 NAME = "nobody/nothing"
 
@@ -103,6 +105,98 @@ def test_a_sample_has_tokens_that_differ_and_is_the_same_every_time() -> None:
     assert torch.equal(first, second)
     assert first.unique().numel() > 10
     assert int(first.max()) < 50
+
+
+# ---------------------------------------------------------------------- what is imagined, and what is asked for
+
+TINY = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+
+
+def named(kind: str, made_by: str, **options: Any) -> Any:
+    config = transformers.AutoConfig.for_model(kind, **TINY | options)
+    config.architectures = [made_by]
+    return config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        named("bert", "BertForSequenceClassification"),
+        named("bert", "BertForTokenClassification"),
+        named("bert", "BertForQuestionAnswering"),
+        named("bert", "BertForMultipleChoice"),
+        named("bert", "BertForPreTraining"),
+        named("bert", "BertModel"),
+        named("llama", "LlamaForSequenceClassification"),
+        named("vit", "ViTForMaskedImageModeling"),
+        named("vit", "ViTForImageClassification", problem_type="multi_label_classification"),
+        named("vit", "ViTForImageClassification", num_labels=1),
+    ],
+    ids=lambda config: config.architectures[0],
+)
+def test_a_batch_whose_labels_are_not_known_is_asked_for(config: Any) -> None:
+    with pytest.raises(ValueError, match=f"{config.architectures[0]} reads and what its labels are cannot .* give sample="):
+        anyfit.Job.from_huggingface(config, batch_size=2, length=8)
+    with pytest.raises(ValueError, match="give sample="):
+        anyfit.Job.from_huggingface(huggingface.factory(config)(), batch_size=2, length=8)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        named("bert", "BertForMaskedLM"),
+        named("bert", "BertLMHeadModel", is_decoder=True),
+        named("vit", "ViTForImageClassification", image_size=8, patch_size=4),
+        transformers.AutoConfig.for_model("gpt2", n_embd=16, n_layer=1, n_head=2),
+    ],
+)
+def test_an_imagined_batch_can_be_trained_on(config: Any) -> None:
+    job = anyfit.Job.from_huggingface(config, batch_size=2, length=8)
+    total, weight = job.evaluate(job.build(), job.sample)
+    assert total.requires_grad
+    assert weight is not None
+
+
+def test_a_batch_without_labels_says_what_the_model_reads() -> None:
+    model = huggingface.factory(named("bert", "BertForQuestionAnswering"))()
+    ids = torch.ones(2, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"gives no loss for a batch of input_ids; it reads .*start_positions, end_positions"):
+        huggingface.loss(model, {"input_ids": ids})
+    with pytest.raises(TypeError, match=r"BertForQuestionAnswering takes its batch by name, .* and got a list"):
+        huggingface.loss(model, [ids])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_the_cache_is_off_while_training_and_described_as_the_source_had_it(use_cache: bool) -> None:
+    config = named("llama", "LlamaForCausalLM", use_cache=use_cache)
+    own: Any = transformers.LlamaForCausalLM(config)
+    jobs = [anyfit.Job.from_huggingface(source, batch_size=2, length=8) for source in (config, own, own)]
+    assert config.use_cache == use_cache or config is own.config
+    for job in jobs:
+        model: Any = job.build()
+        assert model.config.use_cache is False
+        described = huggingface.description(model)
+        assert described is not None
+        assert described["use_cache"] is use_cache
+    plain = transformers.AutoConfig.for_model("vit", **TINY)
+    described = huggingface.description(anyfit.Job.from_huggingface(plain, batch_size=2).build())
+    assert described is not None
+    assert "use_cache" not in described
+
+
+def test_a_configuration_without_weights_says_that_training_starts_from_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = named("llama", "LlamaForCausalLM", vocab_size=50, num_key_value_heads=1)
+    config.save_pretrained(tmp_path)
+    job = anyfit.Job.from_huggingface(tmp_path, batch_size=2, length=8)
+    anyfit.start(job, machine=small_machine()).close()
+    line = f"{tmp_path} is a configuration without weights: training starts from nothing\n"
+    assert line in capfd.readouterr().err
+    job.build().save_pretrained(tmp_path)
+    for given in ({}, {"weights": None}):
+        anyfit.start(anyfit.Job.from_huggingface(tmp_path, batch_size=2, length=8, **given), machine=small_machine()).close()
+        assert "from nothing" not in capfd.readouterr().err
 
 
 # ---------------------------------------------------------------------- the loss

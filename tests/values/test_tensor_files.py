@@ -193,6 +193,13 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
         TensorFolder.open(tmp_path)
 
 
+def test_of_a_single_file_and_an_index_the_file_is_taken_as_from_pretrained_does(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "1.safetensors")
+    save_file({"b": torch.ones(3)}, tmp_path / SINGLE)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "1.safetensors"}}))
+    assert list(TensorFolder.open(tmp_path).entries) == ["b"]
+
+
 class Trap:
     """What unpickles it runs it."""
 
