@@ -158,7 +158,10 @@ def place(
         )
     if device.type == "cpu" and any(group.get("capturable") for group in optimizer.param_groups):
         raise ValueError(f"{type(optimizer).__name__}(capturable=True) steps on a GPU alone; leave capturable out")
-    demands = demands_of(model, optimizer, casts=casts(job.precision, device)) if carried is None else carried.demands
+    if carried is None:
+        demands = demands_of(model, optimizer, casts=casts(job.precision, device), elsewhere=elements or ())
+    else:
+        demands = carried.demands
     refuse_elsewhere(demands, layout, placements, job.precision, device)
     if any(each.optimizer_shards > 1 for each in placements):
         refuse_unless_by_element(optimizer)

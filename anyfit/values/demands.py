@@ -7,7 +7,7 @@ are views of a weight. What no module shows (a detached weight in a closure, a n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +41,13 @@ class Demands:
         return self.together or next(iter(self.kept.values()), None)
 
 
-def demands_of(model: nn.Module, optimizer: Optimizer, *, casts: bool) -> Demands:
-    """`casts`: all parameters get new memory at the start, so that what other code holds is not theirs any more."""
+def demands_of(model: nn.Module, optimizer: Optimizer, *, casts: bool, elsewhere: Collection[str] = ()) -> Demands:
+    """`casts`: all parameters get new memory at the start, so that what other code holds is not theirs any more. Those whose
+    elements are `elsewhere`, in a folder of weights, have none yet: what stands for them is one number, expanded."""
     shared, held = shared_memory(model)
     shared |= {} if casts else held
-    for name, each in model.named_parameters():
+    made = [(name, each) for name, each in model.named_parameters() if name not in elsewhere]
+    for name, each in made:
         if each.requires_grad and any(size > 1 and not stride for size, stride in zip(each.shape, each.stride(), strict=True)):
             raise ValueError(
                 f"{name} is an expanded tensor, whose elements share memory and cannot be updated; give it a clone()"
@@ -53,7 +55,7 @@ def demands_of(model: nn.Module, optimizer: Optimizer, *, casts: bool) -> Demand
     strided = {
         name: f"{name} does not lie in order in memory (strides {tuple(each.stride())}, as channels_last or a transpose has "
         "them); build it with .contiguous()"
-        for name, each in model.named_parameters()
+        for name, each in made
         if each.layout == _strided() and not each.is_contiguous()
     }
     return Demands(kept=strided | shared, shared=shared, special=_special(model), coupled=coupled(optimizer))
