@@ -461,12 +461,12 @@ class Trial:
         return result
 
     def _sums(self) -> dict[str, int]:
-        """Of the bits of each parameter: edits through `.data` leave no other trace."""
-        with quietly(), torch.no_grad():
+        """Of the bits of each parameter, which is fetched for it: edits through `.data` leave no other trace."""
+        with torch.no_grad():
             return {
-                name: int(each.detach().contiguous().view(torch.uint8).sum(dtype=torch.int64))
+                f"{self._name}.{name}": int(each.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
                 for name, each in self._module.named_parameters()
-                if each.layout == torch.strided and not each.is_meta and each.dim()
+                if each.layout == torch.strided and not each.is_meta
             }
 
     def verdict(self) -> tuple[str | None, str | None]:

@@ -427,6 +427,21 @@ def test_a_rehearsal_passes_all_others_and_leaves_no_trace(kind: str) -> None:
     assert equal(np.random.get_state(legacy=False), numpy)
 
 
+def test_a_rehearsal_fetches_what_is_away() -> None:
+    job = job_for(lambda: Stack(Adapted))
+    with started(job, recomputed(job, "recompute")) as run, run._placed.watching():
+        assert rehearsed(run.model) == {}
+
+
+def test_a_rehearsal_sees_edits_past_autograd() -> None:
+    class Past(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            self.up.bias.data.clamp_(-0.01, 0.01)
+            return self.mixed(x)
+
+    assert set(rehearsed(Stack(Past)).values()) == {"it edits its parameter blocks.0.up.bias in forward"}
+
+
 def test_a_rehearsal_sees_state_that_others_change_after_the_call() -> None:
     class Beside(Stack):
         def forward(self, ids: Tensor) -> Tensor:
