@@ -112,7 +112,8 @@ class Rehearsal:
         samples = _Samples(self._job)
         with leaving_no_trace(self._job, placed.model):
             if blocks:
-                found = _blocks_to_keep(self._job, placed, blocks, self._kinds, samples)
+                kinds = {name: self._kinds.get(name, name) for name in blocks}  # one that is of no chain is a kind of its own
+                found = _blocks_to_keep(self._job, placed, blocks, kinds, samples)
                 kept |= found[0]
                 not_selective |= found[1]
             if tries_loss:
