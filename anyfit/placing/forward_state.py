@@ -766,8 +766,9 @@ class Places:
 class ForwardState:
     """Of one block, on one device."""
 
-    def __init__(self, block: nn.Module, name: str, device: torch.device) -> None:
-        self._block, self._forward, self._name, self._device = block, block.forward, name, device
+    def __init__(self, block: nn.Module, name: str, device: torch.device, forward: Callable[..., Any] | None = None) -> None:
+        """`forward`: the block's own, where another stands in for it."""
+        self._block, self._forward, self._name, self._device = block, forward or block.forward, name, device
         self._numpy = Numpy()
         drawn = _device_generator(device)
         self._shared: list[Cell] = [TORCH, PYTHON, self._numpy, *([] if drawn is None else [drawn])]

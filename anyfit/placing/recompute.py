@@ -409,8 +409,10 @@ def rehearsing(modules: Mapping[str, nn.Module], kinds: Mapping[str, str]) -> It
 
 
 def _tried(name: str, module: nn.Module, kind: str, trials: dict[str, Trial]) -> Callable[[], None]:
-    """The first call of the kind becomes a trial; what ends that."""
-    forward, is_own = module.forward, "forward" in vars(module)
+    """The first call of the kind becomes a trial; what ends that. A plan may recompute the block already: its own forward is
+    what is tried."""
+    before, is_own = module.forward, "forward" in vars(module)
+    forward = before.forward if isinstance(before, Recomputed) else before
 
     def tried(*args: Any, **kwargs: Any) -> Any:
         if kind in trials or not torch.is_grad_enabled():
@@ -422,7 +424,7 @@ def _tried(name: str, module: nn.Module, kind: str, trials: dict[str, Trial]) ->
 
     def undo() -> None:
         if is_own:
-            module.forward = forward
+            module.forward = before
         else:
             del module.forward
 
@@ -439,7 +441,7 @@ class Trial:
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._name, self._module, self._forward = name, module, forward
-        self._state = ForwardState(module, name, _device_of(module))
+        self._state = ForwardState(module, name, _device_of(module), forward)
         self._kept = Kept()
         self._reason: str | None = None
 

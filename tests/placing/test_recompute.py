@@ -247,11 +247,11 @@ class Graded(Plain):
 class Stack(nn.Module):
     """Embedding, blocks of one kind, and a head; `again` runs one block twice."""
 
-    def __init__(self, block: Callable[[], nn.Module], again: bool = False) -> None:
+    def __init__(self, block: Callable[[], nn.Module], again: bool = False, blocks: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, WIDTH)
         self.embed.requires_grad_(False)
-        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 256)
         self.again = again
 
@@ -431,6 +431,15 @@ def test_a_rehearsal_fetches_what_is_away() -> None:
     job = job_for(lambda: Stack(Adapted))
     with started(job, recomputed(job, "recompute")) as run, run._placed.watching():
         assert rehearsed(run.model) == {}
+
+
+@pytest.mark.parametrize("kind", [Overwriting, Clock])
+def test_the_planner_keeps_blocks_that_cannot_be_recomputed(kind: Any) -> None:
+    job = job_for(lambda: Stack(kind, blocks=6), micro_batch=ROWS)
+    machine = anyfit.probe()
+    limit = int(0.9 * anyfit.plan(job, machine).forecast.peak_bytes["device"])
+    with pytest.raises(anyfit.NoPlan, match=r"is not recomputed: (it writes into its input in place|its output differs)"):
+        anyfit.start(job, machine=machine.with_limits(device_memory=limit)).close()
 
 
 def test_a_rehearsal_sees_edits_past_autograd() -> None:
