@@ -129,6 +129,7 @@ class _Sliced(torch.autograd.Function):
                 of_bias = added if of_bias is None else of_bias.add_(added)
             del gradient
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.counts = counts.any()
         if count is not None:
             ctx.anyfit_divisor, ctx.anyfit_labels = count, targets.numel()  # by which losses of micro-batches are weighted
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -138,6 +139,7 @@ class _Sliced(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        incoming = torch.where(ctx.counts, incoming, 0.0)  # divided by no tokens it is infinite, and their gradient still zero
         made = (
             None if gradient is None else _scaled(gradient, incoming, dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)

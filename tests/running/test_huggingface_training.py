@@ -64,3 +64,18 @@ def test_padded_batches_train_alike_for_every_size_of_micro_batch(name: str) -> 
                 assert float(run.step(batch_of(head, step))) == pytest.approx(losses[step], rel=1e-6)
                 assert run.metrics.gradient_norm == pytest.approx(norms[step], rel=1e-6)
             assert_alike(run.state_dict(), weights)
+
+
+@pytest.mark.parametrize("name", ["causal, sliced", "masked", "text"])
+def test_a_batch_without_any_label_gives_zero_gradients_as_in_plain_pytorch(name: str) -> None:
+    head = HEADS[name]
+    model, batch = model_of(head), batch_of(head)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    model(**batch).loss.backward()
+    assert all(float(each.grad.abs().max()) == 0 for each in model.parameters() if each.grad is not None)
+    job = job_for(head)
+    with started(job, hand_written(job, chunk_bytes=2**14)) as run:
+        before = run.state_dict()
+        assert torch.isnan(run.step(batch))
+        assert (run.skipped, run.metrics.gradient_norm) == (0, 0.0)
+        assert_close(run.state_dict(), before, 0.0)
