@@ -24,7 +24,7 @@ LOOKED_AT = 3.4
 
 def choice_costs(graph: Graph, took: Sequence[float], host: HostRates, call_seconds: float) -> list[Mapping[str, ChoiceCost]]:
     """By block; `took` are the seconds of every op, `call_seconds` the host's of one call. What is outside blocks can only be
-    kept."""
+    kept, and so is what nothing can come between."""
     count = len(graph.blocks)
     kept, costly, large, last = ([0] * count for _ in range(4))
     for value in graph.values:
@@ -45,7 +45,7 @@ def choice_costs(graph: Graph, took: Sequence[float], host: HostRates, call_seco
     costs: list[Mapping[str, ChoiceCost]] = []
     for index, block in enumerate(graph.blocks):
         choices: dict[str, ChoiceCost] = {"keep": ChoiceCost(kept[index], 0, 0.0)}
-        if block.name:
+        if block.name and not block.is_whole:
             moved = block.offload_bytes
             copies = moved / host.down_bytes_per_second + moved / host.up_bytes_per_second
             choices["recompute"] = ChoiceCost(block.input_bytes, 0, forward[index])

@@ -8,11 +8,20 @@ from collections.abc import Iterator, Sequence
 from anyfit.values.graph import Graph
 from anyfit.values.layout import CHUNK_BYTES, Chunk
 from anyfit.values.machine import Machine, update_threads
-from anyfit.values.profile import BlockCost, HostRates, Layout, LoadedRates, Pass, Profile, UpdateCost
+from anyfit.values.profile import BlockCost, Division, HostRates, Layout, LoadedRates, Pass, Profile, UpdateCost
 
 from .choices import choice_costs
 from .links import Links
-from .memory import chunk_costs, chunks_of, live_bytes, reserved_bytes, segments, state_bytes, update_scratch_bytes
+from .memory import (
+    chunk_costs,
+    chunks_of,
+    chunks_together,
+    live_bytes,
+    reserved_bytes,
+    segments,
+    state_bytes,
+    update_scratch_bytes,
+)
 from .times import copy_seconds, device_seconds, measured_share, pass_seconds, rough_share, update_seconds
 
 # How far measured steps lay from their forecasts over the recorded cases, rounded up: on a GPU those of tests/golden, on a CPU
@@ -83,14 +92,23 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Lin
         memory_bytes_per_second=device.memory.peak,
         offload_chunk_bytes=fine.chunk_bytes,
         chunks=fine.chunks,
+        together=fine.together,
         other_layouts=tuple(others),
         host=_host_rates(machine, links.node),
         notes=tuple(dict.fromkeys(note for each in graphs for note in each.notes)),
-        divisions=links.divisions(),
+        state_stays=graph.state_stays,
+        divisions=_divisions(links, stays=bool(graph.state_stays)),
         link_error=link_error,
         link_note=link_note,
         loss=graph.loss,
     )
+
+
+def _divisions(links: Links, *, stays: bool) -> tuple[Division, ...]:
+    """Those that leave state whole on every rank, where it has to be and there are such."""
+    divisions = links.divisions()
+    whole = tuple(each for each in divisions if each.shards == 1 and not each.weights)
+    return whole or divisions if stays else divisions
 
 
 def _layouts(graph: Graph, kind: str, ranks: int) -> Iterator[Layout]:
@@ -104,7 +122,7 @@ def _layouts(graph: Graph, kind: str, ranks: int) -> Iterator[Layout]:
         chunks = chunks_of(graph, size, ranks)
         if chunks not in seen:
             seen.add(chunks)
-            yield Layout(size, chunk_costs(graph, chunks))
+            yield Layout(size, chunk_costs(graph, chunks), chunks_together(graph, chunks))
 
 
 def _size_near(graph: Graph, base: int, ranks: int) -> int:

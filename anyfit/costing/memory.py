@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from anyfit.values.graph import Graph, UpdateRule
+from anyfit.values.graph import Graph, UpdateRule, largest_sets
 from anyfit.values.layout import CHUNK_BYTES, Chunk, Placeable, lay_out
 from anyfit.values.machine import Device
 from anyfit.values.profile import ChunkCost, Segment, StateBytes
@@ -102,6 +102,13 @@ def chunk_costs(graph: Graph, chunks: Sequence[Chunk]) -> tuple[ChunkCost, ...]:
         outside = tuple(slot.name for slot in chunk.slots if not graph.blocks[block_of[slot.name]].name)
         costs.append(ChunkCost(chunk.bytes, chunk.elements, chunk.trainable, gradient, int(optimizer), blocks, outside, sums))
     return tuple(costs)
+
+
+def chunks_together(graph: Graph, chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
+    """Chunks whose weights are needed at once: of each such set of parameters, but for those that are part of another."""
+    chunk_of = {slot.name: index for index, chunk in enumerate(chunks) for slot in chunk.slots}
+    names = [parameter.name for parameter in graph.parameters]
+    return largest_sets(frozenset(chunk_of[names[index]] for index in needed) for needed in graph.together)
 
 
 def update_scratch_bytes(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) -> int:

@@ -153,6 +153,7 @@ class Space:
         memory = profile.memory_bytes_per_second
         norm, whole = NORM_BYTES / memory, profile.update.seconds / max(profile.trainable, 1)  # with what each parameter costs
         self.is_gpu = self._host.overlaps
+        self._together = [sum(1 << index for index in each) for each in profile.together]  # bits of chunks
         update = max(UPDATE_BYTES / memory, whole - norm) if self.is_gpu else whole  # torch steps resident chunks on a CPU
         self.rates = Rates(self._host, norm, update, GATHER_BYTES / memory, add_seconds(profile))
 
@@ -246,9 +247,10 @@ class Space:
         return sorted({0, count // 4, count // 2, count})
 
     def _slots_for(self, placements: tuple[Placement, ...]) -> int:
-        if self.gathers:
-            return min(self._slots, len(placements))
-        return min(self._slots, sum(placement.weights == "host" for placement in placements))
+        """As many as a block wants, and one more than are needed at once; but no more than there are chunks for them."""
+        away = sum(1 << index for index, placement in enumerate(placements) if self.gathers or placement.weights == "host")
+        needed = max(((each & away).bit_count() for each in self._together), default=0)
+        return min(max(self._slots, needed + 1), away.bit_count())
 
     @property
     def gathers(self) -> bool:

@@ -29,6 +29,8 @@ from anyfit.values.profile import ChunkCost, HostRates, Profile
 from .simulate import RANK_STAGES, REDUCED_BYTES, STAGES, STREAMED_DEPTH, Candidate
 
 TORCH_SCRATCH_BYTES = 8  # an element of the largest chunk with masters
+STAYS = Placement()
+NEVER_BYTES = 2**62  # more than any device has: of what may not be
 Pair = tuple[ChunkCost, Placement]
 
 
@@ -45,6 +47,8 @@ class Weight:
 
 def weigh(profile: Profile, candidate: Candidate, live_bytes: int | None = None) -> Weight:
     """`live_bytes`: of one of several ranks, where it is known."""
+    if profile.state_stays and any(placement != STAYS for placement in candidate.placements):
+        return Weight(NEVER_BYTES, 0, 0)
     if candidate.division is not None:
         pools, host = _pools_of_rank(profile, candidate)
         return Weight(pools, live_of_rank(profile, candidate) if live_bytes is None else live_bytes, host)

@@ -23,6 +23,7 @@ STANDARD_LIBRARY = f"{sysconfig.get_paths()['stdlib']}/"
 OVERFLOWS = ("calculation overflowed", "multiplication overflow", "Overflow when unpacking long", "too large to convert to C")
 NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\(([\w:.]+)\)>")
 NO_KERNEL = re.compile(r"Could not run '([\w:.]+)' with arguments from the 'Meta' backend")
+NO_META = re.compile(r"(?:^|\s)([\w:.]+): attempted to run this operator with Meta tensors")
 NO_CPU_KERNEL = re.compile(r"Could not run '([\w:.]+)' with arguments from the 'CPU' backend")
 OR_FOR_REAL = "or let it be run for real on the CPU, with Job(real_run=True) or --real-run"
 
@@ -95,7 +96,7 @@ def _op_without_rule(error: Exception) -> str | None:
     if isinstance(error, UnsupportedOperatorException):
         return _short(str(error.func))
     if isinstance(error, RuntimeError):  # NotImplementedError is one
-        found = NO_FAKE.search(str(error)) or NO_KERNEL.search(str(error))
+        found = NO_FAKE.search(str(error)) or NO_KERNEL.search(str(error)) or NO_META.search(str(error))
         return None if found is None else found[1]
     return None
 

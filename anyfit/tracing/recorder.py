@@ -28,6 +28,7 @@ from anyfit.values.graph import LEAST_OFFLOAD_BYTES, PAGE_BYTES, Op, OpKind, Pha
 from anyfit.values.units import show_bytes
 
 from .errors import TooDear
+from .needs import Needs, SavedView, is_whole, storage_of, transforms_told
 
 aten = torch.ops.aten
 # Reads only the rows it is asked for, however large the table.
@@ -84,14 +85,17 @@ class Recorder(TorchDispatchMode):
         self._saved: set[int] = set()  # likewise, by the block that forward is in
         self._savers: dict[int, set[int]] = {}  # blocks, by identity of the storage's record
         self._watched: list[weakref.ref[Any]] = []
+        self.needs = Needs((), outside, lambda: outside)
 
     # ------------------------------------------------------------------ what the caller tells
 
     def leave_out(self, parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
         """There before the pass, and counted elsewhere."""
+        parameters = list(parameters)
         for tensor in (*parameters, *buffers):
             self._known[tensor.untyped_storage()._cdata] = None
         self._parameters.update(tensor.untyped_storage()._cdata for tensor in parameters)
+        self.needs = Needs(parameters, self._outside, lambda: self._stack[-1][1])
 
     def count_input(self, tensor: torch.Tensor) -> None:
         self._meet(tensor, "input")
@@ -106,7 +110,7 @@ class Recorder(TorchDispatchMode):
     def watching(self) -> Iterator[None]:
         """Follows the modules as they are called, and the tensors that autograd saves."""
         hooks = (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True))
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with transforms_told(self.needs.of_transform), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             try:
                 yield
             finally:
@@ -129,21 +133,28 @@ class Recorder(TorchDispatchMode):
     def _enter(self, module: nn.Module, args: Any) -> None:
         here = self._stack[-1]
         block = self._block_of.get(id(module), here[1])
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, _leaves(args))):
+            self.needs.of_transform()
         if self.phase == "forward" and block != here[1]:
             handed = (tensor for tensor in _tensors(args) if tensor.dtype.is_floating_point)
             self.input_bytes[block] = self.input_bytes.get(block, 0) + sum(map(_bytes_of, handed))
             self._saved = set()
         self._stack.append((self._names.get(id(module), here[0]), block))
+        if is_whole(module):
+            self.needs.of_module(module)
 
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         left = self._stack.pop()
         if self.phase == "backward":  # a recomputed module: the gradients that follow are its own
             self._backward_at = left
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, int]]:
-        if self.phase == "forward":
-            self._save(tensor.untyped_storage(), self._stack[-1][1])
-        return tensor, self._stack[-1]
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor | SavedView, tuple[str, int]]:
+        storage = storage_of(tensor)
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            self.needs.of_transform()
+        if self.phase == "forward" and storage is not None:
+            self._save(storage, self._stack[-1][1])
+        return self.needs.saved(tensor), self._stack[-1]
 
     def _save(self, storage: Any, block: int) -> None:
         identity = storage._cdata
@@ -157,14 +168,17 @@ class Recorder(TorchDispatchMode):
                 pages = -(-storage.nbytes() // PAGE_BYTES)
                 self.offload_bytes[block] = self.offload_bytes.get(block, 0) + pages * PAGE_BYTES
 
-    def _unpack(self, packed: tuple[torch.Tensor, tuple[str, int]]) -> torch.Tensor:
-        tensor, self._backward_at = packed
-        return tensor
+    def _unpack(self, packed: tuple[torch.Tensor | SavedView, tuple[str, int]]) -> torch.Tensor:
+        saved, self._backward_at = packed
+        return saved.view() if isinstance(saved, SavedView) else saved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is ASKS_A_FAKE:
             return func(*args, **kwargs)
+        if wrappers := [kind for kind in types if _is_a_wrapper(kind)]:
+            self.needs.of_wrapper(wrappers[0])
+            return NotImplemented  # its own class takes it apart, into ops of plain tensors
         self._calls += 1
         inputs = _tensors((args, kwargs))
         real = self._room_bytes is None and not any(isinstance(tensor, FakeTensor) for tensor in inputs)  # among fakes
@@ -176,6 +190,7 @@ class Recorder(TorchDispatchMode):
             with unset_fake_temporarily():
                 result = func(*args, **kwargs)
         outputs = _tensors(result)
+        self.needs.of_op(inputs, outputs)
         fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in self._known]
         if not fresh and not func._schema.is_mutable:
             return result  # a view, or a look at sizes: costs nothing
@@ -279,7 +294,33 @@ def _described(item: Any) -> Any:
 
 
 def _tensors(nest: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for item in pytree.tree_leaves(nest):
+        if isinstance(item, torch.Tensor):
+            found += [item] if item.layout == torch.strided else _parts_of(item)
+    return found
+
+
+def _leaves(nest: Any) -> list[torch.Tensor]:
     return [item for item in pytree.tree_leaves(nest) if isinstance(item, torch.Tensor)]
+
+
+def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a sparse tensor, or one of another layout, is made of."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return []
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def _is_a_wrapper(kind: type) -> bool:
+    """Whether tensors of this class hold others, such as nested ones."""
+    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 
 def _is_small_fact(tensor: torch.Tensor) -> bool:
@@ -327,4 +368,6 @@ def _touched_bytes(packet: Any, inputs: list[torch.Tensor], outputs: list[torch.
 
 def _bytes_of(tensor: torch.Tensor) -> int:
     # An expanded tensor reads its storage, not its shape.
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    storage = storage_of(tensor)
+    size = int(tensor.numel() * tensor.element_size())
+    return size if storage is None else min(size, storage.nbytes())

@@ -49,6 +49,8 @@ def fake_model(job: Job, mode: FakeTensorMode, memento: Memento) -> Iterator[nn.
         held = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtypes[name], device="meta")
         return nn.Parameter(_as_fake(held, mode), requires_grad=parameter.requires_grad)
 
+    if model is not job.model:
+        memento = Memento(job, model)  # knows what was made with it
     with swapped(model, memento, parameter_like, lambda buffer: _as_fake(buffer, mode)):
         yield model
 

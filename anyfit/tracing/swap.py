@@ -31,6 +31,10 @@ def swapped(
         vars(made).update(vars(parameter))  # marks that the user has set, such as those an optimizer's groups go by
     for buffer in model.buffers():
         instead[id(buffer)] = buffer_like(buffer)
+    for tensor in memento.tensors:  # made with the model, and held by something else: a constant, a second model
+        if tensor.is_meta and id(tensor) not in instead:
+            held = buffer_like(tensor)
+            instead[id(tensor)] = nn.Parameter(held, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else held
     registered = [
         (tensors, name, tensor)
         for module in model.modules()

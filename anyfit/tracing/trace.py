@@ -8,16 +8,18 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from anyfit.values.aside import writing_aside
-from anyfit.values.batches import named_tensors
+from anyfit.values.batches import is_dense, named_tensors
 from anyfit.values.graph import Graph, Parameter, UpdateRule, Value
 from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import LossRule
@@ -29,6 +31,7 @@ from .errors import TooDear, explained, refuse_elsewhere, refuse_without_paramet
 from .gpu_kernels import AsOnGpu
 from .gpu_recorder import GpuRecorder
 from .loss_rule import read_rule, rows_for
+from .needs import is_whole
 from .real_run import LentKernels, bytes_of, real_batch, real_model, refuse_unless_it_can_run, sized_model
 from .recorder import Recorder, Storage
 from .repeats import NotPeriodic, Repeat, find_repeats, skipping, write_in
@@ -46,7 +49,7 @@ def trace(job: Job, micro_batch: int, device: Kind = "cpu", free_bytes: float = 
 
 def trace_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: float = math.inf) -> list[Graph]:
     """A trace for each of several micro-batches, on one fake model; or by real runs within `free_bytes`, where the job asks."""
-    if job.real_run:
+    if job.real_run or not all(is_dense(tensor) for _, tensor in named_tensors(job.sample)):  # no fakes are sparse or nested
         return _run_all(job, micro_batches, device, free_bytes)
     try:
         return _trace_all(job, micro_batches, device, find_repeats)
@@ -149,7 +152,7 @@ def _leaving_no_mark(job: Job) -> Iterator[Memento]:
     collects = gc.isenabled()
     gc.disable()  # a collection in the middle would let storages die by chance, and takes longer the larger the model is
     try:
-        with leaving_no_trace(job) as memento:
+        with leaving_no_trace(job) as memento, _eager():
             yield memento
     except Exception as error:
         in_the_users_terms = explained(error)
@@ -160,6 +163,30 @@ def _leaving_no_mark(job: Job) -> Iterator[Memento]:
         logger.disabled = disabled
         if collects:
             gc.enable()
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Inside, what is compiled runs op by op: a compiler would learn from tensors that no run has."""
+    with ExitStack() as inside:
+        compile_, told = torch.compile, False
+
+        def tell() -> None:
+            nonlocal told
+            if not told:
+                told = True
+                inside.enter_context(torch.compiler.set_stance("force_eager"))
+
+        def compile_and_tell(*args: Any, **kwargs: Any) -> Any:
+            made = compile_(*args, **kwargs)
+            tell()
+            return made
+
+        if "torch._dynamo" in sys.modules:
+            tell()
+        torch.compile = compile_and_tell
+        inside.callback(setattr, torch, "compile", compile_)
+        yield
 
 
 @dataclass(frozen=True)
@@ -278,6 +305,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         what = "fake" if stand_in.room_bytes is None else "real"
         with (
             _saying(f"running the model on a {what} batch of {micro_batch} samples like Job(sample=)"),
+            recorder.needs,
             kernels() if kernels else nullcontext(),
         ):
             total, weight = job.evaluate(model, batch)
@@ -292,12 +320,17 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
     if not used:
         raise ValueError("the loss gives no parameter a gradient: is everything frozen or detached?")
     for block, twin in twin_of.items():
-        pairs = zip(blocks.modules[block].parameters(), blocks.modules[twin].parameters(), strict=True)
-        used |= {id(mine): used[id(theirs)] for mine, theirs in pairs if id(theirs) in used}
+        used |= {id(mine): used[id(theirs)] for mine, theirs in _pairs(blocks, block, twin) if id(theirs) in used}
+    place = {id(parameter): index for index, parameter in enumerate(stand_in.parameters.values())}
+    twins = [
+        {place[id(theirs)]: place[id(mine)] for mine, theirs in _pairs(blocks, block, twin)} for block, twin in twin_of.items()
+    ]
     sums = recorder.settle() if isinstance(recorder, GpuRecorder) else set()
     ops, storages = recorder.ops, recorder.storages
     for repeat in repeats:
         ops, storages = write_in(repeat, [block.name for block in blocks.blocks], ops, storages)
+    inside = {id(part) for module in model.modules() if is_whole(module) for part in module.modules()}
+    whole = {index for index, module in enumerate(blocks.modules) if recorder.needs.transformed or id(module) in inside}
     graph = Graph(
         model=type(model).__name__,
         micro_batch=micro_batch,
@@ -314,6 +347,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
                 block,
                 input_bytes=recorder.input_bytes.get(twin_of.get(index, index), 0),
                 offload_bytes=recorder.offload_bytes.get(twin_of.get(index, index), 0),
+                is_whole=index in whole,
             )
             for index, block in enumerate(blocks.blocks)
         ),
@@ -327,6 +361,8 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         ),
         update=stand_in.rule,
         fingerprint=stand_in.fingerprint,
+        state_stays=recorder.needs.stay,
+        together=recorder.needs.together([fact.block for fact, _ in stand_in.facts], twins),
     )
     stand_in.memento.put_back()  # the next pass starts as this one did
     return graph
@@ -343,6 +379,11 @@ def _dense(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.sparse = True
+
+
+def _pairs(blocks: Blocks, block: int, twin: int) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """The parameters of one block, each with its like in another."""
+    return zip(blocks.modules[block].parameters(), blocks.modules[twin].parameters(), strict=True)
 
 
 def _end(storage: Storage, end: int) -> int:

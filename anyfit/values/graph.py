@@ -6,6 +6,7 @@ op i runs; one that outlives the pass dies at len(ops). Views share a storage, s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -84,6 +85,7 @@ class Block:
     # Of the storages that one pass through it saves, parameters apart, those that can be offloaded, in whole pages: also
     # buffers, and what other blocks save too.
     offload_bytes: int = 0
+    is_whole: bool = False  # compiled or scripted, or part of what is: nothing can come between its ops
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,15 @@ class UpdateRule:
     ops_per_parameter: float
     scratch_bytes_per_element: float  # temporary, of one parameter, or of all where `scratch_is_shared` is False
     scratch_is_shared: bool
+
+
+def largest_sets(found: Iterable[frozenset[int]]) -> tuple[tuple[int, ...], ...]:
+    """Without those that are part of another, in order."""
+    kept: list[frozenset[int]] = []
+    for each in sorted(set(found), key=len, reverse=True):
+        if not any(each <= other for other in kept):
+            kept.append(each)
+    return tuple(sorted(tuple(sorted(each)) for each in kept))
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,10 @@ class Graph(Record):
     values: tuple[Value, ...]
     update: UpdateRule
     fingerprint: str  # of the model: names, shapes, dtypes
-    notes: tuple[str, ...] = ()  # on how it was traced, where that was by a real run
+    notes: tuple[str, ...] = ()  # on how it was traced: by a real run, without some sizes
+    # By index, parameters that one op, or one block that is recomputed, or code that holds views of them, needs at once.
+    together: tuple[tuple[int, ...], ...] = ()
+    state_stays: str = ""  # why no model state may leave the device, if it may not
     loss: LossRule = MEAN  # how losses of micro-batches make that of the batch
 
     @property

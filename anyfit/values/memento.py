@@ -87,6 +87,7 @@ class Memento:
         self._stands_for: dict[int, Any] = {}  # by identity of an iterator, what moves in its place
         self._bytes_left = MOST_BYTES
         self._stayed: list[str] = []
+        self.tensors: list[Any] = []  # all that were found
         models = [each for each in (job.model, model) if isinstance(each, nn.Module)]
         self._weights = {id(parameter) for each in models for parameter in each.parameters()}
         self._buffers = {id(buffer) for each in models for buffer in each.buffers()}
@@ -251,6 +252,7 @@ class Memento:
 
     def _tensor(self, item: Any, path: Path) -> None:
         torch = self._torch
+        self.tensors.append(item)
         if item.is_leaf:
             needs, gradient = item.requires_grad, item.grad
             self._undo.append(lambda: _set_gradient(item, needs, gradient))

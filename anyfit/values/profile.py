@@ -144,6 +144,7 @@ class Layout:
 
     chunk_bytes: int
     chunks: tuple[ChunkCost, ...]  # in its order
+    together: tuple[tuple[int, ...], ...] = ()  # chunks whose weights are needed at once
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,8 @@ class Profile(Record):
     offload_error: float = 0.02  # relative, of the same where chunks are placed one by one
     offload_chunk_bytes: int = 0  # of a layout fine enough to place part of the state on the host
     chunks: tuple[ChunkCost, ...] = ()  # of that layout, in its order
+    together: tuple[tuple[int, ...], ...] = ()  # of these, by index, such whose weights are needed at once
+    state_stays: str = ""  # why no model state may leave the device, if it may not
     other_layouts: tuple[Layout, ...] = ()  # finer and coarser than that one
     host: HostRates | None = None  # None: nothing can be placed on the host
     notes: tuple[str, ...] = ()  # on how the passes were traced: by real runs, without some sizes
@@ -276,7 +279,9 @@ class Profile(Record):
 
     def laid_out(self, layout: Layout) -> Self:
         """The same in chunks of this size, and of no other."""
-        return replace(self, offload_chunk_bytes=layout.chunk_bytes, chunks=layout.chunks, other_layouts=())
+        return replace(
+            self, offload_chunk_bytes=layout.chunk_bytes, chunks=layout.chunks, together=layout.together, other_layouts=()
+        )
 
     def corrected(self, correction: Correction | None) -> Self:
         """The same with a margin as large as a run has shown to be needed."""
