@@ -9,7 +9,7 @@ may be whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,13 +232,13 @@ class Absent:
     def of(self, state: ChunkState, slot: Slot) -> Tensor:
         return self._flats[state.dtype][self._offsets[slot.name]].expand(slot.shape)
 
-    def name_of(self, tensor: Tensor) -> str | None:
-        """Of the parameter that this stands for, if it is one of these."""
-        flat = self._flats.get(tensor.dtype)
-        if flat is None or tensor.untyped_storage()._cdata != flat.untyped_storage()._cdata:
-            return None
-        offset = int(tensor.storage_offset())
-        return self._names[tensor.dtype][offset]
+    def mark(self, names: Iterable[str]) -> None:
+        """These stand for no number, and the others for one: to find out which of them are read."""
+        marked = set(names)
+        for dtype, members in self._names.items():
+            if dtype.is_floating_point:
+                values = [float("nan") if name in marked else 0.5 for name in members]
+                self._flats[dtype].copy_(torch.tensor(values))
 
 
 class ModelState:

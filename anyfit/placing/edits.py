@@ -77,6 +77,7 @@ class Bound:
         self._holders = [
             (module._parameters, key, each, names[id(each)])
             for module in model.modules()
+            if isinstance(module._parameters, dict)  # a scripted module has no others than it had
             for key, each in module._parameters.items()
             if each is not None and id(each) in names
         ]

@@ -329,6 +329,9 @@ class Residency:
     def watch_compiled(self, model: nn.Module) -> None:
         """A compiled module's ops are not seen one by one: all its weights are made ready before it is called."""
         for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                self._watch_scripted(module)
+                continue
             attribute = "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
             compiled = getattr(module, attribute)
             if attribute == "forward" and not hasattr(compiled, "_torchdynamo_orig_callable"):
@@ -337,6 +340,24 @@ class Residency:
             if watched:
                 setattr(module, attribute, functools.partial(self._call_compiled, compiled, watched))
                 self.undo.append(functools.partial(setattr, module, attribute, compiled))
+
+    def _watch_scripted(self, module: nn.Module) -> None:
+        """TorchScript reads weights itself: they are made ready before it is called."""
+        chunks = {parameter.anyfit[2] for parameter in module.parameters() if type(parameter) is Watched}
+        forward = module.forward
+
+        def ready(*args: Any, **kwargs: Any) -> Any:
+            self.touch(chunks)
+            self._pinned += chunks
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                for index in chunks:
+                    self._pinned.remove(index)
+
+        if chunks:  # past its own setter, which takes scripted methods alone
+            vars(module)["forward"] = ready
+            self.undo.append(functools.partial(vars(module).pop, "forward"))
 
     def _call_compiled(self, compiled: Callable[..., Any], watched: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         chunks = {parameter.anyfit[2] for parameter in watched}

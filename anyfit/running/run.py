@@ -51,6 +51,7 @@ from .saving import Copies, Saving
 from .settings import Settings
 from .shortage import OverLimitError, Shortfall, is_about_memory, module_at, shortage, shortfall_of
 from .team import Position, Team
+from .unwatched import refuse_unwatched
 from .watch import HostWatch
 
 NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
@@ -99,6 +100,7 @@ class Run:
         self._stood = Stood()  # in the data, to be taken up from a checkpoint
         self._open: list[tuple[Tensor, Tensor, Tensor | None, int]] = []  # losses handed out: shown, total, weight, rows
         self._rows = 0  # samples that went backward since the last update
+        self._part: Batch | None = None  # the last micro-batch of the step under way
         self._weight: Tensor | None = None  # of those samples, where the loss gives weights
         self._last: dict[str, Any] = {}
         self._peak_bytes = 0
@@ -178,6 +180,7 @@ class Run:
         losses: list[Tensor] = []
         for part, rows in zip(parts, self.micro_batches, strict=True):
             self._doing = f"in the forward of step {self.steps + 1}"
+            self._part = part
             with self._placed.watching():
                 total, weight = self.job.evaluate(self.model, self._prepared(part))
             losses.append(self._backward(total, weight, rows, alone=len(parts) == 1))
@@ -218,6 +221,7 @@ class Run:
             self._begin()
         with self._telling() if torch.is_grad_enabled() else nullcontext(), self._placed.watching():
             total, weight = self.job.evaluate(self.model, self._prepared(batch))
+        self._part = batch
         shown = total if weight is None else total / weight
         rows = self.job.rows(batch, self.plan.micro_batch) or self.plan.micro_batch
         if torch.is_grad_enabled():
@@ -278,6 +282,7 @@ class Run:
                 self.scheduler.step()
         else:
             updates.leave_out()
+            self._refuse_unwatched()
             self.skipped += 1
         loss = self._last.pop("loss_so_far", None)
         if loss is not None:
@@ -289,6 +294,12 @@ class Run:
             self.timeline.end_step()
         now = time.perf_counter()
         self._last["norm"], self._last["seconds"], self._clock = norm, now - self._clock, now
+
+    def _refuse_unwatched(self) -> None:
+        """A step that is left out is the model's own doing, or an error."""
+        part = self._part
+        if part is not None:
+            refuse_unwatched(self._placed, lambda: self.job.evaluate(self.model, self._prepared(part))[0])
 
     def _agree(self, gradients: Reduction) -> tuple[Tensor, float]:
         """With all ranks: the norm of the gradients, and what they still are to be scaled by. In one exchange, which also carries
@@ -356,7 +367,7 @@ class Run:
         self._placed.updates.forget()
         self._placed.gradients.clear()
         self._open.clear()
-        self._rows, self._weight = 0, None
+        self._rows, self._weight, self._part = 0, None, None
         self._last.pop("loss_so_far", None)
 
     @property

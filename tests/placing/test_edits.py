@@ -127,3 +127,32 @@ def test_a_view_that_is_kept_from_step_to_step_follows_the_updates_or_is_refused
         compare(job_for(adamw, model=Keeping), placement)
     with pytest.raises(RuntimeError, match=r"a view of layer\.weight is kept from step to step"):
         compare(job_for(adamw, model=Keeping), AWAY)
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_scripted_modules_read_fresh_weights_and_scripted_functions_are_named(placement: Placement) -> None:
+    traced = job_for(adamw, model=lambda: nn.Sequential(torch.jit.trace(Product(), torch.ones(4, 8)), nn.Linear(8, 8)))
+    compare(traced, placement)
+    product = torch.jit.script(scripted_product)
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        out: Tensor = model[1](product(batch["x"], model[0].weight)) - batch["y"]
+        return out.square().mean()
+
+    job = job_for(adamw, model=lambda: nn.Sequential(Product(), nn.Linear(8, 8)), loss=loss)
+    with pytest.raises(RuntimeError, match=r"0\.weight is read by code that torch does not tell of"):
+        compare(job, placement)
+
+
+def scripted_product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.tanh(x @ weight)
