@@ -70,7 +70,9 @@ def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph
     if job.batch_size % ranks:
         nearest = -(-job.batch_size // ranks) * ranks
         raise ValueError(f"batch_size is {job.batch_size}; it must be a multiple of the {ranks} ranks, such as {nearest}")
-    return trace_all(job, _micro_batches(job, job.batch_size // ranks), kind, free_memory_bytes())
+    share = job.batch_size // ranks
+    sizes = _micro_batches(job, share)
+    return _with_rests_that_run(trace_all(job, sizes, kind, free_memory_bytes()), sizes, share)
 
 
 def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int, spread: tuple[int, int] = (1, 1)) -> Profile:
@@ -436,6 +438,14 @@ def _micro_batches(job: Job, most: int) -> list[int]:
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
     return sizes
+
+
+def _with_rests_that_run(graphs: list[Graph], sizes: Sequence[int], share: int) -> list[Graph]:
+    """Without the micro-batches whose last one would be of a size that the model does not run, such as one sample for a batch
+    norm: nine samples in fours leave one."""
+    made = [graph.micro_batch for graph in graphs]
+    refused = max((size for size in sizes if size not in made and size < max(made)), default=0)
+    return [graph for graph in graphs if not 0 < share % graph.micro_batch <= refused]
 
 
 def __getattr__(name: str) -> Any:

@@ -271,12 +271,22 @@ def why(
 def probe(
     full: Annotated[bool, typer.Option("--full", help="more sizes and repeats, and the disk")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="also write the machine to this file")] = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="only drop the margins and paces that runs and checks left for later plans")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measures this machine anew: compute, memory, copies, disk. Later plans use what it found."""
-    from .probing.cache import remeasured
+    from .probing.cache import forget_corrections, remeasured
     from .showing.terminal import show_machine, shown_progress
 
+    if forget:
+        dropped = forget_corrections()
+        if as_json:
+            return _print_json({"dropped": dropped})
+        for line in dropped or ["nothing: no run has left a margin"]:
+            _console().print(f"dropped {line}", markup=False, highlight=False)
+        return None
     with shown_progress("probing", _console(stderr=True)) as report:
         machine = remeasured("full" if full else "quick", report)
     if output is not None:

@@ -451,8 +451,9 @@ def _names_of(code: types.CodeType) -> tuple[str, ...]:
 class Walk:
     """The cells that are reachable from some objects."""
 
-    def __init__(self, before: Walk | None = None) -> None:
-        """`before`: what that found is not found again."""
+    def __init__(self, before: Walk | None = None, most: int = MOST_CELLS) -> None:
+        """`before`: what that found is not found again. `most`: cells, after which nothing more is followed."""
+        self._most = most
         self.cells: list[Cell] = []
         self.tensors: list[tuple[Tensor, str]] = []
         self.parameters: list[tuple[nn.Parameter, str]] = []
@@ -478,7 +479,7 @@ class Walk:
             self._module(each, f"{name}.{path}" if path else name)
 
     def _through(self) -> Walk:
-        while self._left and len(self.cells) < MOST_CELLS:
+        while self._left and len(self.cells) < self._most:
             self._visit(*self._left.popleft())
         return self
 
@@ -763,15 +764,20 @@ class Places:
         )
 
 
+def generators(device: torch.device) -> list[Cell]:
+    """Those that all share: torch's, Python's, numpy's and the device's."""
+    drawn = _device_generator(device)
+    return [TORCH, PYTHON, Numpy(), *([] if drawn is None else [drawn])]
+
+
 class ForwardState:
     """Of one block, on one device."""
 
     def __init__(self, block: nn.Module, name: str, device: torch.device, forward: Callable[..., Any] | None = None) -> None:
         """`forward`: the block's own, where another stands in for it."""
         self._block, self._forward, self._name, self._device = block, forward or block.forward, name, device
-        self._numpy = Numpy()
-        drawn = _device_generator(device)
-        self._shared: list[Cell] = [TORCH, PYTHON, self._numpy, *([] if drawn is None else [drawn])]
+        self._shared = generators(device)
+        self._numpy = next(each for each in self._shared if isinstance(each, Numpy))
         self._walk: Walk | None = None
         self._places = Places(self._shared)
         self._read: list[Any] = []

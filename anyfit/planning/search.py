@@ -684,7 +684,7 @@ def shortfall(profile: Profile) -> NoPlan:
             lacking = least_host - profile.host_limit_bytes
             return NoPlan(
                 f"{model} does not fit: what the device has no room for takes {show_bytes(least_host)} of host memory, "
-                f"and {show_bytes(profile.host_limit_bytes)} are allowed: {show_bytes(lacking)} too little",
+                f"and {show_bytes(profile.host_limit_bytes)} are allowed: {show_bytes(lacking)} too little{_margin(profile)}",
                 lacking,
                 "host",
             )
@@ -701,10 +701,17 @@ def shortfall(profile: Profile) -> NoPlan:
     return NoPlan(
         f"{model} does not fit: with micro-batches of {micro_batch} it needs {show_bytes(least)} of device memory "
         f"({state}; the peak is at {where}), and "
-        f"{show_bytes(profile.device_limit_bytes)} are allowed: {show_bytes(lacking)} too little",
+        f"{show_bytes(profile.device_limit_bytes)} are allowed: {show_bytes(lacking)} too little{_margin(profile)}",
         lacking,
         "device",
     )
+
+
+def _margin(profile: Profile) -> str:
+    """What a run has shown, where that makes it need more."""
+    if profile.correction is None:
+        return ""
+    return f". That has a margin of {profile.correction.error:.0%}: {profile.correction.why}"
 
 
 def _least_host_bytes(space: Space) -> int | None:

@@ -64,6 +64,18 @@ def keep_pace(machine: Machine, pace: Pace) -> None:
         corrections_of(machine).with_pace(pace).save(_corrections_file(machine))
 
 
+def forget_corrections() -> list[str]:
+    """Drops what runs and checks have shown of forecasts, of whatever machine; says what that was."""
+    said: list[str] = []
+    for file in sorted(cache_folder().glob("corrections-*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            known = Corrections.load(file)
+            said += [f"{each.model}: a margin of {each.error:.0%} of its memory ({each.date})" for each in known.models]
+            said += [f"{each.model}: {each.choice} ({each.date})" for each in known.paces]
+        file.unlink(missing_ok=True)
+    return said
+
+
 def _corrections_file(machine: Machine) -> Path:
     return cache_folder() / f"corrections-{machine.fingerprint}.json"
 

@@ -130,6 +130,12 @@ class ExtraState:
             found["own"] = {name: Writer(tensor=tensor).write(buffers[name], ("module", name)) for name in differ}
         return found
 
+    def changed(self) -> Iterator[str]:
+        """Where something is not as it was at the start."""
+        for path, written, _met in self._compared():
+            if self._noted.get(path) != written:
+                yield shown(path)
+
     def _of_modules(self, tensor: Callable[[Path, Tensor], Any]) -> dict[str, Any]:
         """What modules give away by `get_extra_state`."""
         found = {}

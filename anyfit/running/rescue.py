@@ -5,7 +5,8 @@ numbers and buffers put back, a plan is searched that leaves more room, the stat
 made again: with the same micro-batches, so that the losses are those of a run to which nothing happened.
 
 How much more room: the forecast was too small by `needed / expected` at least, where memory ended. What would have been needed
-later nobody has seen, so a step is added to it, twice as large with each rescue of one step.
+later nobody has seen, so a step is added to it, twice as large with each rescue of one step. Where nothing fits with such a
+margin, plans are tried that need less than the one at hand, as long as there is one.
 """
 
 from __future__ import annotations
@@ -18,20 +19,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from anyfit.placing.forward_state import Note, Places, Walk, generators
 from anyfit.values.corrections import Correction
 from anyfit.values.plan import NoPlan, Plan
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes
 
+from .extra_state import ExtraState
 from .rehearsal import Findings
 from .shortage import Shortfall
 
-MOST_RESCUES = 3  # of one step
+MOST_RESCUES = 24  # of one step: each has a plan that needs less than the last, so that they come to an end by themselves
 FIRST_STEP = 0.08  # beyond what was seen to be needed; then twice and four times as much
+MOST_STEP = 0.64
 LEAST_STEP = 0.02  # where no plan has room for more
+MOST_CELLS = 2**20  # of all that a step can reach
 SMALL_BYTES = 2**20  # of a buffer
 
 
@@ -72,13 +78,27 @@ class Rescue:
         if short.needed_bytes > expected * (1 + plan.forecast.reserved_error):  # else others hold what was to be there
             tried = [
                 profile.corrected(self._correction(profile, short, expected, step))
-                for step in (FIRST_STEP * 2**rescues, LEAST_STEP)
+                for step in (min(FIRST_STEP * 2**rescues, MOST_STEP), LEAST_STEP)
             ]
-        found = self._first(plan, tried)
+        try:
+            found = self._first(plan, tried)
+        except NoPlan as verdict:
+            return self._smaller(plan, profile, short, verdict)
         correction = self.profile.correction
         if correction is not None and correction != profile.correction:
             self._keep(correction)
         return found
+
+    def _smaller(self, plan: Plan, profile: Profile, short: Shortfall, verdict: NoPlan) -> Plan:
+        """A plan that needs less than this one by what was missing, whatever the margin; the verdict where there is none."""
+        missing = max(short.needed_bytes - short.there_bytes, int(LEAST_STEP * plan.forecast.needed_bytes))
+        limit = min(plan.forecast.needed_bytes, short.there_bytes) - missing
+        try:
+            found = self._first(plan, [replace(profile, device_limit_bytes=limit)])
+        except NoPlan:
+            raise verdict from None
+        self._made = profile
+        return replace(found, limit_bytes={**found.limit_bytes, "device": profile.device_limit_bytes})
 
     def with_less_host(self, plan: Plan, fewer_bytes: int) -> Plan:
         """A plan that has so much less on the host; NoPlan where there is none."""
@@ -127,7 +147,9 @@ class Rescue:
 def said_of_device(step: int, short: Shortfall, before: Plan, after: Plan) -> str:
     needed, there, expected = map(show_bytes, (short.needed_bytes, short.there_bytes, before.forecast.reserved_bytes))
     old, new = (f"{plan.forecast.reserved_error:.0%}" for plan in (before, after))
-    how = f"with a margin of {new} instead of {old}" if new != old else "for as much as is there"
+    how = f"with a margin of {new} instead of {old}" if new != old else "for less than before"
+    if new == old and after.limit_bytes["device"] < before.limit_bytes["device"]:
+        how = "for as much as is there"
     return (
         f"after step {step}: {needed} of device memory were needed {short.where}, of {there}, and {expected} were forecast; "
         f"planned anew {how}, and going on{_in_passes(before, after)}: {_choices(after)}"
@@ -163,8 +185,8 @@ class Kept:
     copy: Tensor
 
 
-class Before:
-    """Random numbers and buffers as they were before a step."""
+class Buffers:
+    """Random numbers and buffers as they were before a step: a few microseconds, and one copy of all small buffers together."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
@@ -177,7 +199,7 @@ class Before:
         """Large buffers that have not changed since the last note are not copied again. Small ones are: torch does not count what
         batch norms write into their statistics."""
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        self._random = torch.get_rng_state(), cuda, random.getstate()
+        self._random = torch.get_rng_state(), cuda, random.getstate(), np.random.get_state(legacy=False)
         copies: dict[torch.dtype, list[Kept]] = {}
         for module in self._modules:
             for name, buffer in module._buffers.items():
@@ -196,16 +218,65 @@ class Before:
 
     @torch.no_grad()
     def restore(self) -> None:
-        host, cuda, python = self._random
+        host, cuda, python, numpy = self._random
         torch.set_rng_state(host)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, self._device)
         random.setstate(python)
+        np.random.set_state(numpy)
         for kept in self._kept.values():
             kept.module._buffers[kept.name] = kept.buffer
             if kept.buffer.nbytes <= SMALL_BYTES or kept.version != kept.buffer._version:
                 kept.buffer.copy_(kept.copy)
                 kept.version = kept.buffer._version
+
+
+class Before:
+    """Everything that a step reads and changes besides the state of the model, as it was before, to be put back where the step is
+    made again: random numbers, buffers, attributes of modules and of what they hold, variables of the loss.
+
+    To note all of it takes a microsecond for each thing that holds state. So it is noted where memory is likely to end: in the
+    first steps of a batch of new sizes. In others random numbers and buffers are; where such a step runs out of memory and the
+    model has been seen to keep more, it is not made again.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any], device: torch.device, extra: ExtraState) -> None:
+        self._model, self._loss, self._device, self._extra = model, loss, device, extra
+        self._buffers, self._shared = Buffers(model, device), generators(device)
+        self._places, self._read = Places(self._shared), list[Any]()
+        self._note: Note | None = None
+        self._iterators: list[str] = []
+
+    def note(self) -> None:
+        self._buffers.note()
+        self._note = None
+
+    def note_all(self) -> None:
+        read = self._places.read()
+        if not self._read or self._places.holds_new(self._read, read):
+            model = Walk(most=MOST_CELLS).of_block(self._model, self._model.forward, "the model")
+            loss = Walk(model, most=MOST_CELLS).of([self._loss], "the loss")
+            self._places = Places(self._shared, model, loss)
+            self._iterators = [*model.iterators, *loss.iterators]
+            read = self._places.read()
+        self._read, self._note = read, Note(self._places, read, self._device)
+
+    def restore(self) -> None:
+        if self._note is not None:
+            self._note.put_back()
+        else:
+            self._buffers.restore()
+
+    def forget(self) -> None:
+        """What was written to since is held twice as long as it is noted."""
+        self._note = None
+
+    def lost(self) -> str | None:
+        """What of it is not as it was, after `restore`."""
+        if self._iterators:
+            return f"{self._iterators[0]} is an iterator, which does not go back"
+        changed = None if self._note is not None else next(self._extra.changed(), None)
+        return None if changed is None else f"{changed} changes in training, and was not noted before this step"
 
 
 def let_go(error: BaseException | None) -> None:

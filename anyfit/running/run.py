@@ -95,7 +95,7 @@ class Run:
             team = Team(HANG_SECONDS, ends_process=False)
         self.team = team
         self._rescue, self._watch, self._rehearsal = rescue, watch, rehearsal
-        self._before = None if rescue is None else Before(self.model, placed.device)
+        self._before = None if rescue is None else Before(self.model, job.loss, placed.device, self._extra)
         self._loader: Loader | None = None
         self._stood = Stood()  # in the data, to be taken up from a checkpoint
         self._open: list[tuple[Tensor, Tensor, Tensor | None, int]] = []  # losses handed out: shown, total, weight, rows
@@ -105,6 +105,7 @@ class Run:
         self._last: dict[str, Any] = {}
         self._peak_bytes = 0
         self._watched: dict[Any, int] = {}  # steps counted, by the shapes of the batch
+        self._tried: dict[Any, int] = {}  # and made, with the plan at hand
         self._is_updating = False  # what is changed in place is not to be broken off
         self._over: OverLimitError | None = None  # met meanwhile
         self.saving: Saving | None = None  # the checkpoint that is being written, or the last one
@@ -414,22 +415,32 @@ class Run:
     # ------------------------------------------------------------------ when memory ends
 
     def _attempt_until_it_fits(self, batch: Batch, rescue: Rescue) -> Tensor:
-        assert self._before is not None
-        self._before.note()
+        before = self._before
+        assert before is not None
+        shape = _shapes_of(batch)
         for rescues in range(MOST_RESCUES + 1):
+            # Anew with each plan: what stands in for a block's forward is another.
+            (before.note if self._tried.get(shape, 0) >= WATCHED_STEPS else before.note_all)()
             try:
-                return self._attempt(batch)
+                loss = self._attempt(batch)
+                before.forget()
+                self._tried[shape] = self._tried.get(shape, 0) + 1
+                return loss
             except (MemoryError, RuntimeError) as error:
                 if not is_about_memory(error):
                     raise
                 failed = error
             short = shortfall_of(failed, self.plan, self.model, self._placed.device, rescue.context_bytes)
             let_go(failed)
+            before.restore()
             try:
+                lost = before.lost()
+                if lost is not None:
+                    failed.add_note(f"the step is not made again with another plan: {lost}")
+                    raise failed
                 self._make_room_on_device(short, rescue, rescues, failed)
             finally:
                 del failed  # whose frames know this one
-                self._before.restore()
         raise AssertionError("the last attempt gives a loss or an error")
 
     def _make_room_on_device(self, short: Shortfall, rescue: Rescue, rescues: int, failed: BaseException) -> None:
@@ -445,7 +456,7 @@ class Run:
         before = self.plan
         try:
             self._move_and_rehearse(plan, rescue)
-        except MemoryError as error:
+        except (MemoryError, NoPlan) as error:
             failed.add_note(f"the plan that would have had room for it could not be placed: {error}")
             raise failed from None
         self._say(said_of_device(self.steps, short, before, plan))
@@ -508,6 +519,8 @@ class Run:
             self._move(rescue.restricted(self.plan, findings))
             findings = self._rehearsal.of(self.plan, self._placed)
         self.plan = replace(self.plan, loss=findings.loss if self.plan.cuts else self.plan.loss, rehearsed=True)
+        if self.launch is not None:
+            self.launch.replanned(self)
 
     def _move(self, plan: Plan) -> None:
         """Places the model anew, as this plan says; as it was, where that cannot be done."""
@@ -529,6 +542,7 @@ class Run:
             self._let_go(carried)
             raise failed
         self._watched.clear()
+        self._tried.clear()
         if self.timeline is not None:
             self.timeline.follow(self._placed.lanes)
         if on_gpu:
@@ -715,7 +729,7 @@ class Run:
     @contextmanager
     def _counting(self, batch: Batch) -> Iterator[None]:
         """On the CPU device, counts what the first steps of every batch shape hold, and keeps them to the plan's limit."""
-        shape = tuple((name, shape_of(tensor)) for name, tensor in named_tensors(batch))
+        shape = _shapes_of(batch)
         if self._placed.device.type != "cpu" or self._watched.get(shape, 0) >= WATCHED_STEPS:
             yield
             return
@@ -776,8 +790,8 @@ class Run:
 
     def _take_part(self, act: str) -> None:
         """Does with the others what they have begun and this rank would not have, with nothing of its own."""
-        before = Before(self.model, self._placed.device)
-        before.note()
+        before = Before(self.model, self.job.loss, self._placed.device, self._extra)
+        before.note_all()
         share = self._share_of_sample()
         zeros = [parameter.register_hook(torch.zeros_like) for parameter in self.model.parameters() if parameter.requires_grad]
         self._is_mute = True
@@ -875,6 +889,10 @@ class Run:
             self._part_from_others(error)
         else:
             self.close()
+
+
+def _shapes_of(batch: Batch) -> Any:
+    return tuple((name, shape_of(tensor)) for name, tensor in named_tensors(batch))
 
 
 def _close(run: Run) -> None:

@@ -31,7 +31,7 @@ class Correction:
     def why(self) -> str:
         return (
             f"on {self.date} a run needed {show_bytes(self.needed_bytes)} {self.where} where {show_bytes(self.expected_bytes)} "
-            "were forecast; anyfit probe forgets it"
+            "were forecast; anyfit probe --forget drops it"
         )
 
 
@@ -62,7 +62,7 @@ class Pace:
     @property
     def why(self) -> str:
         measured, forecast = show_seconds(self.measured_seconds), show_seconds(self.forecast_seconds)
-        return f"on {self.date} a check measured {measured} a step where {forecast} were forecast; anyfit probe forgets it"
+        return f"on {self.date} a check measured {measured} a step where {forecast} were forecast; anyfit probe --forget drops it"
 
     def is_of_same(self, model: str, parameters: int, precision: str) -> bool:
         return (self.model, self.parameters, self.precision) == (model, parameters, precision)
