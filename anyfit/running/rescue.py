@@ -240,7 +240,7 @@ class Before:
     model has been seen to keep more, it is not made again.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any], device: torch.device, extra: ExtraState) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Any], device: torch.device, extra: ExtraState | None = None) -> None:
         self._model, self._loss, self._device, self._extra = model, loss, device, extra
         self._buffers, self._shared = Buffers(model, device), generators(device)
         self._places, self._read = Places(self._shared), list[Any]()
@@ -275,7 +275,7 @@ class Before:
         """What of it is not as it was, after `restore`."""
         if self._iterators:
             return f"{self._iterators[0]} is an iterator, which does not go back"
-        changed = None if self._note is not None else next(self._extra.changed(), None)
+        changed = None if self._note is not None or self._extra is None else next(self._extra.changed(), None)
         return None if changed is None else f"{changed} changes in training, and was not noted before this step"
 
 

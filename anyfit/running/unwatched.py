@@ -20,8 +20,8 @@ def refuse_unwatched(placed: Placed, loss: Callable[[], Tensor]) -> None:
     names = [slot.name for each in placed.state.chunks if each.index in placed.residency.watched for slot in each.chunk.slots]
     if not names or placed.ranks.are_several:
         return
-    before = Before(placed.model, placed.device)
-    before.note()
+    before = Before(placed.model, loss, placed.device)
+    before.note_all()
 
     def is_number(without: list[str]) -> bool:
         placed.residency.part_all()
