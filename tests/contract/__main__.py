@@ -1,0 +1,72 @@
+"""Tries cases and says what becomes of each: python -m tests.contract [--columns ample,host] [--verbose] [words of names…]"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+
+import torch
+
+from .case import COLUMNS, catalogue
+from .columns import RUNS, Outcome, outcome_of
+
+SECONDS = 60
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--columns", default=",".join(COLUMNS))
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--odd", action="store_true", help="only what is not as expected")
+    parser.add_argument("words", nargs="*")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("ANYFIT_CACHE", tempfile.mkdtemp())
+    wanted = given.columns.split(",")
+    count: Counter[str] = Counter()
+    for case in catalogue().values():
+        if given.words and not any(word in case.name or word == case.kind for word in given.words):
+            continue
+        for column in case.columns:
+            if column not in wanted or column not in RUNS:
+                continue
+            began = time.perf_counter()
+            outcome = limited(case, column)
+            seconds = time.perf_counter() - began
+            as_expected = outcome.kind == ("refused" if case.is_refused(column) else "equal")
+            count[outcome.kind] += 1
+            if given.odd and as_expected:
+                continue
+            said = outcome.said if given.verbose else outcome.said.strip().splitlines()[-1:] and last_line(outcome)
+            print(f"{outcome.kind:8}{'' if as_expected else '!':2}{column:12}{case.kind} / {case.name}  {seconds:.2f}s  {said}", flush=True)
+    print(dict(count))
+
+
+def last_line(outcome: Outcome) -> str:
+    lines = [line for line in outcome.said.strip().splitlines() if line.strip()]
+    return (lines[-1] if outcome.kind == "dead" else lines[0])[:260]
+
+
+def limited(case: object, column: str) -> Outcome:
+    def ring(_signal: int, _frame: object) -> None:
+        raise TimeoutError(f"no end in {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.alarm(SECONDS)
+    try:
+        return outcome_of(case, column)  # type: ignore[arg-type]
+    except Exception as error:
+        return Outcome("dead", f"harness: {type(error).__name__}: {error}")
+    finally:
+        signal.alarm(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""The columns: ways to run a case, each with the plan that it stands for.
+
+    ample       the planner's plan with all the memory there is
+    tight       its plans at the least device memory that it has one for, and half-way to ample
+    recomputed  by hand: every block is recomputed in backward
+    selective   by hand: every block is, but for its costly ops
+    host        by hand: weights, gradients and optimizer state on the host
+    both        by hand: recomputed, and on the host
+    cut         the planner's plan for micro-batches of half the batch
+    resumed     saved half-way, and taken up by a run that knows nothing
+    ranks       two processes, each with half of every batch
+
+A case ends as one of: equal; refused, with its message; wrong; dead.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import anyfit
+from anyfit.planning import search
+from anyfit.values.plan import Plan
+from benchmarks.by_hand import hand_written
+from tests.machines import small_machine
+from tests.plans import AWAY, RESIDENT
+
+from .case import Case, Trial
+from .plain import Result, assert_equal, generators, saved, seed_everything, seen, trained_plainly
+
+LEAST_FRACTION = 32  # the least limit is found to this part of what ample takes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: Literal["equal", "refused", "wrong", "dead"]
+    said: str = ""
+
+
+class RefusedError(Exception):
+    """Before the first step was through."""
+
+
+class DeadError(Exception):
+    """Later."""
+
+
+def outcome_of(case: Case, column: str) -> Outcome:
+    try:
+        RUNS[column](case)
+    except RefusedError as refusal:
+        error = refusal.__cause__
+        return Outcome("refused", f"{type(error).__name__}: {error}" + "".join(f"\n{note}" for note in getattr(error, "__notes__", ())))
+    except DeadError as death:
+        return Outcome("dead", "".join(traceback.format_exception(death.__cause__)))
+    except AssertionError as difference:
+        return Outcome("wrong", str(difference))
+    finally:
+        gc.collect()
+    return Outcome("equal")
+
+
+def train(case: Case, prepare: Callable[[Trial], dict[str, Any]]) -> None:
+    """Runs the case, started with what `prepare` says of its job, beside plain PyTorch."""
+    seed_everything()
+    made, run = case.make(), None
+    try:
+        try:
+            run = anyfit.start(made.job, **prepare(made))
+            first = stepped(made, run, made.batches[:1]) if made.train is None else []
+        except Exception as error:
+            raise RefusedError from error
+        losses = first + guarded(made, run, made.batches[len(first) :])
+        compare(case, run, losses)
+    finally:
+        if run is not None:
+            run.close()
+
+
+def stepped(made: Trial, run: anyfit.Run, batches: Sequence[Any]) -> list[float]:
+    if made.train is not None:
+        return made.train(run, batches)
+    return [float(run.step(batch)) for batch in batches]
+
+
+def guarded(made: Trial, run: anyfit.Run, batches: Sequence[Any]) -> list[float]:
+    try:
+        return stepped(made, run, batches)
+    except Exception as error:
+        # A loop of its own does more than to step: what it asks for may be refused where it asks.
+        raise (DeadError if made.train is None else RefusedError) from error
+
+
+def compare(case: Case, run: anyfit.Run, losses: list[float]) -> None:
+    drawn = generators()
+    try:
+        weights = {name: tensor.clone() for name, tensor in run.state_dict().items() if isinstance(tensor, Tensor)}
+        with run.weights():
+            mine = Result(losses, weights, seen(run.model), drawn)
+    except Exception as error:
+        raise DeadError from error
+    sizes = tuple(run.micro_batches)
+    is_cut = len(sizes) > 1
+    plain = trained_plainly(case.name, sizes if is_cut and case.draws else ())
+    assert run.skipped == 0, f"{run.skipped} steps skipped"
+    assert_equal(mine, plain, case.tolerance, same_draws=not is_cut or case.draws)
+
+
+# ---------------------------------------------------------------- one function a column
+
+
+def ample(case: Case) -> None:
+    train(case, lambda _made: {"machine": small_machine()})
+
+
+def tight(case: Case) -> None:
+    least, need = limits_of(case)
+    for limit in (least, (least + need) // 2):
+        train(case, lambda _made, limit=limit: {"machine": small_machine().with_limits(device_memory=limit)})
+
+
+def limits_of(case: Case) -> tuple[int, int]:
+    """The least device memory that there is a plan for, and what ample takes."""
+    seed_everything()
+    made = case.make()
+    try:
+        profile = anyfit.profile(made.job, small_machine())
+        need = search(profile).forecast.peak_bytes["device"]
+    except Exception as error:
+        raise RefusedError from error
+    while not has_plan(profile, need):  # the margin of its error comes on top
+        need += need // 16
+    least, none = need, 0
+    while least - none > need // LEAST_FRACTION:
+        limit = (least + none) // 2
+        least, none = (limit, none) if has_plan(profile, limit) else (least, limit)
+    return least, need
+
+
+def has_plan(profile: Any, device_bytes: int) -> bool:
+    try:
+        search(replace(profile, device_limit_bytes=device_bytes))
+    except anyfit.NoPlan:
+        return False
+    return True
+
+
+def by_hand(case: Case, placement: Any, activations: str | None) -> None:
+    blocks = case.blocks if case.blocks is not None else children_of(case.make().job.build())
+
+    def prepare(made: Trial) -> dict[str, Any]:
+        chosen: Any = {} if activations is None else dict.fromkeys(blocks, activations)
+        plan = hand_written(made.job, placement, slots=8, activations=chosen)
+        return {"plan": plan, "machine": small_machine()}
+
+    train(case, prepare)
+
+
+def children_of(model: nn.Module) -> list[str]:
+    """What a plan by hand recomputes: each child of the model; of lists each member."""
+    found = []
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += [f"{name}.{path}" for path in children_of(child)]
+        else:
+            found.append(name)
+    return found
+
+
+def cut(case: Case) -> None:
+    def prepare(made: Trial) -> dict[str, Any]:
+        return {"machine": small_machine()}
+
+    half = replace_micro_batch(case)
+    train(half, prepare)
+
+
+def replace_micro_batch(case: Case) -> Case:
+    def make() -> Trial:
+        made = case.make()
+        return replace(made, job=replace(made.job, micro_batch=made.job.batch_size // 2))
+
+    return replace(case, make=make)
+
+
+def resumed(case: Case) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        where = Path(folder) / "saved"
+        seed_everything()
+        made, run = case.make(), None
+        half = len(made.batches) // 2
+        try:
+            try:
+                run = anyfit.start(made.job, machine=small_machine())
+                first = stepped(made, run, made.batches[:1]) if made.train is None else []
+            except Exception as error:
+                raise RefusedError from error
+            losses = first + guarded(made, run, made.batches[len(first) : half])
+            try:
+                run.save(where)
+            except Exception as error:  # a run that cannot be saved says so
+                raise RefusedError from error
+        finally:
+            if run is not None:
+                run.close()
+        seed_everything(99)  # another process, that has drawn other numbers
+        made, run = case.make(), None
+        try:
+            try:
+                run = anyfit.start(made.job, machine=small_machine(), resume=where)
+            except Exception as error:
+                raise RefusedError from error
+            losses += guarded(made, run, made.batches[half:])
+            compare(case, run, losses)
+        finally:
+            if run is not None:
+                run.close()
+
+
+RUNS: dict[str, Callable[[Case], None]] = {
+    "ample": ample,
+    "tight": tight,
+    "recomputed": lambda case: by_hand(case, RESIDENT, "recompute"),
+    "selective": lambda case: by_hand(case, RESIDENT, "selective"),
+    "host": lambda case: by_hand(case, AWAY, None),
+    "both": lambda case: by_hand(case, AWAY, "recompute"),
+    "cut": cut,
+    "resumed": resumed,
+}
