@@ -44,7 +44,7 @@ class Case:
     make: Callable[[], Trial]
     expected: Mapping[str, Refused] = field(default_factory=dict)  # by column; equal where nothing is said
     columns: tuple[str, ...] = ALWAYS
-    tolerance: float = 1e-5  # normwise, of losses and of every tensor
+    tolerance_when_cut: float = 1e-5  # normwise, of losses and of every tensor
     draws: bool = False  # random numbers of torch, of which micro-batches take others than the whole batch
     blocks: tuple[str, ...] | None = None  # recomputed by a plan written by hand; the model's children, where not said
 
@@ -59,7 +59,7 @@ def hostile(
     *,
     also: Sequence[str] = (),
     without: Sequence[str] = (),
-    tolerance: float = 1e-5,
+    tolerance_when_cut: float = 1e-5,
     draws: bool = False,
     blocks: Sequence[str] | None = None,
     **expected: Refused,
@@ -77,7 +77,7 @@ def hostile(
             make=make,
             expected=expected,
             columns=columns,
-            tolerance=tolerance,
+            tolerance_when_cut=tolerance_when_cut,
             draws=draws,
             blocks=None if blocks is None else tuple(blocks),
         )

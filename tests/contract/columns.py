@@ -36,6 +36,7 @@ from tests.plans import AWAY, RESIDENT
 from .case import Case, Trial
 from .plain import Result, assert_equal, generators, saved, seed_everything, seen, trained_plainly
 
+TOLERANCE = 1e-5  # normwise, of losses and of every tensor
 LEAST_FRACTION = 32  # the least limit is found to this part of what ample takes
 
 
@@ -111,7 +112,7 @@ def compare(case: Case, run: anyfit.Run, losses: list[float]) -> None:
     is_cut = len(sizes) > 1
     plain = trained_plainly(case.name, sizes if is_cut and case.draws else ())
     assert run.skipped == 0, f"{run.skipped} steps skipped"
-    assert_equal(mine, plain, case.tolerance, same_draws=not is_cut or case.draws)
+    assert_equal(mine, plain, case.tolerance_when_cut if is_cut else TOLERANCE, same_draws=not is_cut or case.draws)
 
 
 # ---------------------------------------------------------------- one function a column

@@ -99,6 +99,8 @@ def seen(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {f"buffer {name}": tensor.detach().clone() for name, tensor in model.named_buffers()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
+            if name.startswith("_torchdynamo"):  # an address
+                continue
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 found[f"attribute {path}.{name}"] = value.detach().clone()
             elif isinstance(value, int | float | str) or (isinstance(value, list | tuple) and all_plain(value)):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import anyfit
 
 from ..case import Chain, Residual, Trial, hostile, sgd, squared, tokens, trial, vectors
+from .losses import NO_MEAN
 
 
 class Tied(nn.Module):
@@ -225,7 +226,7 @@ def weights_edited_through_numpy() -> Trial:
     return trial(Net, squared, vectors(), real_run=True)
 
 
-@hostile()
+@hostile(cut=NO_MEAN)
 def weights_edited_by_foreach() -> Trial:
     class Net(Chain):
         def forward(self, x: Tensor) -> Tensor:
@@ -236,7 +237,7 @@ def weights_edited_by_foreach() -> Trial:
     return trial(Net, squared, vectors())
 
 
-@hostile()
+@hostile(cut=NO_MEAN)
 def weights_replaced_by_data() -> Trial:
     class Net(Chain):
         def forward(self, x: Tensor) -> Tensor:
@@ -310,7 +311,7 @@ def weights_swapped_for_others_in_forward() -> Trial:
     return trial(Net, squared, vectors())
 
 
-@hostile()
+@hostile(cut=NO_MEAN)
 def ema_teacher_inside_the_model() -> Trial:
     """BYOL: a copy follows the weights, moved at every forward."""
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..case import Chain, Refused, Residual, Trial, adamw, hostile, squared, tokens, trial, vectors
 from .aliases import next_token
-from .losses import Texts
+from .losses import NO_MEAN, Texts
 
 
 class Extra(Chain):
@@ -49,7 +49,7 @@ def unused_parameters() -> Trial:
     return trial(Net, squared, vectors(), adamw)
 
 
-@hostile(also=("both", "ranks"))
+@hostile(also=("both",), cut=NO_MEAN)
 def parameters_used_by_some_batches() -> Trial:
     """Which ones, the batch says."""
 
@@ -61,7 +61,7 @@ def parameters_used_by_some_batches() -> Trial:
     return trial(Net, squared, vectors(rows=4), adamw, real_run=True)
 
 
-@hostile(also=("both",))
+@hostile(also=("both",), cut=NO_MEAN)
 def parameters_used_by_some_steps() -> Trial:
     class Net(Chain):
         def __init__(self) -> None:
@@ -283,7 +283,7 @@ def integer_parameters() -> Trial:
     return trial(Net, squared, vectors())
 
 
-@hostile()
+@hostile(cut=NO_MEAN)
 def embedding_with_padding_scaled_by_frequency() -> Trial:
     class Net(Texts):
         def __init__(self) -> None:
