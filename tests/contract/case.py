@@ -16,7 +16,7 @@ import anyfit
 # What a job is tried under: every case in the first five, but those that it leaves out; in the others where it can matter.
 ALWAYS = ("ample", "tight", "recomputed", "host", "cut")
 COLUMNS = (*ALWAYS, "both", "selective", "resumed", "ranks")
-STEPS = 12
+STEPS = 10
 ROWS = 4
 
 
@@ -183,7 +183,9 @@ class Residual(nn.Module):
 class Chain(nn.Module):
     """A stem, blocks and a head: `block` makes each block."""
 
-    def __init__(self, block: Callable[[int], nn.Module] = Residual, width: int = 16, wide: int = 8, out: int = 8, count: int = 3) -> None:
+    def __init__(
+        self, block: Callable[[int], nn.Module] = Residual, width: int = 16, wide: int = 8, out: int = 8, count: int = 3
+    ) -> None:
         super().__init__()
         self.stem = nn.Linear(wide, width)
         self.blocks = nn.ModuleList(block(width) for _ in range(count))

@@ -23,18 +23,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 import anyfit
 from anyfit.planning import search
-from anyfit.values.plan import Plan
 from benchmarks.by_hand import hand_written
+from tests.dist.pool import pool_of
 from tests.machines import small_machine
 from tests.plans import AWAY, RESIDENT
 
-from .case import Case, Trial
-from .plain import Result, assert_equal, generators, saved, seed_everything, seen, trained_plainly
+from .case import Case, Trial, catalogue
+from .plain import Result, assert_equal, generators, seed_everything, seen, trained_plainly
+from .plain import cut as parts
 
 TOLERANCE = 1e-5  # normwise, of losses and of every tensor
 LEAST_FRACTION = 32  # the least limit is found to this part of what ample takes
@@ -59,7 +59,9 @@ def outcome_of(case: Case, column: str) -> Outcome:
         RUNS[column](case)
     except RefusedError as refusal:
         error = refusal.__cause__
-        return Outcome("refused", f"{type(error).__name__}: {error}" + "".join(f"\n{note}" for note in getattr(error, "__notes__", ())))
+        return Outcome(
+            "refused", f"{type(error).__name__}: {error}" + "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        )
     except DeadError as death:
         return Outcome("dead", "".join(traceback.format_exception(death.__cause__)))
     except AssertionError as difference:
@@ -100,14 +102,18 @@ def guarded(made: Trial, run: anyfit.Run, batches: Sequence[Any]) -> list[float]
         raise (DeadError if made.train is None else RefusedError) from error
 
 
-def compare(case: Case, run: anyfit.Run, losses: list[float]) -> None:
+def result_of(run: anyfit.Run, losses: list[float]) -> Result:
     drawn = generators()
     try:
         weights = {name: tensor.clone() for name, tensor in run.state_dict().items() if isinstance(tensor, Tensor)}
         with run.weights():
-            mine = Result(losses, weights, seen(run.model), drawn)
+            return Result(losses, weights, seen(run.model), drawn)
     except Exception as error:
         raise DeadError from error
+
+
+def compare(case: Case, run: anyfit.Run, losses: list[float]) -> None:
+    mine = result_of(run, losses)
     sizes = tuple(run.micro_batches)
     is_cut = len(sizes) > 1
     plain = trained_plainly(case.name, sizes if is_cut and case.draws else ())
@@ -226,6 +232,39 @@ def resumed(case: Case) -> None:
                 run.close()
 
 
+def ranks(case: Case) -> None:
+    pool = pool_of(2)
+    try:
+        told = pool.run(trained_by_a_rank, case.name)
+    except (EOFError, TimeoutError, AssertionError) as error:
+        pool.close()
+        raise DeadError from error
+    for kind, what in told:
+        if kind == "refused":
+            raise RefusedError from RuntimeError(what)
+        if kind == "dead":
+            raise DeadError from RuntimeError(what)
+    plain = trained_plainly(case.name)
+    for _, mine in told:
+        assert_equal(mine, plain, TOLERANCE, same_draws=False)
+
+
+def trained_by_a_rank(name: str) -> tuple[str, Any]:
+    """One rank's part of a case: how it ended, and with what."""
+    case = catalogue()[name]
+    seed_everything()
+    made = case.make()
+    losses: list[float] = []
+    try:
+        with anyfit.start(made.job, machine=small_machine()) as run:
+            for batch in made.batches:
+                shares = list(parts(batch, [made.job.batch_size // 2] * 2))
+                losses.append(float(run.step(shares[run.ranks.index])))
+            return "done", result_of(run, losses)
+    except Exception as error:
+        return "refused" if not losses else "dead", f"{type(error).__name__}: {error}"
+
+
 RUNS: dict[str, Callable[[Case], None]] = {
     "ample": ample,
     "tight": tight,
@@ -235,4 +274,5 @@ RUNS: dict[str, Callable[[Case], None]] = {
     "both": lambda case: by_hand(case, AWAY, "recompute"),
     "cut": cut,
     "resumed": resumed,
+    "ranks": ranks,
 }

@@ -44,9 +44,9 @@ def trained_plainly(name: str, sizes: tuple[int, ...] = ()) -> Result:
     losses = (made.plainly or plainly)(job, model, made.batches) if not sizes else plainly(job, model, made.batches, sizes)
     result = Result(losses, saved(model), seen(model), generators())
     assert all(loss == loss for loss in losses), f"{name}: plain PyTorch's own loss is not a number"
-    assert any(
-        each not in before or not torch.equal(before[each], tensor) for each, tensor in model.named_parameters()
-    ), f"{name} trains nothing"
+    assert any(each not in before or not torch.equal(before[each], tensor) for each, tensor in model.named_parameters()), (
+        f"{name} trains nothing"
+    )
     return result
 
 
@@ -89,9 +89,7 @@ def cut(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:
 
 
 def saved(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: tensor.detach().clone() for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)
-    }
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
 
 
 def seen(model: nn.Module) -> dict[str, Any]:

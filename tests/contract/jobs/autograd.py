@@ -534,4 +534,3 @@ def a_loss_that_closes_over_the_module() -> Trial:
     torch.manual_seed(3)
     mine = Chain()
     return trial(mine, lambda model, batch: squared(mine, batch), vectors())
-

@@ -10,7 +10,23 @@ from torch.nn import functional as F
 
 import anyfit
 
-from ..case import ROWS, STEPS, Chain, Residual, Trial, adamw, classified, hostile, images, sgd, squared, tokens, trial, vectors
+from ..case import (
+    ROWS,
+    STEPS,
+    Chain,
+    Refused,
+    Residual,
+    Trial,
+    adamw,
+    classified,
+    hostile,
+    images,
+    sgd,
+    squared,
+    tokens,
+    trial,
+    vectors,
+)
 from .aliases import next_token
 from .losses import NO_MEAN
 from .state import STATISTICS
@@ -78,6 +94,9 @@ def sequences(steps: int = STEPS) -> list[dict[str, Tensor]]:
     ]
 
 
+CARRIED = Refused(r"(?is)hidden|cut|micro.?batch|sizes? of tensors|size")  # a state that has the whole batch's rows
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: Any, **options: Any) -> None:
         super().__init__()
@@ -100,18 +119,21 @@ def a_gru_of_two_directions() -> Trial:
 
 @hostile()
 def an_lstm_over_packed_sequences() -> Trial:
-    lengths = torch.tensor([6, 5, 3, 2])
-
     class Packed(Recurrent):
-        def forward(self, x: Tensor) -> Tensor:
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths[: len(x)], batch_first=True)
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
             out, _ = nn.utils.rnn.pad_packed_sequence(self.body(packed)[0], batch_first=True, total_length=6)
             return self.head(out)
 
-    return trial(lambda: Packed(nn.LSTM), squared, sequences(), micro_batch=ROWS, real_run=True)
+    batches = [{**batch, "lengths": torch.tensor([6, 5, 3, 2])} for batch in sequences()]
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return (model(batch["x"], batch["lengths"]) - batch["y"]).square().mean()
+
+    return trial(lambda: Packed(nn.LSTM), loss, batches, real_run=True)
 
 
-@hostile()
+@hostile(cut=CARRIED)
 def an_lstm_cell_that_carries_its_state() -> Trial:
     """Truncated backpropagation: the state of one batch goes into the next."""
 
@@ -123,11 +145,12 @@ def an_lstm_cell_that_carries_its_state() -> Trial:
             self.register_buffer("memory", torch.zeros(ROWS, 12), persistent=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            hidden, memory, out = self.hidden[: len(x)], self.memory[: len(x)], []
+            hidden, memory, out = self.hidden.clone(), self.memory.clone(), []
             for at in range(x.shape[1]):
                 hidden, memory = self.cell(x[:, at], (hidden, memory))
                 out.append(self.head(hidden))
-            self.hidden[: len(x)], self.memory[: len(x)] = hidden.detach(), memory.detach()
+            self.hidden.copy_(hidden.detach())
+            self.memory.copy_(memory.detach())
             return torch.stack(out, 1)
 
     return trial(Net, squared, sequences())
@@ -369,7 +392,7 @@ def llama_by_from_huggingface() -> Trial:
     torch.manual_seed(5)
     model = transformers_model("llama").train()
     batches = padded()
-    job = anyfit.Job.from_huggingface(model, sgd, batches[0], ROWS, precision="fp32")
+    job = anyfit.Job.from_huggingface(model, batch_size=ROWS, optimizer=sgd, sample=batches[0], precision="fp32")
 
     def plainly(job: anyfit.Job, model: Any, batches: Any) -> list[float]:
         optimizer, losses = job.optimizer(model), []

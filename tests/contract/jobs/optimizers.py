@@ -448,9 +448,7 @@ def a_scheduler_of_lambdas_by_group() -> Trial:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": list(child.parameters())} for child in model.children()], lr=0.05)
 
-    return optimized(
-        make, scheduler=lambda o: lr_scheduler.LambdaLR(o, [lambda e: 0.9**e, lambda e: 1.0, lambda e: 1 / (1 + e)])
-    )
+    return optimized(make, scheduler=lambda o: lr_scheduler.LambdaLR(o, [lambda e: 0.9**e, lambda e: 1.0, lambda e: 1 / (1 + e)]))
 
 
 @hostile(also=("resumed",))
