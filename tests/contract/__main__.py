@@ -11,6 +11,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--odd", action="store_true", help="only what is not as expected")
     parser.add_argument("--open", action="store_true", help="only what is known not to hold yet")
+    parser.add_argument("--cells", type=Path, help="a file of lines such as: lora/host")
     parser.add_argument("--part", default="1/1", help="such as 2/3: the second of three parts of the cells")
     parser.add_argument("words", nargs="*")
     given = parser.parse_args()
@@ -37,6 +39,7 @@ def main() -> None:
     os.environ.setdefault("ANYFIT_CACHE", tempfile.mkdtemp())
     wanted = given.columns.split(",")
     count: Counter[str] = Counter()
+    named = None if given.cells is None else set(given.cells.read_text().splitlines())
     part, parts = map(int, given.part.split("/"))
     met = 0
     for case in catalogue().values():
@@ -46,6 +49,8 @@ def main() -> None:
             if column not in wanted or column not in RUNS:
                 continue
             if (case.name, column) in ENDS_THE_PROCESS or (given.open and (case.name, column) not in KNOWN_OPEN):
+                continue
+            if named is not None and f"{case.name}/{column}" not in named:
                 continue
             met += 1
             if met % parts != part - 1:

@@ -466,7 +466,7 @@ def a_block_called_many_times() -> Trial:
     return trial(Net, squared, vectors())
 
 
-@hostile(also=("both",))
+@hostile(also=("both",), cut=NO_MEAN)
 def a_block_of_many_inputs_and_outputs() -> Trial:
     class Many(Residual):
         def forward(self, x: Tensor, *, told: dict[str, Any], scale: float = 1.0) -> Any:  # type: ignore[override]

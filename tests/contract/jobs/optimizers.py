@@ -20,6 +20,12 @@ CAPTURABLE = Refused(r"(?is)capturable")  # on a CPU torch refuses it too
 DIFFERENTIABLE = Refused(r"(?is)differentiable")  # torch refuses to step leaves in place
 
 
+# Of plans by hand that step chunks apart.
+TOGETHER = Refused(r"(?is)have to be stepped together|are? stepped together")
+NOT_TRAINED = Refused(r"(?is)add_param_group.*start")
+KEPT_IN_CHUNKS = Refused(r"(?is)run\.optimizer\.state is not kept there")
+
+
 def optimized(optimizer: Make, model: Callable[[], nn.Module] = Chain, **options: Any) -> Trial:
     return trial(model, squared, vectors(), optimizer, **options)
 
@@ -114,7 +120,7 @@ def adadelta() -> Trial:
     return optimized(lambda m: torch.optim.Adadelta(m.parameters(), lr=1.0))
 
 
-@hostile()
+@hostile(tolerance_when_cut=1e-2)
 def muon() -> Trial:
     """Of whole matrices."""
 
@@ -188,7 +194,7 @@ def own_lion() -> Trial:
     return optimized(lambda m: Lion(m.parameters()))
 
 
-@hostile(also=("resumed",))
+@hostile(also=("resumed",), host=TOGETHER)
 def a_counter_on_the_optimizer() -> Trial:
     class Counting(torch.optim.SGD):
         count = 0
@@ -202,7 +208,7 @@ def a_counter_on_the_optimizer() -> Trial:
     return optimized(lambda m: Counting(m.parameters(), lr=0.05))
 
 
-@hostile()
+@hostile(host=TOGETHER)
 def a_norm_across_parameters() -> Trial:
     """LAMB and LARS take one a parameter; this one takes one of all."""
 
@@ -246,7 +252,7 @@ def noise_in_the_update() -> Trial:
     return optimized(lambda m: Langevin(m.parameters(), lr=0.05))
 
 
-@hostile()
+@hostile(host=TOGETHER)
 def step_hooks() -> Trial:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         made = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -287,7 +293,7 @@ def a_step_hook_that_counts() -> Trial:
     return optimized(make)
 
 
-@hostile()
+@hostile(host=TOGETHER)
 def a_replaced_step() -> Trial:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         made = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -320,7 +326,7 @@ def centralised_gradients_in_a_subclass() -> Trial:
     return optimized(lambda m: Centred(m.parameters(), lr=0.01))
 
 
-@hostile()
+@hostile(host=TOGETHER)
 def lookahead_around_another_optimizer() -> Trial:
     class Lookahead(torch.optim.Optimizer):
         def __init__(self, base: torch.optim.Optimizer) -> None:
@@ -355,7 +361,7 @@ def adding_groups(run_optimizer: Any, model: Any) -> None:
     run_optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 0.02})
 
 
-@hostile(without=("cut",))
+@hostile(without=("cut",), ample=NOT_TRAINED, tight=NOT_TRAINED, recomputed=NOT_TRAINED, host=NOT_TRAINED)
 def a_group_added_after_the_start() -> Trial:
     def make(model: Any) -> torch.optim.Optimizer:
         own = {id(each) for each in model.head.parameters()}
@@ -381,7 +387,7 @@ def a_group_added_after_the_start() -> Trial:
     return optimized(make, train=train, plainly=plainly)
 
 
-@hostile(without=("cut",))
+@hostile(without=("cut",), tight=KEPT_IN_CHUNKS, host=KEPT_IN_CHUNKS)
 def state_that_is_cleared() -> Trial:
     def train(run: anyfit.Run, batches: Sequence[Any]) -> list[float]:
         losses = []

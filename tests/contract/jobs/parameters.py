@@ -157,7 +157,10 @@ def prompt_tuning() -> Trial:
     return trial(Prompted, next_token, tokens())
 
 
-@hostile(without=("cut",))
+THAWED = Refused(r"(?is)stem.*requires_grad_.*anyfit\.start")
+
+
+@hostile(without=("cut",), ample=THAWED, tight=THAWED, recomputed=THAWED, host=THAWED)
 def thawed_after_some_steps() -> Trial:
     def make() -> nn.Module:
         model = Chain()
