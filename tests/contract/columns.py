@@ -130,8 +130,20 @@ def ample(case: Case) -> None:
 
 def tight(case: Case) -> None:
     least, need = limits_of(case)
-    for limit in (least, (least + need) // 2):
-        train(case, lambda _made, limit=limit: {"machine": small_machine().with_limits(device_memory=limit)})
+    for _ in range(8):
+        try:
+            train_within(case, least)
+            break
+        except RefusedError as refusal:
+            # What was found out by running the job (that its batch may not be cut, a block not be recomputed) needs more.
+            if not isinstance(refusal.__cause__, anyfit.NoPlan) or least >= need:
+                raise
+            least += min(refusal.__cause__.shortfall_bytes * 17 // 16 + 64, need - least)
+    train_within(case, (least + need) // 2)
+
+
+def train_within(case: Case, device_bytes: int) -> None:
+    train(case, lambda _made: {"machine": small_machine().with_limits(device_memory=device_bytes)})
 
 
 def limits_of(case: Case) -> tuple[int, int]:

@@ -63,7 +63,7 @@ def sum_and_weight() -> Trial:
     return trial(Chain, loss, masked())
 
 
-@hostile(also=("ranks",), cut=NO_MEAN, ranks=NO_MEAN)
+@hostile(also=("ranks",))
 def cross_entropy_with_ignored_labels() -> Trial:
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
         wanted = ids[:, 1:].masked_fill(torch.arange(1, ids.shape[1]) > ids[:, :1] % 7 + 1, -100)
