@@ -316,7 +316,7 @@ def weights_swapped_for_others_in_forward() -> Trial:
     return trial(Net, squared, vectors())
 
 
-@hostile(cut=NO_MEAN, host=EDITED)
+@hostile(cut=NO_MEAN)
 def ema_teacher_inside_the_model() -> Trial:
     """BYOL: a copy follows the weights, moved at every forward."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anyfit
+from tests.families import FAMILIES
 
 from ..case import (
     ROWS,
@@ -346,10 +348,6 @@ def siamese_networks_of_shared_weights() -> Trial:
 
 
 def transformers_model(family: str, **options: Any) -> nn.Module:
-    import transformers
-
-    from tests.families import FAMILIES
-
     made_by, kind, usual = FAMILIES[family]
     config = transformers.AutoConfig.for_model(kind, **usual | options)
     model: nn.Module = getattr(transformers, made_by)(config)
@@ -451,8 +449,6 @@ def t5_with_its_cache() -> Trial:
 )
 def bart_with_its_cache() -> Trial:
     def make() -> nn.Module:
-        import transformers
-
         config = transformers.BartConfig(
             vocab_size=100,
             d_model=16,
@@ -477,8 +473,6 @@ def bart_with_its_cache() -> Trial:
 @hostile(also=("both",), blocks=("model.encoder.layers.0", "model.decoder.layers.0"))
 def whisper_small() -> Trial:
     def make() -> nn.Module:
-        import transformers
-
         config = transformers.WhisperConfig(
             vocab_size=100,
             num_mel_bins=4,
