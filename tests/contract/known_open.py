@@ -182,10 +182,6 @@ KNOWN_OPEN: dict[tuple[str, str], str] = {
     ): "refused: InternalTorchDynamoError: AsPythonConstantNotImplementedError: RandomClassVariable() is not",
     (
         "a compiled model",
-        "tight",
-    ): "refused: InternalTorchDynamoError: AsPythonConstantNotImplementedError: RandomClassVariable() is not",
-    (
-        "a compiled model",
         "recomputed",
     ): "refused: InternalTorchDynamoError: AsPythonConstantNotImplementedError: RandomClassVariable() is not",
     (
