@@ -130,7 +130,7 @@ class Activations:
 
     def _pack(self, tensor: Tensor) -> Any:
         packed = self._residency.pack(tensor)
-        if not isinstance(packed, Tensor) or self._inside is None:
+        if not isinstance(packed, Tensor) or self._inside is None or tensor.layout != torch.strided or tensor.is_nested:
             return packed
         with quietly(), torch.no_grad():
             storage = tensor.untyped_storage()

@@ -559,7 +559,8 @@ class Residency:
 
     def pack(self, tensor: Tensor) -> Tensor | Saved:
         with quietly():
-            slot = self._of_storage.get(tensor.untyped_storage()._cdata)
+            has_storage = tensor.layout == torch.strided and not tensor.is_nested  # what is sparse or nested is nobody's weight
+            slot = self._of_storage.get(tensor.untyped_storage()._cdata) if has_storage else None
             if slot is None or slot.state is None:
                 if type(tensor) is Watched and hasattr(tensor, "anyfit") and tensor.anyfit[2] in self._fetched:
                     return self._place_of(tensor)

@@ -25,11 +25,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyfit.values import job as job_module
-from anyfit.values.batches import named_tensors
+from anyfit.values.batches import is_dense, named_tensors
 from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import MEAN, LossRule, divisors
 
 from .errors import place_of
+from .needs import storage_of
 
 aten = torch.ops.aten
 JOB_FILE = job_module.__file__  # from which the user's loss is called
@@ -63,7 +64,7 @@ def rows_for(job: Job) -> int:
     if job.split is not None:
         return job.batch_size
     sample = job.sample if job.max_sample is None else job.max_sample
-    sizes = [size for _, tensor in named_tensors(sample) for size in tensor.shape[1:]]
+    sizes = [size for _, tensor in named_tensors(sample) if is_dense(tensor) for size in tensor.shape[1:]]
     return next((prime for prime in PRIMES if all(size % prime for size in sizes)), PRIMES[0])
 
 
@@ -127,9 +128,9 @@ class BatchNumbers(TorchDispatchMode):
                 self._follow(tensor, frozenset((name,)))
 
     def _follow(self, tensor: Tensor, entries: frozenset[str]) -> None:
-        storage = tensor.untyped_storage()
-        self._from[storage._cdata] = entries | self._from.get(storage._cdata, frozenset())
-        self._kept.append(storage)
+        identity = _storage(tensor)
+        self._from[identity] = entries | self._from.get(identity, frozenset())
+        self._kept.append(storage_of(tensor) or tensor)
 
     def _entries(self, nest: Any) -> frozenset[str]:
         found: frozenset[str] = frozenset()
@@ -210,4 +211,8 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 
 def _storage(tensor: Any) -> int:
-    return int(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else 0
+    """Identity of its memory; of a sparse or nested tensor, which has none of its own, that of the tensor itself."""
+    if not isinstance(tensor, Tensor):
+        return 0
+    storage = storage_of(tensor)
+    return -id(tensor) if storage is None else int(storage._cdata)

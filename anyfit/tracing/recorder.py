@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from anyfit.values.call import Call, Other, TensorForm, TheDevice, TorchName
@@ -98,13 +98,15 @@ class Recorder(TorchDispatchMode):
         self.needs = Needs(parameters, self._outside, lambda: self._stack[-1][1])
 
     def count_input(self, tensor: torch.Tensor) -> None:
-        self._meet(tensor, "input")
+        for each in _tensors(tensor):
+            self._meet(each, "input")
 
     def mark_gradient(self, tensor: torch.Tensor) -> Storage | None:
-        storage = self._known.get(tensor.untyped_storage()._cdata)
-        if storage is not None:
-            storage.kind = "gradient"
-        return storage
+        storages = [self._known.get(each.untyped_storage()._cdata) for each in _tensors(tensor)]  # a sparse one has several
+        for storage in storages:
+            if storage is not None:
+                storage.kind = "gradient"
+        return storages[-1] if storages else None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -275,14 +277,14 @@ def _name_of(func: Any) -> str:
 def _key_of(item: Any) -> Any:
     """Something that can be hashed, and is equal for arguments that are described alike."""
     if isinstance(item, torch.Tensor):
-        return item.dtype, item.shape, item.stride()
+        return (item.dtype, item.shape, item.stride()) if _is_plain(item) else (str(item.layout), item.dtype)
     if isinstance(item, list | tuple):
         return tuple(map(_key_of, item))
     return type(item), item  # 1, 1.0 and True are equal, and not alike
 
 
 def _described(item: Any) -> Any:
-    if isinstance(item, torch.Tensor):
+    if isinstance(item, torch.Tensor) and _is_plain(item):
         return TensorForm(str(item.dtype).removeprefix("torch."), tuple(item.shape), item.stride())
     if isinstance(item, list | tuple):
         return list(map(_described, item))
@@ -297,7 +299,7 @@ def _tensors(nest: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for item in pytree.tree_leaves(nest):
         if isinstance(item, torch.Tensor):
-            found += [item] if item.layout == torch.strided else _parts_of(item)
+            found += [item] if _is_plain(item) else _parts_of(item)
     return found
 
 
@@ -305,10 +307,18 @@ def _leaves(nest: Any) -> list[torch.Tensor]:
     return [item for item in pytree.tree_leaves(nest) if isinstance(item, torch.Tensor)]
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has one shape, strides and a storage: a sparse or nested one has not."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What a sparse tensor, or one of another layout, is made of."""
+    """What a sparse or nested tensor is made of."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return []
+    if tensor.layout in (torch.strided, torch.jagged):
+        with torch.no_grad(), _disable_current_modes():  # no op of the pass
+            return [tensor.values()]
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -338,6 +348,8 @@ def _kind_of(packet: Any) -> OpKind:
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    if not all(map(_is_plain, _leaves((args, kwargs, result)))):
+        return 0  # by their shapes there is no knowing
     if "attention" in packet.__name__:  # torch's own formulas miss some kernels and grouped queries
         backward = packet.__name__.endswith("backward")
         query, key, value = args[1:4] if backward else args[:3]

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 import anyfit
 from tests.machines import small_machine
-from tests.oracle import assert_close
-from tests.plans import hand_written, started
+from tests.oracle import assert_bit_equal, assert_close, train_plainly
+from tests.plans import AWAY, hand_written, started
 
 ROWS, STEPS, WIDTH = 4, 3, 5
 
@@ -248,6 +248,70 @@ def test_any_batch_can_be_planned_for(name: str) -> None:
     with anyfit.start(job_for(make, loss, micro_batch=ROWS), machine=small_machine()) as run:
         assert [float(run.step(make(step))) for step in range(STEPS)] == pytest.approx(losses, rel=1e-6)
         assert_close(run.state_dict(), weights, 1e-6)
+
+
+class WithTable(Net):
+    """Its first layer is a product with the batch as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(torch.sparse.mm(inputs, self.table) if inputs.is_sparse else inputs.to_dense() @ self.table)
+
+
+def thinned(seed: int) -> Tensor:
+    inputs, _ = drawn(seed)
+    return inputs * (inputs > 0)
+
+
+def nested(seed: int, layout: torch.layout) -> Tensor:
+    inputs, _ = drawn(seed)
+    return torch.nested.nested_tensor(
+        [each.expand(count, -1) for each, count in zip(inputs, lengths(seed), strict=True)], layout=layout
+    )
+
+
+OF_PARTS: dict[str, tuple[type[nn.Module], Any, Any]] = {
+    "coo": (WithTable, lambda seed: thinned(seed).to_sparse(), lambda model, batch: model(batch).square().mean()),
+    "csr": (WithTable, lambda seed: thinned(seed).to_sparse_csr(), lambda model, batch: model(batch).square().mean()),
+    "bsr": (WithTable, lambda seed: thinned(seed).to_sparse_bsr((1, 1)), lambda model, batch: model(batch).square().mean()),
+    "nested": (
+        Net,
+        lambda seed: nested(seed, torch.strided),
+        lambda model, batch: model(batch.to_padded_tensor(0.0)).sum(1).square().mean(),
+    ),
+    "jagged": (
+        Net,
+        lambda seed: nested(seed, torch.jagged),
+        lambda model, batch: model(batch).to_padded_tensor(0.0).sum(1).square().mean(),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested tensors is in prototype|Sparse .* support is in beta)")
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_sparse_and_nested_batches_are_planned_for_and_train_alike(name: str) -> None:
+    make_model, make, loss = OF_PARTS[name]
+    batches = [make(step) for step in range(STEPS)]
+    job = anyfit.Job(make_model, loss, sgd, batches[0], ROWS, precision="fp32")
+    losses, weights = train_plainly(job, batches)
+    plans = [None] if name == "jagged" else [None, hand_written(job, AWAY, chunk_bytes=2**10)]
+    for plan in plans:
+        with anyfit.start(job, plan, small_machine()) as run:
+            assert [float(run.step(batch)) for batch in batches] == losses
+            assert_bit_equal(run.state_dict(), weights)
+
+
+def test_a_jagged_tensor_reads_weights_past_the_watching_and_is_refused_where_they_are_away() -> None:
+    make_model, make, loss = OF_PARTS["jagged"]
+    job = anyfit.Job(make_model, loss, sgd, make(0), ROWS, precision="fp32")
+    with (
+        started(job, hand_written(job, AWAY)) as run,
+        pytest.raises(RuntimeError, match="is read by code that torch does not tell of"),
+    ):
+        run.step(make(0))
 
 
 def test_a_short_batch_is_refused_whatever_it_is_made_of() -> None:
