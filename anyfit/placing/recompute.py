@@ -133,11 +133,14 @@ class Frame:
             raise self.of.error("its input was written into in place, after the block was called")
         wanted = [reference() for reference in self._holders]
         last = max(index for index, holder in enumerate(wanted) if holder is not None)
-        saved = iter(range(len(wanted)))
+        met, plain_before = 0, False
         put_back: set[int] = set()
 
         def pack(tensor: Tensor) -> Any:
-            index = next(saved)
+            nonlocal met, plain_before
+            index, met = met, met + 1
+            if index >= len(wanted):
+                raise self.of.error(f"run again, it saves more tensors for backward than the {len(wanted)} it saved")
             with quietly():
                 facts = tensor.shape, tensor.dtype
                 if facts != self._facts[index]:
@@ -151,8 +154,11 @@ class Frame:
             if holder is not None:
                 holder.packed = packed
                 holder.version = version_of(packed) if isinstance(packed, Tensor) else 0
-            if index == last:
+            # What an op saves, it saves before it runs, and a tensor without gradient may be one that it writes (rrelu's noise).
+            is_plain = isinstance(packed, Tensor) and not tensor.requires_grad
+            if index == last and not (is_plain or plain_before):
                 raise _Enough
+            plain_before = is_plain
             return packed
 
         args, kwargs = self._inputs.give()
@@ -165,7 +171,8 @@ class Frame:
         finally:
             if self._kept is not None:
                 self._kept.spend()
-        raise self.of.error(f"run again, it saves {next(saved)} tensors for backward where it saved {len(wanted)}")
+        if met <= last:
+            raise self.of.error(f"run again, it saves {met} tensors for backward where it saved {len(wanted)}")
 
 
 def _storage(tensor: Tensor) -> int:
@@ -195,6 +202,15 @@ class Input:
         return self.version is not None and version_of(self.packed) != self.version
 
 
+class Named:
+    """A named tuple that holds inputs: its own constructor would ask them what they are."""
+
+    __slots__ = ("fields", "kind")
+
+    def __init__(self, kind: type, fields: list[Any]) -> None:
+        self.kind, self.fields = kind, fields
+
+
 class Inputs:
     """Arguments of a call, without the graph they come from. Containers are copied, since the caller's may change."""
 
@@ -220,7 +236,7 @@ class Inputs:
         if kind is dict:
             return {key: self._take(each) for key, each in value.items()}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return kind(*(self._take(each) for each in value))
+            return Named(kind, [self._take(each) for each in value])
         if not isinstance(value, nn.Parameter):
             self.objects.append(value)
         return value
@@ -244,13 +260,14 @@ class Inputs:
                 if value.needs_grad:
                     value.given.requires_grad_()
             return value.given
+        if isinstance(value, Named):
+            fields = [self._given(each) for each in value.fields]
+            return tuple.__new__(value.kind, fields)  # its own constructor may want other arguments (PackedSequence)
         kind = type(value)
         if kind is tuple or kind is list:
             return kind([self._given(each) for each in value])
         if kind is dict:
             return {key: self._given(each) for key, each in value.items()}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return kind(*(self._given(each) for each in value))
         return value
 
 

@@ -244,6 +244,13 @@ class Graded(Plain):
         return self.mixed(x) + 0.01 * slope
 
 
+class Noisy(Plain):
+    """Ends with an op that saves the noise it has not drawn yet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rrelu(self.mixed(x), training=True)
+
+
 class Stack(nn.Module):
     """Embedding, blocks of one kind, and a head; `again` runs one block twice."""
 
@@ -266,7 +273,7 @@ class Stack(nn.Module):
 KINDS: dict[str, Callable[[], nn.Module]] = {
     kind.__name__.lower(): kind
     for kind in (
-        Adapted, Spectral, OldSpectral, Averaging, Replacing, Late, Codebook, Counting, Dropping, Attending, Normalising,
+        Noisy, Adapted, Spectral, OldSpectral, Averaging, Replacing, Late, Codebook, Counting, Dropping, Attending, Normalising,
         Inside, Returning, Checkpointing, Scoped, Graded,
     )
 }  # fmt: skip
