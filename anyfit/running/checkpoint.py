@@ -46,6 +46,7 @@ from anyfit.placing.stretches import (
 from anyfit.values.plan import Plan
 from anyfit.values.record import nearest
 
+from . import former
 from .boxes import Box, boxes_of
 from .extra_state import ExtraState
 from .files import Content, Entry, remove_left_behind
@@ -251,7 +252,7 @@ def load(folder: Path, placed: Placed, settings: Settings, extra: ExtraState, te
         extra.load(others[ranks.index % len(others)], opened.read, placed.device)
     if len(randoms) == ranks.count:
         randoms[ranks.index].restore()
-    return progress | {"ranks": len(randoms)}
+    return progress | {"ranks": len(randoms), "version": opened.version}
 
 
 def _checked(
@@ -407,7 +408,15 @@ def _compared(
     """What it holds besides tensors, if it is of this model, this optimizer and this job."""
     folder, weights = opened.folder, opened.weights
     opened.document(PLAN)  # JSON as well; what it says is for people, and may be of another version
-    document, others = opened.document(PROGRESS), opened.document(EXTRA)
+    document, is_former = opened.document(PROGRESS), opened.version == former.VERSION
+    if is_former:
+        try:
+            document = former.upgraded(document, settings.to_json())
+            others = [former.nothing_else() for _ in document["random"]]
+        except _MALFORMED as error:
+            raise ValueError(f"{folder / PROGRESS} is not a checkpoint's ({error!r}); {WAY_OUT}") from None
+    else:
+        others = opened.document(EXTRA)
     try:
         buffers = others[0]["buffers"]
         shapes = {name: tuple(shape) for name, shape in buffers["changed"].items() if shape is not None}
@@ -448,7 +457,8 @@ def _compared(
     _named(folder, PROGRESS, lambda: settings.position(document))
     if len(others) != len(randoms):
         raise ValueError(f"{folder / EXTRA} is of {len(others)} ranks, and {PROGRESS} of {len(randoms)}; {WAY_OUT}")
-    _named(folder, EXTRA, lambda: extra.check(others[placed.ranks.index % len(others)], opened.read))
+    if not is_former:  # which keeps nothing of it
+        _named(folder, EXTRA, lambda: extra.check(others[placed.ranks.index % len(others)], opened.read))
     return document, others, randoms
 
 

@@ -20,7 +20,7 @@ class Randoms:
     torch: bytes
     cuda: bytes | None
     python: Any
-    numpy: Any
+    numpy: Any  # None: not kept (former.py)
 
     @classmethod
     def now(cls) -> Randoms:
@@ -43,10 +43,11 @@ class Randoms:
             base64.b64decode(document["torch"], validate=True),
             None if cuda is None else base64.b64decode(cuda, validate=True),
             unplain(document["python"]),
-            unplain(document["numpy"]),
+            None if document["numpy"] is None else unplain(document["numpy"]),
         )
         random.Random().setstate(found.python)  # raises where it is none
-        np.random.RandomState(0).set_state(found.numpy)
+        if found.numpy is not None:
+            np.random.RandomState(0).set_state(found.numpy)
         torch.Generator().set_state(torch.frombuffer(bytearray(found.torch), dtype=torch.uint8))
         return found
 
@@ -55,4 +56,5 @@ class Randoms:
         if self.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(torch.frombuffer(bytearray(self.cuda), dtype=torch.uint8))
         random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        if self.numpy is not None:
+            np.random.set_state(self.numpy)

@@ -37,7 +37,7 @@ from anyfit.values.loss_rule import MEAN
 from anyfit.values.plan import NoPlan, Plan
 from anyfit.values.units import show_bytes
 
-from . import alike, checkpoint
+from . import alike, checkpoint, former
 from .export import facts_of
 from .extra_state import ExtraState
 from .holding import hold
@@ -677,13 +677,15 @@ class Run:
                 f"{folder} was saved by {saved_by}, and {self.ranks.count} go on: the same weights and data, other random numbers"
             )
         self._placed.show_loaded()
+        if progress["version"] == former.VERSION:
+            self._say(f"{folder}: {former.SAYS}")
         for difference in self._settings.differences(progress):
             self._say(f"{folder}: {difference}")
         self.steps, self.skipped = progress["steps"], progress["skipped"]
         self._stood = Stood(self._settings.position(progress), progress["loader_order"])
         if self._loader is not None:
             self._loader.position = self._stood.position
-        elif self._stood.order is None and self.steps:
+        elif self._stood.order is None and not self._stood.position and self.steps:
             self._say(f"{folder}: its batches were not from run.loader; the next one to hand over is number {self.steps + 1}")
         self._settings.load(progress)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from anyfit.kernels.bytes import crc32
 
+from . import former
 from .boxes import Box, tile, whole
 from .files import DATA, DTYPES, MANIFEST, METADATA, THREADS, VERSION, Entry, FileRecord, data_file, header_of, stepped_aside
 
@@ -71,7 +72,8 @@ class Opened:
         try:
             self.weights = {name: _tensor(name, each) for name, each in sections["weights"].items()}
             self.optimizer = {name: _tensor(name, each) for name, each in sections["optimizer"].items()}
-            self.extra = {name: _tensor(name, each) for name, each in sections["extra"].items()}
+            extra = sections["extra"] if self.version == VERSION else {}
+            self.extra = {name: _tensor(name, each) for name, each in extra.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.folder / METADATA} does not describe a checkpoint ({error}); {WAY_OUT}") from None
         self.tensors = self.weights | self.optimizer | self.extra
@@ -86,7 +88,8 @@ class Opened:
             kind, version = document["anyfit"], document["version"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error!r}); {WAY_OUT}") from None
-        if kind != "checkpoint" or version != VERSION:
+        self.version = version
+        if kind != "checkpoint" or version not in (former.VERSION, VERSION):
             newer = isinstance(version, int) and version > VERSION
             advice = "a newer anyfit wrote it: upgrade, or take an older checkpoint" if newer else "it cannot be read any more"
             raise ValueError(f"{file}: {kind} version {version}, and this anyfit reads checkpoint version {VERSION}; {advice}")

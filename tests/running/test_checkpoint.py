@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,68 @@ def test_a_manifest_that_is_not_ours_is_refused(saved: Path, content: str, said:
     (saved / "manifest.json").write_text(content)
     with pytest.raises(ValueError, match=said):
         start(job_for(), resume=saved)
+
+
+def make_former(folder: Path) -> None:
+    """A checkpoint as version 2 had it: no extra state, groups as they are, counters by a word of their own."""
+
+    def put(name: str, document: Any) -> None:
+        content = json.dumps(document).encode()
+        (folder / name).write_bytes(content)
+        manifest["files"][name] = {"bytes": len(content), "crc32": [f"{zlib.crc32(content):08x}"]}
+
+    def counters(value: Any) -> Any:
+        if isinstance(value, dict):
+            if str(value.get("class")).endswith("Counter"):
+                return {"!counter": value["!dict"]}
+            return {key: counters(each) for key, each in value.items()}
+        return [counters(each) for each in value] if isinstance(value, list) else value
+
+    manifest, metadata, progress = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("manifest", "metadata", "progress")
+    )
+    manifest["version"] = 2
+    assert not metadata.pop("extra")
+    del manifest["files"]["extra.json"]
+    (folder / "extra.json").unlink()
+    for key in ("job", "scheduler_start", "scheduler_kind", "loader_order"):
+        del progress[key]
+    for each in progress["random"]:
+        del each["numpy"]
+    progress["optimizer"] = progress["optimizer"].rpartition(".")[2]
+    progress["groups"] = [each["settings"] for each in progress["groups"]]
+    put("metadata.json", metadata)
+    put("progress.json", counters(progress))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_checkpoint_of_the_version_before_goes_on_and_says_what_it_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, dataset = job_for(scheduler=SCHEDULERS["milestones"]), list(byte_batches(1, 40)[0])
+    with start(job) as run:
+        batches = iter(run.loader(dataset))
+        for _ in range(4):
+            run.step(next(batches))
+        run.save(tmp_path / "saved")
+        expected = [float(run.step(batch)) for batch in batches]
+        weights, rates, after = run.state_dict(), run.metrics.learning_rates, torch.rand(1)
+    make_former(tmp_path / "saved")
+    capsys.readouterr()
+    with start(job, resume=tmp_path / "saved") as run:
+        said = [line for line in capsys.readouterr().err.splitlines() if str(tmp_path) in line]
+        assert len(said) == 1
+        assert (
+            "version 2, which holds weights, buffers, optimizer, scheduler, data position and random state, and nothing"
+            in said[0]
+        )
+        assert run.steps == 4
+        assert [float(run.step(batch)) for batch in run.loader(dataset)] == expected
+        assert_bit_equal(run.state_dict(), weights)
+        assert run.metrics.learning_rates == rates
+        assert torch.equal(torch.rand(1), after)
+    with pytest.raises(ValueError, match="AdamW"):
+        start(job_for(optimizer=OPTIMIZERS["sgd"], scheduler=SCHEDULERS["milestones"]), resume=tmp_path / "saved")
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(saved: Path) -> None:
