@@ -22,7 +22,7 @@ from anyfit.values.record import nearest
 
 from .chunks import quietly
 from .lanes import Lanes, Ticket
-from .recompute import Recomputed
+from .recompute import Recomputed, stand_in
 from .residency import Residency
 from .tiers import HostSlabs
 
@@ -88,22 +88,12 @@ class Activations:
 
     def _wrap(self, name: str, module: nn.Module, choice: Choice) -> None:
         forward = module.forward
-        own = "forward" in vars(module)
         if choice == "offload":
-            module.forward = functools.partial(self._offloaded, name, forward)
-        else:
-            residency, is_selective = self._residency, choice == "selective"
-            module.forward = Recomputed(
-                name, module, self._lanes.device, residency.pack, residency.unpack, selective=is_selective
-            )
-
-        def undo() -> None:
-            if own:
-                module.forward = forward
-            else:
-                del module.forward
-
-        self._undo.append(undo)
+            self._undo.append(stand_in(module, functools.partial(self._offloaded, name, forward)))
+            return
+        residency, is_selective = self._residency, choice == "selective"
+        recomputed = Recomputed(name, module, self._lanes.device, residency.pack, residency.unpack, selective=is_selective)
+        self._undo.append(stand_in(module, recomputed))
 
     # ------------------------------------------------------------------ offloading
 

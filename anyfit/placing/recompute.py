@@ -133,11 +133,11 @@ class Frame:
             raise self.of.error("its input was written into in place, after the block was called")
         wanted = [reference() for reference in self._holders]
         last = max(index for index, holder in enumerate(wanted) if holder is not None)
-        met, plain_before = 0, False
+        met, plain_before, is_enough = 0, False, False
         put_back: set[int] = set()
 
         def pack(tensor: Tensor) -> Any:
-            nonlocal met, plain_before
+            nonlocal met, plain_before, is_enough
             index, met = met, met + 1
             if index >= len(wanted):
                 raise self.of.error(f"run again, it saves more tensors for backward than the {len(wanted)} it saved")
@@ -157,6 +157,7 @@ class Frame:
             # What an op saves, it saves before it runs, and a tensor without gradient may be one that it writes (rrelu's noise).
             is_plain = isinstance(packed, Tensor) and not tensor.requires_grad
             if index == last and not (is_plain or plain_before):
+                is_enough = True
                 raise _Enough
             plain_before = is_plain
             return packed
@@ -167,6 +168,10 @@ class Frame:
             with self._note.again() as put_back, saved_tensors_hooks(pack, self.of.unpack), torch.enable_grad(), again:
                 self.of.forward(*args, **kwargs)
         except _Enough:
+            return
+        except RuntimeError:  # which an interpreter of scripts makes of it
+            if not is_enough:
+                raise
             return
         finally:
             if self._kept is not None:
@@ -428,7 +433,7 @@ def rehearsing(modules: Mapping[str, nn.Module], kinds: Mapping[str, str]) -> It
 def _tried(name: str, module: nn.Module, kind: str, trials: dict[str, Trial]) -> Callable[[], None]:
     """The first call of the kind becomes a trial; what ends that. A plan may recompute the block already: its own forward is
     what is tried."""
-    before, is_own = module.forward, "forward" in vars(module)
+    before = module.forward
     forward = before.forward if isinstance(before, Recomputed) else before
 
     def tried(*args: Any, **kwargs: Any) -> Any:
@@ -437,13 +442,21 @@ def _tried(name: str, module: nn.Module, kind: str, trials: dict[str, Trial]) ->
         trials[kind] = Trial(name, module, forward)
         return trials[kind].first(args, kwargs)
 
-    module.forward = tried
+    return stand_in(module, tried)
+
+
+def stand_in(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Sets a module's forward; gives what undoes it. A traced module hands attributes that are set on to another, so that
+    this goes past it."""
+    own = vars(module)
+    before = own.get("forward", NOTHING)
+    own["forward"] = forward
 
     def undo() -> None:
-        if is_own:
-            module.forward = before
+        if before is NOTHING:
+            del own["forward"]
         else:
-            del module.forward
+            own["forward"] = before
 
     return undo
 
