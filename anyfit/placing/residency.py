@@ -143,6 +143,9 @@ class Residency:
             if each.chunk.is_updated and (each.placement.optimizer == "host" or each.is_spread)
         }
         largest = max((state.chunks[index].chunk.bytes for index in self._fetched), default=0)
+        self._slot_bytes = largest
+        self.added = 0  # slots beyond the plan's
+        self.on_growth: Callable[[Tensor], None] = lambda _memory: None  # is told of the memory of one, and may refuse it
         self._slots = [DeviceSlot(largest, state.device) for _ in range(min(slots, len(self._fetched)))]
         self._slot_of: dict[int, DeviceSlot] = {}  # by chunk
         self._of_storage = {slot.storage._cdata: slot for slot in self._slots}
@@ -465,12 +468,24 @@ class Residency:
             return slot
         if not at_all_costs:
             return None
-        held = sum(slot.is_held for slot in self._slots)
-        raise RuntimeError(
-            f"chunk {index} is needed and none of the {len(self._slots)} device slots can be freed: this op needs "
-            f"{len(self._needed & self._fetched)}, and views of {held} are still held (by recomputed blocks, or by code that "
-            "keeps weights); use a plan with more slots, or with smaller chunks"
-        )
+        return self._one_more(index)
+
+    def _one_more(self, index: int) -> DeviceSlot:
+        """A slot beyond the plan's: rather more memory than a run that ends. At most one for every chunk."""
+        if self.added >= len(self._fetched):
+            held = sum(slot.is_held for slot in self._slots)
+            raise RuntimeError(
+                f"chunk {index} is needed and none of the {len(self._slots)} device slots can be freed: this op needs "
+                f"{len(self._needed & self._fetched)}, and views of {held} are still held (by recomputed blocks, or by code that "
+                "keeps weights); use a plan with more slots, or with smaller chunks"
+            )
+        with _disable_current_modes(), torch.inference_mode(False):
+            slot = DeviceSlot(self._slot_bytes, self._state.device)
+        self.on_growth(slot.flat)
+        self.added += 1
+        self._slots.append(slot)
+        self._of_storage[slot.storage._cdata] = slot
+        return slot
 
     @_disable_current_modes()  # whoever watches the model's ops (selective recomputation counts them) is not to see these
     def _load(self, state: ChunkState, slot: DeviceSlot) -> DeviceSlot:

@@ -175,6 +175,10 @@ class LiveBytes(TorchDispatchMode):
                     self._watch(storage)
         return result
 
+    def count(self, tensor: torch.Tensor) -> None:
+        """Memory that was made where no mode looks."""
+        self._watch(tensor.untyped_storage())
+
     def _watch(self, storage: Any) -> None:
         identity, size = storage._cdata, storage.nbytes()
 

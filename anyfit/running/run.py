@@ -745,8 +745,13 @@ class Run:
             if self._over is None or self._over.shortfall.needed_bytes < held + live_bytes:
                 self._over = error
 
+        residency = self._placed.residency
         with LiveBytes(limit - held, exceeded) as live:
-            yield
+            residency.on_growth, told = live.count, residency.on_growth
+            try:
+                yield
+            finally:
+                residency.on_growth = told
         self._watched[shape] = self._watched.get(shape, 0) + 1
         self._peak_bytes = max(self._peak_bytes, held + live.peak_bytes)
 

@@ -125,16 +125,51 @@ def test_weights_may_be_read_and_copied_at_any_time() -> None:
         assert_bit_equal({name: tensor.detach() for name, tensor in copied.state_dict().items()}, expected)
 
 
-def test_weights_that_user_code_keeps_hold_their_slot_and_too_many_are_an_error() -> None:
+def test_weights_that_user_code_keeps_hold_their_slot_and_others_get_one_more() -> None:
     job = job_for()
     with started(job, hand_written(job, AWAY, slots=2, chunk_bytes=1)) as run, torch.no_grad():
-        parameters = list(run.model.parameters())
+        parameters, residency = list(run.model.parameters()), run._placed.residency
         kept = [parameters[0].view(-1), parameters[1].view(-1)]
-        with pytest.raises(RuntimeError, match="none of the 2 device slots can be freed"):
-            parameters[2].sum()
+        before = residency.device_bytes
+        parameters[2].sum()
+        parameters[3].sum()
+        assert residency.added == 1
+        assert residency.device_bytes == before * 3 // 2
         assert torch.equal(kept[0], parameters[0].view(-1))
         del kept
-        parameters[2].sum()
+        parameters[4].sum()
+        assert residency.added == 1
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_ops_that_need_more_chunks_than_there_are_slots_get_more_within_the_limit(recomputed: bool) -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ParameterList(nn.Parameter(torch.randn(16, 16)) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x @ torch.cat(list(self.parts), 1))
+
+    job = anyfit.Job(
+        lambda: nn.Sequential(Joined(), nn.Linear(96, 1)),
+        lambda model, batch: model(batch).square().mean(),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        torch.randn(4, 16),
+        4,
+        precision="fp32",
+    )
+    batches = [torch.randn(4, 16, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+    losses, weights = train_plainly(job, batches)
+    plan = hand_written(job, AWAY, slots=2, chunk_bytes=1, activations={"0": "recompute"} if recomputed else {})
+    with started(job, plan) as run:
+        assert [float(run.step(batch)) for batch in batches] == losses
+        assert_bit_equal(run.state_dict(), weights)
+        assert run._placed.residency.added == 4
+        least = run._placed.device_bytes
+    tight = replace(plan, limit_bytes={**plan.limit_bytes, "device": least - 1})
+    with started(job, tight) as run, pytest.raises(MemoryError, match="of device memory are needed"):
+        run.step(batches[0])
 
 
 def test_freezing_during_a_run_is_honoured_and_thawing_is_refused() -> None:
