@@ -15,6 +15,7 @@ input that is written into, another number of saved tensors) is an error that na
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -433,7 +434,7 @@ def rehearsing(modules: Mapping[str, nn.Module], kinds: Mapping[str, str]) -> It
 def _tried(name: str, module: nn.Module, kind: str, trials: dict[str, Trial]) -> Callable[[], None]:
     """The first call of the kind becomes a trial; what ends that. A plan may recompute the block already: its own forward is
     what is tried."""
-    before = module.forward
+    before = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)  # past `disable`
     forward = before.forward if isinstance(before, Recomputed) else before
 
     def tried(*args: Any, **kwargs: Any) -> Any:
@@ -447,10 +448,11 @@ def _tried(name: str, module: nn.Module, kind: str, trials: dict[str, Trial]) ->
 
 def stand_in(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Sets a module's forward; gives what undoes it. A traced module hands attributes that are set on to another, so that
-    this goes past it."""
+    this goes past it. Compilers leave it as it is, with all that it calls."""
     own = vars(module)
     before = own.get("forward", NOTHING)
-    own["forward"] = forward
+    compilers = sys.modules.get("torch._dynamo")  # slow to import: what is compiled has done it
+    own["forward"] = forward if compilers is None else compilers.disable(forward)
 
     def undo() -> None:
         if before is NOTHING:

@@ -170,22 +170,6 @@ KNOWN_OPEN: dict[tuple[str, str], str] = {
         "a scripted model",
         "tight",
     ): "refused: OverLimitError: 16.5 KiB of device memory are needed in backward or the update, outside eve",
-    (
-        "a compiled block",
-        "recomputed",
-    ): "refused: InternalTorchDynamoError: AttributeError: 'method' object has no attribute '__dict__'",
-    (
-        "a compiled block",
-        "both",
-    ): "refused: InternalTorchDynamoError: AsPythonConstantNotImplementedError: RandomClassVariable() is not",
-    (
-        "a compiled model",
-        "recomputed",
-    ): "refused: InternalTorchDynamoError: AsPythonConstantNotImplementedError: RandomClassVariable() is not",
-    (
-        "a compiled loss",
-        "tight",
-    ): "refused: InternalTorchDynamoError: AsPythonConstantNotImplementedError: RandomClassVariable() is not",
     ("batch norm", "ranks"): "wrong: the losses: off by 3.8e-01, of 1.7e+00",
     ("spectral norm of a linear", "tight"): "wrong: the losses: off by 4.4e-04, of 1.3e+00",
     ("exponential mean in a buffer", "tight"): "wrong: the losses: off by 9.6e-03, of 1.2e+00",
