@@ -187,7 +187,7 @@ def place(
         stage = plan.stages[0]
         undo = [_compile(model, block) for block in stage.compiled]
         residency.watch_compiled(model)
-        residency.undo += undo
+        residency.undo += undo + [_keep_unflattened(module) for module in model.modules() if _flattens(module)]
         gradients: Gradients | Reduction
         if ranks.are_several:
             reduced_in = torch.float32 if plan.reduction == "fp32" else None
@@ -204,6 +204,22 @@ def place(
     return Placed(
         model, state, residency, gradients, updates, activations, lanes, slabs, device, mirrors, bound, demands, delay, ranks
     )
+
+
+def _flattens(module: nn.Module) -> bool:
+    return callable(getattr(module, "flatten_parameters", None)) and not isinstance(module, torch.jit.ScriptModule)
+
+
+def _keep_unflattened(module: nn.Module) -> Callable[[], None]:
+    """An LSTM's `flatten_parameters` would take its weights out of their chunk, on a GPU; what undoes it."""
+    attributes, name = vars(module), "flatten_parameters"
+    own = attributes.get(name)
+    attributes[name] = _stay_in_the_chunk
+    return (lambda: attributes.pop(name, None)) if own is None else (lambda: attributes.update({name: own}))
+
+
+def _stay_in_the_chunk() -> None:
+    """cuDNN copies weights that do not lie as it likes them."""
 
 
 def _compile(model: nn.Module, block: str) -> Callable[[], None]:

@@ -43,7 +43,7 @@ from .plain import (
 from .stored import StoredTensor
 
 # Set by whoever places the model, by schedulers, and by torch itself.
-NOT_OF_MODULES = OF_EVERY_MODULE | {"forward", "_flat_weights", "_flat_weight_refs"}
+NOT_OF_MODULES = OF_EVERY_MODULE | {"forward", "flatten_parameters", "_flat_weights", "_flat_weight_refs"}
 NOT_OF_OPTIMIZERS = frozenset(
     {"state", "param_groups", "defaults", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_step_count"}
     | {"_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"}

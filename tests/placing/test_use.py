@@ -413,6 +413,36 @@ def test_functions_that_take_many_weights_at_once() -> None:
     assert_bit_equal(weights, plain_weights)
 
 
+@pytest.mark.parametrize("placement", [Placement(), AWAY])
+def test_an_lstm_that_flattens_its_weights_leaves_them_in_their_chunk(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moved(self: nn.LSTM) -> None:  # as on a GPU
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clone()
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.rnn, self.head = nn.Embedding(256, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 256)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            self.rnn.flatten_parameters()
+            logits: Tensor = self.head(self.rnn(self.embed(ids))[0])
+            return logits
+
+    job, batches = job_for(Recurrent), byte_batches(3, ROWS)
+    losses, weights = train_plainly(job, batches)
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", moved)
+    with started(job, hand_written(job, placement, slots=6)) as run:
+        lstm = run.model.rnn
+        places = {name: parameter.data_ptr() for name, parameter in lstm.named_parameters()} if placement == Placement() else {}
+        assert [float(run.step(batch)) for batch in batches] == losses
+        assert_bit_equal(run.state_dict(), weights)
+        assert all(lstm.get_parameter(name).data_ptr() == place for name, place in places.items())
+    assert "flatten_parameters" not in vars(lstm)
+
+
 def test_device_memory_is_a_hard_limit_and_the_error_says_where_and_what_to_change() -> None:
     job = job_for()
     with started(job, hand_written(job, AWAY, slots=8)) as run:
