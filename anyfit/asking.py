@@ -43,14 +43,15 @@ class Traced:
 
     def profile(self, machine: Machine, batch_size: int | None = None) -> Profile:
         """On all devices of any machine; of a smaller batch, by the passes there are."""
-        from . import profiled, traced
+        from . import profiled, ruled, traced
 
         size, spread = batch_size or self.job.batch_size, machine.spread()
         kind: Literal["cpu", "cuda"] = machine.device.kind
         key = kind, (ranks := math.prod(spread))
         if key not in self._graphs:
             self._graphs[key] = traced(self.job, *key)
-        return profiled([graph for graph in self._graphs[key] if graph.micro_batch * ranks <= size], machine, size, spread)
+        graphs = [graph for graph in self._graphs[key] if graph.micro_batch * ranks <= size]
+        return ruled(self.job, profiled(graphs, machine, size, spread))
 
 
 @dataclass(frozen=True)

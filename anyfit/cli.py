@@ -70,6 +70,12 @@ OptimizerName = Annotated[str | None, typer.Option("--optimizer", help="adamw, a
 RealRun = Annotated[
     bool, typer.Option("--real-run", help="let the model run for real, on the CPU, where its forward needs the values of tensors")
 ]
+Agree = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--agree", help="to a difference from plain PyTorch: mean-of-micro-batches, batch-norm-of-micro-batches; repeatable"
+    ),
+]
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="as if each node had so many GPUs")]
 Nodes = Annotated[int | None, typer.Option("--nodes", min=1, help="as if there were so many nodes")]
 MachineName = Annotated[str | None, typer.Option("--machine", help="a preset or a machine file; this machine when not given")]
@@ -91,6 +97,7 @@ def profile(
     dtype: Dtype = None,
     optimizer: OptimizerName = None,
     real_run: RealRun = False,
+    agree: Agree = None,
     gpus: Gpus = None,
     nodes: Nodes = None,
     device_memory: DeviceMemory = None,
@@ -103,7 +110,7 @@ def profile(
     from . import with_calls
     from .targets import job_for, module_costs
 
-    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run)
+    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run, agree=agree)
     on = _machine(machine, gpus, nodes, device_memory, host_memory)
     if as_json and depth is None:
         return _print_json(make_profile(job, on, ranks=1).to_json())
@@ -136,6 +143,7 @@ def plan(
     dtype: Dtype = None,
     optimizer: OptimizerName = None,
     real_run: RealRun = False,
+    agree: Agree = None,
     gpus: Gpus = None,
     nodes: Nodes = None,
     device_memory: DeviceMemory = None,
@@ -155,7 +163,8 @@ def plan(
     """Does it fit, how fast will it be, and why; what would a change make of it; which machine is best. Needs no GPU."""
     from . import asking
 
-    options: dict[str, Any] = {"batch": batch, "seq": seq, "dtype": dtype, "optimizer": optimizer, "real_run": real_run}
+    options: dict[str, Any] = {"batch": batch, "seq": seq, "dtype": dtype, "optimizer": optimizer}
+    options |= {"real_run": real_run, "agree": agree}
     question = asking.Question(
         target,
         options,
@@ -305,6 +314,7 @@ def check(
     dtype: Dtype = None,
     optimizer: OptimizerName = None,
     real_run: RealRun = False,
+    agree: Agree = None,
     steps: Annotated[int, typer.Option("--steps", min=3, help="real steps to time")] = 8,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -318,7 +328,7 @@ def check(
     from .targets import job_for
     from .values.plan import Plan
 
-    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run)
+    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run, agree=agree)
     given = None if plan is None else Plan.load(plan)
     machine = _machine(None, None, None, device_memory, host_memory)
     made_of = make_profile(job, machine, ranks=1)

@@ -1,7 +1,7 @@
 """What the command line can be pointed at: the demo, a size preset, a Hugging Face configuration, or a function of the user's.
 
 `job_for(target)` makes the Job. Everything but a function takes `--batch`, `--seq`, `--dtype` and `--optimizer`; a function
-decides them in the Job it returns. All take `--real-run`. `module_costs` sums a traced pass by module, for `--depth`.
+decides them in the Job it returns. All take `--real-run` and `--agree`. `module_costs` sums a traced pass by module (`--depth`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +72,7 @@ def job_for(
     dtype: str | None = None,
     optimizer: str | None = None,
     real_run: bool = False,
+    agree: Sequence[str] | None = None,
     ranks: int = 1,
 ) -> Job:
     """The Job a target stands for; None is its own default, of `batch` for each rank."""
@@ -81,7 +82,7 @@ def job_for(
         if named:
             raise ValueError(f"{named[0]} is not for functions; {target} decides it in the Job it returns")
         job = _job_of_function(target)
-        return replace(job, real_run=job.real_run or real_run)
+        return replace(job, real_run=job.real_run or real_run, agree=(*job.agree, *(agree or ())))
     if target == "demo":
         from . import demo
 
@@ -92,7 +93,7 @@ def job_for(
         job = _job_of_config(_config_of_size(SIZES[target], seq), batch or BATCH * ranks, seq or SIZES[target].seq, dtype)
     else:
         job = _job_of_config(_config_named(target), batch or BATCH * ranks, seq, dtype)
-    job = replace(job, real_run=real_run)
+    job = replace(job, real_run=real_run, agree=tuple(agree or ()))
     return job if optimizer is None else replace(job, optimizer=_optimizer(optimizer))
 
 
