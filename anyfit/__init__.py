@@ -158,6 +158,7 @@ def start(
     from .running.team import MARGIN_SECONDS
     from .running.watch import HostWatch
     from .tracing.blocks import kinds_of
+    from .values.demands import StaysOnDevice
 
     if plan is not None and profile is not None:
         raise ValueError("anyfit.start takes a plan, or a profile to make one from; leave one of them out")
@@ -192,8 +193,16 @@ def start(
         (_say if launch is None else launch.say)(from_nothing)
     plan.refuse_unless_made_for(fingerprint, machine.fingerprint)
     ranks = ALONE if team is None else Ranks.of_process_group(waits + MARGIN_SECONDS)
-    placed = place(job, plan, model, device, ranks=ranks, elements=found.elements, agreed=functools.partial(_agreed, job, team))
-    rehearsal = Rehearsal(job, kinds_of(model))
+    rehearsal = Rehearsal(job, kinds_of(model), _hooked(model))
+    agreed = functools.partial(_agreed, job, team)
+    try:
+        placed = place(job, plan, model, device, ranks=ranks, elements=found.elements, agreed=agreed)
+    except StaysOnDevice as demand:
+        if is_given or team is not None:
+            raise
+        profile = replace(profile or _profile_of(job, machine, team), state_stays=demand.reason)
+        plan = _search(profile, team)
+        placed = place(job, plan, model, device, ranks=ranks, elements=found.elements, agreed=agreed)
     plan, placed, profile = _rehearsed(job, plan, placed, rehearsal, found, is_given, machine, profile, team)
     if team is not None:
         torch.manual_seed(launching.seed_of(job.seed, ranks.index))
@@ -208,6 +217,14 @@ def start(
         run.give_up()  # a model of the user's own may be started again
         raise
     return run
+
+
+def _hooked(model: nn.Module) -> str | None:
+    """A parameter whose gradient a hook of the user's sees."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return name
+    return None
 
 
 def _rehearsed(

@@ -700,7 +700,8 @@ class Note:
         found = []
         for cell, one, two in zip(self._places.cells, self._read, other._read, strict=True):
             if not cell.is_same(one, two) and not equal(one, two):
-                found.append(cell.name)
+                keys = _keys_apart(one, two)
+                found += [f"{cell.name}.{key}" for key in keys] or [cell.name]
         for (_, name), one, two in zip(self._places.tensors, self._copies, other._copies, strict=True):
             if not equal(one, two):
                 found.append(name)
@@ -740,6 +741,13 @@ class Note:
                 yield self._put_back(now._read)
             finally:
                 now.put_back()
+
+
+def _keys_apart(one: Any, other: Any) -> list[str]:
+    """Of two sets of attributes, those that differ."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return []
+    return [key for key in {**one, **other} if isinstance(key, str) and not equal(one.get(key), other.get(key))]
 
 
 class Places:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from anyfit.values.demands import Demands
+from anyfit.values.demands import Demands, StaysOnDevice
 from anyfit.values.layout import Chunk
 from anyfit.values.plan import Placement
 
@@ -30,9 +30,10 @@ def refuse_elsewhere(
         stays = placement.weights == "device" and placement.weight_shards == 1 and (not chunk.is_updated or all_together)
         for slot in chunk.slots:
             if slot.name in wanted and not stays:
-                raise ValueError(
-                    f"{wanted[slot.name]}. This plan has weights or updates off the device, where that is lost; else use a "
-                    "plan with all state on the device"
+                raise StaysOnDevice(
+                    wanted[slot.name],
+                    ". This plan has weights or updates off the device, where that is lost; else use a plan with all state on "
+                    "the device",
                 )
     refuse_apart(demands.coupled, [each for each, chunk in zip(placements, layout, strict=True) if chunk.is_updated])
     if demands.shared and casts(precision, device):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anyfit.values.coupling import coupled_from_outside
+from anyfit.values.demands import StaysOnDevice
 from anyfit.values.plan import Placement
 
 from .optimizer_state import OptimizerState
@@ -31,10 +32,11 @@ def steps_together(placement: Placement) -> bool:
 def refuse_apart(reason: str | None, placements: Iterable[Placement]) -> None:
     """Raises where parameters have to be stepped together, and a plan does not."""
     if reason is not None and not all(map(steps_together, placements)):
-        raise ValueError(
-            f"{reason}: its parameters have to be stepped together, and this plan steps them chunk by chunk, on the host or over "
+        raise StaysOnDevice(
+            reason,
+            ": its parameters have to be stepped together, and this plan steps them chunk by chunk, on the host or over "
             "ranks; use a plan with all optimizer state on the device (more device memory, a smaller model), or an optimizer "
-            "that treats each parameter by itself, such as torch.optim.AdamW without hooks"
+            "that treats each parameter by itself, such as torch.optim.AdamW without hooks",
         )
 
 

@@ -337,6 +337,7 @@ def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alt
             *decisions,
             Decision("micro-batch", _passes(profile.batch_size, micro_batch), why_so_many),
             *([Decision("loss", "the batch is not cut", profile.loss.why)] if not profile.loss.may_be_cut else []),
+            *([Decision("state stays", "on the device", profile.state_stays)] if profile.state_stays else []),
             *([Decision("kept blocks", ", ".join(profile.kept), next(iter(profile.kept.values())))] if profile.kept else []),
             *([Decision("trace", profile.traced, "; ".join(profile.notes))] if profile.notes else []),
             *([Decision("margin", f"{found.chosen.reserved_error:.0%}", profile.correction.why)] if profile.correction else []),
@@ -664,6 +665,8 @@ def _restrictions(profile: Profile) -> str:
     said = []
     if not profile.loss.may_be_cut:
         said.append(f"the batch is not cut: {profile.loss.why}; {profile.loss.ways_out}")
+    if profile.state_stays:
+        said.append(f"all state stays on the device: {profile.state_stays}")
     if profile.kept:
         name, why = next(iter(profile.kept.items()))
         others = f" (and {len(profile.kept) - 1} more)" if len(profile.kept) > 1 else ""

@@ -14,7 +14,6 @@ what cannot be done; a plan that was given is refused.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from anyfit.placing import Placed
+from anyfit.placing.chunks import quietly
+from anyfit.placing.forward_state import PYTHON, Note, Numpy, Places, Walk
 from anyfit.placing.recompute import rehearsing
 from anyfit.values.batches import map_tensors, named_tensors
 from anyfit.values.job import Batch, Job
-from anyfit.values.loss_rule import MEAN, WAYS_OUT, LossRule, divisors
+from anyfit.values.loss_rule import AGREED_MEAN, MEAN, LossRule, divisors
 from anyfit.values.memento import leaving_no_trace
 from anyfit.values.plan import Plan
 from anyfit.values.profile import Profile
@@ -35,9 +36,8 @@ from anyfit.values.profile import Profile
 from .still import Still
 
 HALF = 2  # samples of each part
-SMALL_BYTES = 2**20  # of a buffer
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
+WEIGHTS_SEEN = 1024  # elements of a parameter, about, that are compared
+MOST_CELLS = 2**18  # places of state that are looked at
 # Relative, of losses: what the order of sums makes of rounding. A loss that is itself bf16 has few digits.
 TOLERANCE, OF_FEW_DIGITS = {"fp32": 2e-5, "bf16": 2e-3}, 1.5e-2
 
@@ -90,8 +90,9 @@ class Findings:
 class Rehearsal:
     """Of one job: what was found once holds for every plan. `kinds` says by block which are alike."""
 
-    def __init__(self, job: Job, kinds: Mapping[str, str]) -> None:
-        self._job, self._kinds = job, kinds
+    def __init__(self, job: Job, kinds: Mapping[str, str], hooked: str | None = None) -> None:
+        """`hooked`: a parameter whose gradient a hook of the user's sees: that of each micro-batch, where the batch is cut."""
+        self._job, self._kinds, self._hooked = job, kinds, hooked
         self._known = Findings(MEAN)
         self._tried: set[str] = set()  # blocks
 
@@ -117,6 +118,9 @@ class Rehearsal:
                 kept |= found[0]
                 not_selective |= found[1]
             if tries_loss:
+                if self._hooked is not None and rule.may_be_cut:
+                    why = f"a hook sees the gradient of {self._hooked}: that of each micro-batch, and not of the batch"
+                    rule = replace(rule, kind="whole", why=why, ways_out=AGREED_MEAN)
                 rule = _Trial(self._job, placed, samples).rule(rule)
         mine = Findings(rule, kept, not_selective)
         placed.residency.forget()
@@ -165,6 +169,12 @@ class _Samples:
     @property
     def few(self) -> Batch:
         return self.halves(self.whole)[0] if self._can_be_cut else self.whole
+
+    def reordered(self) -> list[Batch]:
+        """The same samples, so that other ones make the halves."""
+        if self._job.split is not None or self.half < HALF:
+            return []
+        return [self._job.reordered(self.whole, order) for order in ((0, 2, 1, 3), (0, 3, 1, 2))]
 
     def halves(self, batch: Batch) -> list[Batch]:
         return self._job.cut(batch, [self.half, self.half])
@@ -215,7 +225,6 @@ class _Trial:
     def __init__(self, job: Job, placed: Placed, samples: _Samples) -> None:
         self._job, self._placed, self._samples = job, placed, samples
         self._tolerance = TOLERANCE[job.precision]
-        self._changed: str | None = None  # by the last forward: a place of the model's state
 
     def rule(self, read: LossRule) -> LossRule:
         """The rule by which losses of halves make that of both; that the batch is not cut, where there is none."""
@@ -227,7 +236,7 @@ class _Trial:
     def _tried(self, read: LossRule) -> LossRule:
         try:
             both, *halves = self._told(self._samples.whole)
-            changed = self._changed
+            changed = self._changed_by_forward()
         except Exception as error:
             said = " ".join(str(error).split())
             return replace(read, kind="whole", why=f"the loss does not run on {2 * self._samples.half} samples ({said:.200})")
@@ -236,7 +245,7 @@ class _Trial:
                 read,
                 kind="whole",
                 why=f"{changed} changes in forward, once for each micro-batch where it would once for the batch",
-                ways_out=WAYS_OUT.replace("two ways out: return (sum, weight) from the loss, or", "you may"),
+                ways_out=AGREED_MEAN,
             )
         if read.kind == "weighted":
             pairs = [(each.loss, each.weight or 0.0) for each in (both, *halves)]
@@ -250,9 +259,10 @@ class _Trial:
             )
         if read.kind == "divided":
             return self._divided(read, both, halves)
-        if self._is_near(both.loss, sum(each.loss for each in halves) / 2, halves):
+        others = [self._told(each)[1:] for each in self._samples.reordered()]  # one pair of halves may be equal by chance
+        if all(self._is_near(both.loss, sum(each.loss for each in pair) / 2, pair) for pair in (halves, *others)):
             return read
-        if self._is_near(both.loss, sum(each.loss for each in halves), halves):
+        if all(self._is_near(both.loss, sum(each.loss for each in pair), pair) for pair in (halves, *others)):
             return replace(read, kind="sum", why="the loss is a sum over samples")
         first, second = (f"{each.loss:.6g}" for each in halves)
         return replace(
@@ -261,6 +271,17 @@ class _Trial:
             why=f"the loss of {2 * self._samples.half} samples is {both.loss:.6g}, which is neither the mean nor the sum of "
             f"their halves' ({first} and {second}): it compares samples with each other, or counts what differs between them",
         )
+
+    def _changed_by_forward(self) -> str | None:
+        """State that every forward changes."""
+        part = self._prepared(self._samples.few)
+        with leaving_no_trace(self._job, self._placed.model), Still(), _batch_norms_still(self._placed.model):
+            self._job.evaluate(self._placed.model, part)
+            state = _State(self._job, self._placed)
+            self._job.evaluate(self._placed.model, part)
+            changed = state.change()
+        self._placed.gradients.clear()
+        return changed
 
     def _divided(self, read: LossRule, both: _Told, halves: list[_Told]) -> LossRule:
         """By the first divisor that adds up, also where one half counts for nothing."""
@@ -316,9 +337,7 @@ class _Trial:
                     Still(),
                     nullcontext() if keeps else torch.autograd.graph.saved_tensors_hooks(_keep_numbers, _as_it_is),
                 ):
-                    before = _state(self._placed.model)
                     total, weight = self._job.evaluate(self._placed.model, self._prepared(batch))
-                    self._changed = _first_change(before, _state(self._placed.model))
                 found = [] if weight is not None else divisors(total)
                 if total.dtype.itemsize < 4:
                     self._tolerance = OF_FEW_DIGITS
@@ -361,44 +380,38 @@ def _batch_norms_still(model: nn.Module) -> Iterator[None]:
             each.training = True
 
 
-def _state(model: nn.Module) -> dict[str, Any]:
-    """What a forward may change besides weights and random numbers: buffers, and attributes of modules."""
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        where = f"{path}." if path else ""
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                copy = buffer.detach().clone() if buffer.nbytes <= SMALL_BYTES else None  # what torch does not count
-                found[f"{where}{name}"] = id(buffer), buffer._version, copy
-        for name, value in vars(module).items():
-            if name not in OF_EVERY_MODULE:
-                found[f"{where}{name}"] = _glance(value)
-    return found
+class _State:
+    """What a forward may change besides torch's random numbers: buffers, attributes, variables of the loss, other generators,
+    weights. Noted after one forward and after a second: what the first only makes ready is no change."""
 
+    def __init__(self, job: Job, placed: Placed) -> None:
+        self._model, self._device = placed.model, placed.device
+        model = Walk(most=MOST_CELLS).of_block(placed.model, placed.model.forward, "the model")
+        loss = Walk(model, most=MOST_CELLS).of([job.loss], "the loss")
+        numpys = Numpy()
+        numpys.is_exact = True
+        self._places = Places([PYTHON, numpys], model, loss)
+        self._note = Note(self._places, self._places.read(), self._device)
+        self._weights = self._some_of_weights()
 
-def _glance(value: Any) -> Any:
-    """Enough of an attribute to tell that it has changed."""
-    if isinstance(value, PLAIN):
-        return value
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, dict):
-        return id(value), [(id(key), _glance(each) if isinstance(each, PLAIN) else id(each)) for key, each in value.items()]
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return id(value), [_glance(each) if isinstance(each, PLAIN) else id(each) for each in value]
-    return id(value)
+    def change(self) -> str | None:
+        """The first place that is not as it was."""
+        with quietly():
+            owner = next((name for name, each in self._model.named_parameters() if each.grad is not None), None)
+        if owner is not None:
+            return f"the gradient of {owner}, by a backward inside the loss,"
+        now = self._some_of_weights()
+        edited = next((name for name, before in self._weights.items() if not torch.equal(before, now[name])), None)
+        return edited or next(iter(self._note.differences(self._note.now())), None)
 
-
-def _first_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    for name in (*before, *after):
-        one, other = before.get(name), after.get(name)
-        if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 3:
-            same = one[:2] == other[:2] and (one[2] is other[2] or torch.equal(one[2], other[2]))
-        else:
-            same = bool(one == other)
-        if not same:
-            return name
-    return None
+    @torch.no_grad()
+    def _some_of_weights(self) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in self._model.named_parameters():
+            if parameter.layout == torch.strided and parameter.numel():
+                flat = parameter.detach().reshape(-1)
+                found[name] = flat[:: max(flat.numel() // WEIGHTS_SEEN, 1)].clone()
+        return found
 
 
 def _blocks_to_keep(

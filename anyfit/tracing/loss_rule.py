@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anyfit.values import job as job_module
 from anyfit.values.batches import is_dense, named_tensors
 from anyfit.values.job import Batch, Job
-from anyfit.values.loss_rule import MEAN, LossRule, divisors
+from anyfit.values.loss_rule import AGREED_MEAN, MEAN, LossRule, divisors
 
 from .errors import place_of
 from .needs import storage_of
@@ -81,7 +81,9 @@ def read_rule(job: Job, model: nn.Module, batch: Batch, rows: int) -> LossRule:
     if not elsewhere and numbers.varying and not any(each.counts == "elements" for each in heads):
         elsewhere = [Found(numbers.varying[0], frozenset())]
     rule = MEAN
-    if elsewhere and own:
+    if numbers.scales:
+        rule = LossRule("whole", numbers.scales, ways_out=AGREED_MEAN)
+    elif elsewhere and own:
         rule = LossRule("divided", elsewhere[0].said)  # perhaps by the same number, twice: numbers will tell
     elif elsewhere:
         rule = LossRule("whole", elsewhere[0].said)
@@ -119,6 +121,7 @@ class BatchNumbers(TorchDispatchMode):
         self.labels: dict[str, int] = {}  # entries of the batch that are labels, and the value of those that are ignored
         self.indices: set[str] = set()  # entries that say which rows are read
         self.normalises = False  # by statistics of the batch
+        self.scales = ""  # gradients, by what is in the batch
         self._rows = rows
         self._from: dict[int, frozenset[str]] = {}  # by storage, the entries of the batch that it was computed from
         self._varies: set[int] = set()  # storages of a size that depends on values
@@ -160,6 +163,8 @@ class BatchNumbers(TorchDispatchMode):
                     if each.dtype != torch.bool
                     for name in self._from.get(_storage(each), frozenset())
                 }
+        if packet is aten.embedding and len(args) > 3 and args[3]:
+            self.scales = f"{_place()} scales gradients by how often a row is read in the batch (scale_grad_by_freq)"
         varies = packet in SIZED_BY_VALUES or any(_storage(each) in self._varies for each in inputs)
         if varies and packet in MEANS and all(each.numel() == 1 for each in outputs):
             self.varying.append(f"{_place()} takes a mean over as many elements as the batch's values say")
@@ -176,7 +181,7 @@ class BatchNumbers(TorchDispatchMode):
 
     def _note_division(self, args: Any) -> None:
         number = args[1] if len(args) > 1 else args[0]
-        if not isinstance(number, Tensor) or number.numel() % self._rows == 0:
+        if not isinstance(number, Tensor) or storage_of(number) is None or number.numel() % self._rows == 0:
             return
         entries = self._from.get(_storage(number))
         if entries:

@@ -309,6 +309,8 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
             kernels() if kernels else nullcontext(),
         ):
             total, weight = job.evaluate(model, batch)
+            if any(parameter.grad is not None for parameter in stand_in.parameters.values()):
+                recorder.needs.stay = "the loss goes backward by itself, and reads gradients that would have left"
             loss = total if weight is None else total / weight
         with _saying(f"running backward on {what} tensors"), recorder.backward():
             loss.backward()

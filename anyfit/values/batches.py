@@ -183,6 +183,17 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return parts
 
 
+def reordered(batch: Any, order: Sequence[int]) -> Any:
+    """A batch that can be cut, its samples in another order."""
+
+    def taken(value: Any) -> Any:
+        if is_tensor(value):
+            return _taken(value, order)
+        return value[list(order)] if is_array(value) else _with_entries(value, [list(value)[index] for index in order])
+
+    return _changed(batch, len(order), taken, lambda other: other)
+
+
 def with_rows(
     batch: Any, rows: int | None, wanted: int, of_samples: Callable[[Tensor], Tensor], of_all: Callable[[Tensor], Any]
 ) -> Any:

@@ -21,6 +21,17 @@ DEEPEST = 4  # containers in containers that are looked through
 OWN = ("_parameters", "_buffers", "_modules")  # of a module, which names them itself
 
 
+class StaysOnDevice(ValueError):  # noqa: N818  (what a model asks of a plan)
+    """A plan has state off the device that has to be there, for this reason."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(reason, message)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}{self.args[1]}"
+
+
 @dataclass(frozen=True)
 class Demands:
     """Why, by name of a parameter, and what to type instead."""

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from .batches import NO_SAMPLES, cut, map_tensors, refuse_iterators, repeated, rows_of, uncuttable, with_rows
+from .batches import NO_SAMPLES, cut, map_tensors, refuse_iterators, reordered, repeated, rows_of, uncuttable, with_rows
 from .layout import Placeable
 from .loss_rule import AGREEMENTS
 from .record import nearest
@@ -245,6 +245,10 @@ class Job:
         if reason is None and rows != share:
             reason = uncuttable(self.with_rows(batch, share), share)
         return reason
+
+    def reordered(self, batch: Batch, order: Sequence[int]) -> Batch:
+        """The samples of a batch, which are as many as these, in another order."""
+        return reordered(batch, order)
 
     def with_rows(self, batch: Batch, wanted: int) -> Batch:
         """As many samples of a batch, its own again where it has fewer."""

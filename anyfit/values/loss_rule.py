@@ -26,6 +26,7 @@ AGREEMENTS = {
     "mean-of-micro-batches": "the loss of a batch may be the mean of its micro-batches' losses",
     "batch-norm-of-micro-batches": "batch norms may take their statistics from micro-batches",
 }
+AGREED_MEAN = "to agree to that: Job(agree=['mean-of-micro-batches'])"
 WAYS_OUT = "two ways out: return (sum, weight) from the loss, or agree to a mean of means: Job(agree=['mean-of-micro-batches'])"
 MOST_NODES = 64  # of a graph, that are looked through from the loss
 # Ops of one number after which a divisor is still one of the loss.

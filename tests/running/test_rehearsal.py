@@ -214,7 +214,7 @@ class Counting(nn.Module):
 def test_a_forward_that_changes_the_model_runs_once_a_batch(buffered: bool) -> None:
     loss = CUT["mean squared error"][1]
     said = "count" if buffered else "seen"
-    with pytest.raises(ValueError, match=f"cuts the batch, and {said} changes in forward"):
+    with pytest.raises(ValueError, match=f"cuts the batch, and the model.{said} changes in forward"):
         anyfit.start(job_for(loss, lambda: Counting(buffered), micro_batch=2), machine=small_machine())
     with anyfit.start(job_for(loss, lambda: Counting(buffered)), machine=small_machine()) as run:
         assert_as_in_plain_pytorch(run)
