@@ -80,6 +80,15 @@ def _leaves(nest: Any) -> Iterator[Any]:
             yield item
 
 
+def _untransformed() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no transform of torch.func is at work: what it would make of a weight is gone when the transform is."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
 def uses_of(tensor: Tensor) -> int:
     """How many tensors hold its memory."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
@@ -197,7 +206,8 @@ class Residency:
                 raise RuntimeError(f"p.grad of {name} cannot be set: its chunk is updated by the plan's own schedule")
             return func(*args, **kwargs)
         chunks = {each.anyfit[2] for each in watched}
-        self.touch(chunks)
+        with _untransformed():
+            self.touch(chunks)
         if func == SET_DATA:
             _set_data(name, watched[0], args[1])
             result = None
