@@ -61,14 +61,42 @@ Path: TypeAlias = tuple[Any, str]  # where something was found: the path before 
 @contextmanager
 def leaving_no_trace(job: Job, model: nn.Module | None = None) -> Iterator[Memento]:
     """Around whatever runs the user's code before training. `model`: one that was built from the job's factory, where it is to be
-    as before too; its weights are left alone."""
+    as before too; its weights are where they are few."""
     memento = Memento(job, model)
+    weights = [] if model is None else _weights(model)
     with writing_aside(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         try:
             yield memento
         finally:
             memento.put_back()
+            for put_back in weights:
+                put_back()
     memento.refuse_what_stayed()
+
+
+def _weights(model: nn.Module) -> list[Callable[[], None]]:
+    """What puts weights back that a forward edits, in place or by another tensor as its data."""
+    import torch
+
+    plain = [each for each in model.parameters() if each.layout == torch.strided]
+    if sum(each.nbytes for each in plain) > MOST_BYTES:
+        return []
+
+    def noted(parameter: nn.Parameter) -> Callable[[], None]:
+        copy, version = parameter.data.to("cpu", copy=True), parameter._version
+        home = parameter.data if type(parameter) is torch.nn.Parameter else None  # of others the weights come and go
+
+        def put_back() -> None:
+            if home is not None and parameter.data_ptr() != home.data_ptr():
+                parameter.data = home
+            elif parameter._version == version:
+                return
+            with torch.no_grad():
+                parameter.copy_(copy)
+
+        return put_back
+
+    return [noted(each) for each in plain]
 
 
 class Memento:

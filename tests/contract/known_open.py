@@ -78,8 +78,6 @@ KNOWN_OPEN: dict[tuple[str, str], str] = {
     ("weights edited through numpy", "host"): "refused: ValueError: assignment destination is read-only",
     ("weights edited by foreach", "tight"): "wrong: the losses: off by 1.0e-02, of 1.2e+00",
     ("weights edited by foreach", "host"): "wrong: the losses: off by 1.3e-02, of 1.2e+00",
-    ("weights replaced by data", "tight"): "wrong: the losses: off by 4.8e-03, of 1.2e+00",
-    ("weights replaced by data", "recomputed"): "wrong: the losses: off by 4.8e-03, of 1.2e+00",
     ("weights normalised in forward", "host"): "equal:",
     (
         "embedding with max norm",
