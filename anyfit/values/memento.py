@@ -61,7 +61,7 @@ Path: TypeAlias = tuple[Any, str]  # where something was found: the path before 
 @contextmanager
 def leaving_no_trace(job: Job, model: nn.Module | None = None) -> Iterator[Memento]:
     """Around whatever runs the user's code before training. `model`: one that was built from the job's factory, where it is to be
-    as before too; its weights are where they are few."""
+    as before too; its weights are put back where they are few, and refused to be edited elsewhere."""
     memento = Memento(job, model)
     weights = [] if model is None else _weights(model)
     with writing_aside(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
@@ -78,12 +78,11 @@ def _weights(model: nn.Module) -> list[Callable[[], None]]:
     """What puts weights back that a forward edits, in place or by another tensor as its data."""
     import torch
 
-    plain = [each for each in model.parameters() if each.layout == torch.strided]
-    if sum(each.nbytes for each in plain) > MOST_BYTES:
-        return []
+    plain = [(name, each) for name, each in model.named_parameters() if each.layout == torch.strided]
+    are_few = sum(each.nbytes for _, each in plain) <= MOST_BYTES
 
-    def noted(parameter: nn.Parameter) -> Callable[[], None]:
-        copy, version = parameter.data.to("cpu", copy=True), parameter._version
+    def noted(name: str, parameter: nn.Parameter) -> Callable[[], None]:
+        copy, version = parameter.data.to("cpu", copy=True) if are_few else None, parameter._version
         home = parameter.data if type(parameter) is torch.nn.Parameter else None  # of others the weights come and go
 
         def put_back() -> None:
@@ -91,12 +90,18 @@ def _weights(model: nn.Module) -> list[Callable[[], None]]:
                 parameter.data = home
             elif parameter._version == version:
                 return
+            if copy is None:
+                raise ValueError(
+                    f"{name} is edited in forward, which was run once before training, and the model is too large to be copied "
+                    "and put back; edit it between steps, inside `with run.weights():`, or use a plan that neither cuts the "
+                    "batch nor recomputes blocks"
+                )
             with torch.no_grad():
                 parameter.copy_(copy)
 
         return put_back
 
-    return [noted(each) for each in plain]
+    return [noted(*each) for each in plain]
 
 
 class Memento:
