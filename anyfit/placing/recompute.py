@@ -439,7 +439,7 @@ def _tried(name: str, module: nn.Module, kind: str, trials: dict[str, Trial]) ->
 
     def tried(*args: Any, **kwargs: Any) -> Any:
         if kind in trials or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return before(*args, **kwargs)
         trials[kind] = Trial(name, module, forward)
         return trials[kind].first(args, kwargs)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from anyfit.placing import Placed
 from anyfit.placing.chunks import quietly
@@ -335,7 +336,7 @@ class _Trial:
                     leaving_no_trace(self._job, self._placed.model),
                     _batch_norms_still(self._placed.model),
                     Still(),
-                    nullcontext() if keeps else torch.autograd.graph.saved_tensors_hooks(_keep_numbers, _as_it_is),
+                    nullcontext() if keeps else saved_tensors_hooks(_keep_numbers, _as_it_is),
                 ):
                     total, weight = self._job.evaluate(self._placed.model, self._prepared(batch))
                 found = [] if weight is not None else divisors(total)
@@ -417,9 +418,16 @@ class _State:
 def _blocks_to_keep(
     job: Job, placed: Placed, blocks: Mapping[str, nn.Module], kinds: Mapping[str, str], samples: _Samples
 ) -> tuple[dict[str, str], dict[str, str]]:
-    with rehearsing(blocks, kinds) as found, placed.watching():
-        job.evaluate(placed.model, job.prepare(samples.few, placed.device, placed.lanes.send))
-    return dict(found), found.selective
+    for keeps in (False, True):
+        saving = placed.watching() if keeps else saved_tensors_hooks(_keep_numbers, _as_it_is)
+        try:
+            with rehearsing(blocks, kinds) as found, saving:
+                job.evaluate(placed.model, job.prepare(samples.few, placed.device, placed.lanes.send))
+            return dict(found), found.selective
+        except RuntimeError:
+            if keeps:
+                raise  # a loss that goes backward itself needs what its ops save
+    raise AssertionError
 
 
 def _shown(*pairs: tuple[float, float]) -> str:
