@@ -177,7 +177,7 @@ def by_hand(case: Case, placement: Any, activations: str | None) -> None:
 
     def prepare(made: Trial) -> dict[str, Any]:
         chosen: Any = {} if activations is None else dict.fromkeys(blocks, activations)
-        plan = hand_written(made.job, placement, slots=8, activations=chosen)
+        plan = hand_written(made.job, placement, slots=24, activations=chosen)
         return {"plan": plan, "machine": small_machine()}
 
     train(case, prepare)

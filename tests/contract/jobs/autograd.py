@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..case import Chain, Residual, Trial, adamw, hostile, squared, trial, vectors
+from ..case import Chain, Refused, Residual, Trial, adamw, hostile, squared, trial, vectors
 from .losses import NO_MEAN
 
 
@@ -154,7 +154,10 @@ def an_update_in_a_hook_while_backward_runs() -> Trial:
     return trial(hung(hang), squared, vectors())
 
 
-@hostile(also=("both",))
+OTHER_OUTPUT = Refused(r"(?is)recomputes blocks\.0, and its output differs when it is run again.*use a plan that keeps it")
+
+
+@hostile(also=("both",), recomputed=OTHER_OUTPUT, both=OTHER_OUTPUT)
 def hooks_of_all_modules() -> Trial:
     """Registered for whatever module runs, as profilers and debuggers do."""
 
@@ -230,7 +233,7 @@ class Reversed(torch.autograd.Function):
         return -0.3 * gradient
 
 
-@hostile()
+@hostile(cut=NO_MEAN)
 def gradient_reversal() -> Trial:
     class Net(Chain):
         def __init__(self) -> None:

@@ -30,7 +30,6 @@ from ..case import (
     vectors,
 )
 from .aliases import next_token
-from .losses import NO_MEAN
 from .state import STATISTICS
 
 
@@ -378,7 +377,7 @@ def llama_with_padding() -> Trial:
     return trial(lambda: transformers_model("llama"), own_loss, padded(), sgd)
 
 
-@hostile(cut=NO_MEAN, blocks=("model.layers.0", "model.layers.1"))
+@hostile(blocks=("model.layers.0", "model.layers.1"))
 def the_loss_of_llama_itself() -> Trial:
     """A mean over the labels that are there."""
     return trial(lambda: transformers_model("llama"), lambda model, batch: model(**batch).loss, padded(), sgd)

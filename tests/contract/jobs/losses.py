@@ -45,7 +45,7 @@ def mean_squared_error() -> Trial:
     return trial(Chain, squared, vectors())
 
 
-@hostile(also=("ranks",), cut=NO_MEAN, ranks=NO_MEAN)
+@hostile(also=("ranks",))
 def mean_over_a_mask() -> Trial:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         off = (model(batch["x"]) - batch["y"]).square() * batch["mask"]
@@ -72,7 +72,7 @@ def cross_entropy_with_ignored_labels() -> Trial:
     return trial(Texts, loss, tokens())
 
 
-@hostile(also=("ranks",), cut=NO_MEAN, ranks=NO_MEAN)
+@hostile(also=("ranks",))
 def labels_of_minus_100_in_the_batch() -> Trial:
     batches = [{"ids": ids, "labels": ids.clone()} for ids in tokens()]
     for batch in batches:
@@ -125,7 +125,7 @@ def variance_over_the_batch() -> Trial:
     return trial(Chain, loss, vectors())
 
 
-@hostile(cut=NO_MEAN)
+@hostile()
 def sum_over_the_batch() -> Trial:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return 0.02 * (model(batch["x"]) - batch["y"]).square().sum()
@@ -133,7 +133,7 @@ def sum_over_the_batch() -> Trial:
     return trial(Chain, loss, vectors())
 
 
-@hostile(cut=NO_MEAN)
+@hostile()
 def divided_by_a_fixed_number() -> Trial:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return (model(batch["x"]) - batch["y"]).square().sum() / 32.0
@@ -174,7 +174,7 @@ def the_hardest_half_of_the_batch() -> Trial:
     return trial(Chain, loss, vectors())
 
 
-@hostile(cut=NO_MEAN)
+@hostile()
 def weighted_cross_entropy() -> Trial:
     """torch divides by the weights of the labels that are there."""
     weights = torch.tensor([1.0, 5.0, 0.2, 2.0, 0.5])
@@ -357,7 +357,7 @@ def distillation_from_a_teacher_beside_the_model() -> Trial:
     return trial(lambda: Chain(out=5), loss, labelled())
 
 
-@hostile()
+@hostile(cut=NO_MEAN)
 def distillation_of_deeper_layers() -> Trial:
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         x, total = model.stem(batch["x"]), torch.zeros(())

@@ -138,7 +138,10 @@ def lbfgs() -> Trial:
     return optimized(lambda m: torch.optim.LBFGS(m.parameters()))
 
 
-@hostile(without=("tight", "recomputed", "host", "cut"), ample=Refused(r"(?is)sparse"))
+SPARSE = Refused(r"(?is)sparse")
+
+
+@hostile(host=SPARSE)
 def sparse_adam() -> Trial:
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -237,7 +240,7 @@ def a_norm_of_every_parameter() -> Trial:
     return optimized(lambda m: Lars(m.parameters(), lr=0.05))
 
 
-@hostile()
+@hostile(host=TOGETHER)
 def noise_in_the_update() -> Trial:
     """Langevin dynamics: draws random numbers in the step."""
 
@@ -276,7 +279,7 @@ def step_hooks() -> Trial:
     return optimized(make)
 
 
-@hostile()
+@hostile(host=TOGETHER)
 def a_step_hook_that_counts() -> Trial:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         made = torch.optim.AdamW(model.parameters(), lr=0.01)

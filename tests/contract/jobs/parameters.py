@@ -260,7 +260,7 @@ def complex_numbers_from_real_weights() -> Trial:
 COMPLEX = Refused(r"(?is)complex")
 
 
-@hostile(ample=COMPLEX, tight=COMPLEX, recomputed=COMPLEX, host=COMPLEX, cut=COMPLEX)
+@hostile(tight=COMPLEX, host=COMPLEX)
 def complex_weights() -> Trial:
     class Net(Chain):
         def __init__(self) -> None:
@@ -299,7 +299,7 @@ def embedding_with_padding_scaled_by_frequency() -> Trial:
 SPARSE = Refused(r"(?is)sparse")
 
 
-@hostile(ample=SPARSE, tight=SPARSE, recomputed=SPARSE, host=SPARSE, cut=SPARSE)
+@hostile(host=SPARSE)
 def sparse_gradients() -> Trial:
     class Net(Texts):
         def __init__(self) -> None:
