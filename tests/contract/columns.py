@@ -136,10 +136,12 @@ def tight(case: Case) -> None:
             break
         except RefusedError as refusal:
             # What was found out by running the job (that its batch may not be cut, a block not be recomputed) needs more.
-            if not isinstance(refusal.__cause__, anyfit.NoPlan) or least >= need:
+            if not isinstance(refusal.__cause__, anyfit.NoPlan):
                 raise
-            least += min(refusal.__cause__.shortfall_bytes * 17 // 16 + 64, need - least)
-    train_within(case, (least + need) // 2)
+            least += refusal.__cause__.shortfall_bytes * 17 // 16 + 64
+    else:
+        raise RefusedError from RuntimeError(f"there is no plan for {least} B, and {need} are ample")
+    train_within(case, (least + max(least, need)) // 2)
 
 
 def train_within(case: Case, device_bytes: int) -> None:

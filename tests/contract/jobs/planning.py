@@ -15,7 +15,7 @@ from ..case import Chain, Trial, hostile, squared, trial, vectors
 from .losses import NO_MEAN
 
 
-@hostile(draws=True)
+@hostile(cut=NO_MEAN)
 def pythons_random_in_the_loss() -> Trial:
     """Mixup, with a share that Python draws."""
 
@@ -25,7 +25,7 @@ def pythons_random_in_the_loss() -> Trial:
     return trial(Chain, loss, vectors())
 
 
-@hostile(cut=NO_MEAN, draws=True)
+@hostile(cut=NO_MEAN)
 def numpys_random_in_the_loss() -> Trial:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         share = float(np.random.beta(0.4, 0.4))
@@ -68,7 +68,7 @@ def a_loss_that_is_an_object() -> Trial:
     return trial(Chain, Annealed(), vectors())
 
 
-@hostile(draws=True)
+@hostile(cut=NO_MEAN)
 def a_loss_with_a_generator_of_its_own() -> Trial:
     generator = random.Random(5)
 

@@ -306,7 +306,7 @@ def noise_in_forward() -> Trial:
     return chained(Noisy)
 
 
-@hostile(also=EVERYWHERE, draws=True)
+@hostile(also=EVERYWHERE, cut=CHANGES)
 def layer_drop_by_pythons_random() -> Trial:
     class Dropped(Around):
         def forward(self, x: Tensor) -> Tensor:
@@ -318,7 +318,7 @@ def layer_drop_by_pythons_random() -> Trial:
     return chained(Dropped)
 
 
-@hostile(also=("both", "resumed"), draws=True)
+@hostile(also=("both", "resumed"), cut=CHANGES)
 def layer_drop_over_blocks() -> Trial:
     """As in BART: the model leaves out whole blocks."""
 
@@ -357,7 +357,7 @@ def stochastic_depth_by_sample() -> Trial:
     return chained(Depth)
 
 
-@hostile(also=EVERYWHERE, draws=True)
+@hostile(also=EVERYWHERE, cut=CHANGES)
 def numpys_random_in_forward() -> Trial:
     class Noisy(Around):
         def after(self, x: Tensor) -> Tensor:
@@ -366,7 +366,7 @@ def numpys_random_in_forward() -> Trial:
     return chained(Noisy)
 
 
-@hostile(also=EVERYWHERE, draws=True)
+@hostile(also=EVERYWHERE, cut=CHANGES)
 def a_torch_generator_of_its_own() -> Trial:
     class Noisy(Around):
         def __init__(self, width: int) -> None:
@@ -379,7 +379,7 @@ def a_torch_generator_of_its_own() -> Trial:
     return trial(Chain(Noisy), squared, vectors())
 
 
-@hostile(also=("both", "resumed"), draws=True)
+@hostile(also=("both", "resumed"), cut=CHANGES)
 def a_numpy_generator_of_its_own() -> Trial:
     class Noisy(Around):
         def __init__(self, width: int) -> None:
@@ -392,7 +392,7 @@ def a_numpy_generator_of_its_own() -> Trial:
     return chained(Noisy)
 
 
-@hostile(draws=True)
+@hostile(cut=CHANGES)
 def a_generator_outside_the_model() -> Trial:
     generator = torch.Generator().manual_seed(5)
 
@@ -483,7 +483,7 @@ def an_input_that_is_overwritten() -> Trial:
     return trial(Overwriting, squared, vectors())
 
 
-@hostile(cut=CHANGES)
+@hostile()
 def a_mask_buffer_written_by_the_model_for_its_blocks() -> Trial:
     class Masked(Residual):
         def __init__(self, width: int) -> None:
