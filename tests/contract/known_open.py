@@ -34,10 +34,6 @@ KNOWN_OPEN: dict[tuple[str, str], str] = {
     ("ema teacher inside the model", "tight"): "wrong: the losses: off by 4.0e-02, of 1.9e+00",
     ("ema teacher inside the model", "cut"): "wrong: the losses: off by 4.0e-02, of 1.9e+00",
     (
-        "a hook that sets the gradient to none",
-        "cut",
-    ): "refused: ValueError: Job(micro_batch=2) cuts the batch, and a hook sees the gradient of stem.weight:",
-    (
         "gradients of each sample by vmap",
         "recomputed",
     ): "refused: RuntimeError: Cannot access data pointer of Tensor that doesn't have storage",

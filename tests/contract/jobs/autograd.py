@@ -128,7 +128,7 @@ def post_accumulate_hooks_that_clip() -> Trial:
     return trial(hung(hang), squared, vectors())
 
 
-@hostile()
+@hostile(cut=NO_MEAN)
 def a_hook_that_sets_the_gradient_to_none() -> Trial:
     def hang(model: Chain) -> None:
         def drop(parameter: nn.Parameter) -> None:
