@@ -94,6 +94,12 @@ def uses_of(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+def _writes_list(func: Any, args: Sequence[Any]) -> bool:
+    """Whether it writes into a list of tensors, as torch._foreach_mul_ does: under a dispatch mode torch does not count that."""
+    name = getattr(func, "__name__", "")
+    return name.startswith("_foreach_") and name.endswith("_") and bool(args) and isinstance(args[0], list | tuple)
+
+
 class DeviceSlot:
     """A device buffer that weights of any chunk on the host can pass through. Its storage is its own."""
 
@@ -215,13 +221,16 @@ class Residency:
             return watched[0].detach().as_subclass(Lent)
         else:
             result = func(*args, **kwargs)
+        writes_list = _writes_list(func, args)
         for index in chunks:
-            self.heed(index)
+            self.heed(index, is_written=writes_list)
         return result
 
-    def heed(self, index: int) -> None:
-        """Takes over what user code has written into weights of the chunk."""
+    def heed(self, index: int, *, is_written: bool = False) -> None:
+        """Takes over what user code has written into weights of the chunk; `is_written`: it is known to have."""
         name = self._versions.edited(index)
+        if name is None and is_written:
+            name = self._state.chunks[index].chunk.slots[0].name
         if name is None or self.is_editing:
             return
         state, slot = self._state.chunks[index], self._slot_of.get(index)
