@@ -490,16 +490,16 @@ def test_a_forward_that_is_never_taken_backward_is_forgotten() -> None:
         gc.collect()
         return sum(type(item) is Saved for item in gc.get_objects())
 
-    job = job_for()
+    job, others = job_for(), saved()  # that an earlier test may still hold
     batch = byte_batches(1, ROWS)[0]
     with started(job, hand_written(job, AWAY, slots=8)) as run:
         run.step(batch)
         loss = run.loss(batch)
-        assert saved() > 0
+        assert saved() > others
         run._abandon()
         assert loss.isfinite()
         del loss
-        assert saved() == 0
+        assert saved() <= others
 
 
 SPECULATES = replace(STREAMED, speculates=True)
