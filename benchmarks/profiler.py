@@ -133,7 +133,7 @@ def measure(case: Case, machine: Machine, ops: Path | None) -> dict[str, Any]:
 
 
 def quickly_built(job: anyfit.Job) -> anyfit.Job:
-    """Drawing billions of weights takes minutes and does not change a step: all are views of the same numbers.
+    """Drawing billions of weights takes minutes and does not change a step: all are copies of the same numbers.
 
     On the CPU, as a user's model is: weights made on the GPU would leave holes, and chunks placed there tie up whole segments.
     """
@@ -147,7 +147,7 @@ def quickly_built(job: anyfit.Job) -> anyfit.Job:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     if id(parameter) not in made:
-                        filled = drawn[: parameter.numel()].view(parameter.shape)
+                        filled = drawn[: parameter.numel()].view(parameter.shape).clone()
                         made[id(parameter)] = torch.nn.Parameter(filled, requires_grad=parameter.requires_grad)
                     module._parameters[name] = made[id(parameter)]
             for name, buffer in module._buffers.items():

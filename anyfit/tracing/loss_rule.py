@@ -70,8 +70,12 @@ def rows_for(job: Job) -> int:
 
 def read_rule(job: Job, model: nn.Module, batch: Batch, rows: int) -> LossRule:
     """`batch` are so many samples, fake ones or real, for a model of the same kind."""
-    with BatchNumbers(batch, rows) as numbers:
+    weights = {_storage(each): name for name, each in model.named_parameters()}
+    with BatchNumbers(batch, rows, weights) as numbers:
         total, weight = job.evaluate(model, batch)
+    if numbers.edited:
+        why = f"{numbers.edited} is edited in forward, once for each micro-batch where it would be once for the batch"
+        return _agreed(job, model, numbers, LossRule("whole", why, ways_out=AGREED_MEAN))
     if weight is not None:
         return _agreed(job, model, numbers, LossRule("weighted", "the loss returns (sum, weight)"))
     heads = divisors(total)
@@ -114,7 +118,7 @@ def _agreed(job: Job, model: nn.Module, numbers: BatchNumbers, rule: LossRule) -
 class BatchNumbers(TorchDispatchMode):
     """Follows what is computed from a batch of so many samples."""
 
-    def __init__(self, batch: Batch, rows: int) -> None:
+    def __init__(self, batch: Batch, rows: int, weights: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.divided_by: dict[int, Found] = {}  # by storage of the number
         self.varying: list[str] = []  # means over as many elements as values say
@@ -122,6 +126,8 @@ class BatchNumbers(TorchDispatchMode):
         self.indices: set[str] = set()  # entries that say which rows are read
         self.normalises = False  # by statistics of the batch
         self.scales = ""  # gradients, by what is in the batch
+        self.edited = ""  # a parameter that forward moves towards another, which may equal it at the start
+        self._weights = weights  # names of parameters, by storage
         self._rows = rows
         self._from: dict[int, frozenset[str]] = {}  # by storage, the entries of the batch that it was computed from
         self._varies: set[int] = set()  # storages of a size that depends on values
@@ -146,6 +152,11 @@ class BatchNumbers(TorchDispatchMode):
         result = func(*args, **kwargs)
         entries = self._entries((args, kwargs))
         packet = func._overloadpacket
+        if func._schema.is_mutable and not self.edited:
+            written = (args[place] for place, each in enumerate(func._schema.arguments[: len(args)]) if _is_written(each))
+            names = [self._weights.get(_storage(each)) for each in _tensors(list(written))]
+            read = {self._weights.get(_storage(each)) for each in _tensors((args, kwargs))} - {None, *names}
+            self.edited = next((name for name in names if name and read), "")
         if packet in BATCH_NORMS:
             self.normalises |= _is_training(func, args, kwargs) and args[0].shape[0] != 1  # which is an instance norm
         if not entries:
@@ -204,6 +215,10 @@ def _place() -> str:
     stack = traceback.extract_stack()
     ours = max((index for index, frame in enumerate(stack) if frame.filename == JOB_FILE), default=-1)
     return place_of(traceback.StackSummary.from_list(stack[ours + 1 :]), "the loss")
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _is_training(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -29,8 +29,6 @@ KNOWN_OPEN: dict[tuple[str, str], str] = {
         "weights read by functional call",
         "tight",
     ): "refused: OverLimitError: 58.8 KiB of device memory are needed in backward or the update, outside eve",
-    ("ema teacher inside the model", "tight"): "wrong: the losses: off by 4.0e-02, of 1.9e+00",
-    ("ema teacher inside the model", "cut"): "wrong: the losses: off by 4.0e-02, of 1.9e+00",
     (
         "gradients of each sample by vmap",
         "recomputed",

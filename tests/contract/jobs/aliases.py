@@ -251,7 +251,7 @@ def weights_replaced_by_data() -> Trial:
     return trial(Net, squared, vectors())
 
 
-@hostile()
+@hostile(cut=NO_MEAN)
 def weights_normalised_in_forward() -> Trial:
     class Net(Chain):
         def forward(self, x: Tensor) -> Tensor:
