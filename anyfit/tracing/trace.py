@@ -255,7 +255,7 @@ class _StandIn:
             module_names={id(module): name for name, module in modules.items()},
             parameters=parameters,
             facts=tuple((fact, replace(fact, used=True)) for fact in facts),
-            rule=learn(optimizer, device),
+            rule=learn(optimizer, device, sparse=bool(_sparse(model))),
             fingerprint=job.fingerprint(model),
             memento=Memento(job, model),
         )
@@ -373,7 +373,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
 @contextmanager
 def _dense(model: nn.Module) -> Iterator[None]:
     """Gradients that a run has sparse are dense in a trace: fake tensors have no others, and their bytes are at least as many."""
-    modules = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse]
+    modules = _sparse(model)
     for module in modules:
         module.sparse = False
     try:
@@ -381,6 +381,10 @@ def _dense(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.sparse = True
+
+
+def _sparse(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
+    return [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse]
 
 
 def _pairs(blocks: Blocks, block: int, twin: int) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:

@@ -23,9 +23,10 @@ from anyfit.values.job import OPTIMIZERS
 ELEMENTS = 4096  # of a stand-in: large enough that step counters do not matter
 
 
-def learn(optimizer: Optimizer, device: str) -> UpdateRule:
+def learn(optimizer: Optimizer, device: str, *, sparse: bool = False) -> UpdateRule:
     """Steps `optimizer` on stand-ins in place of its own parameters; it is of no further use afterwards.
 
+    `sparse` says that the model has layers with sparse gradients, the only ones that SparseAdam takes.
     Where the user left the choice to torch, it takes one op for all parameters on a GPU and one for each on a CPU.
     """
     for group in optimizer.param_groups:
@@ -35,7 +36,7 @@ def learn(optimizer: Optimizer, device: str) -> UpdateRule:
             group["capturable"] = False
     optimizer.state.clear()  # what a constructor made for the fake parameters (Adagrad) is made again below
     shapes = [_shape_like(group["params"]) for group in optimizer.param_groups]
-    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    sparse = sparse and isinstance(optimizer, torch.optim.SparseAdam)
     counts = {}
     for copies in (1, 2):
         optimizer.state.clear()
@@ -43,7 +44,7 @@ def learn(optimizer: Optimizer, device: str) -> UpdateRule:
         for group, shape in zip(optimizer.param_groups, shapes, strict=True):
             made = [nn.Parameter(torch.ones(shape)) for _ in range(copies)]
             for parameter in made:
-                parameter.grad = torch.ones(shape).to_sparse() if is_sparse else torch.ones(shape)
+                parameter.grad = torch.ones(shape).to_sparse() if sparse else torch.ones(shape)
             group["params"] = made
             stand_ins.append(made)
         _initialise(optimizer)
