@@ -42,7 +42,8 @@ LEAST_CHUNK_BYTES = {"cpu": 2**14, "cuda": 2**23}  # a GPU is done with less bef
 HOST_BOUND = 1.2  # a pass that takes this many times the device's own seconds waits for the host
 IN_A_RUN = 0.95  # of the rate at which an otherwise idle machine updates: 0.91 to 1.0 in timelines of runs
 MEMORY_ERROR = {"cpu": 0.02, "cuda": 0.02}
-RESERVED_ERROR = {"cpu": 0.02, "cuda": 0.05}
+RESERVED_ERROR = {"cpu": 0.05, "cuda": 0.05}
+OFFLOAD_ERROR = {"cpu": 0.05, "cuda": 0.02}
 
 
 def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, spread: tuple[int, int] = (1, 1)) -> Profile:
@@ -87,6 +88,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Lin
         time_error=_time_error(largest, machine, passes[0].seconds, rates.spread),
         memory_error=MEMORY_ERROR[device.kind],
         reserved_error=RESERVED_ERROR[device.kind],
+        offload_error=OFFLOAD_ERROR[device.kind],
         model_fingerprint=graph.fingerprint,
         machine_fingerprint=machine.fingerprint,
         memory_bytes_per_second=device.memory.peak,

@@ -100,7 +100,11 @@ def chunk_costs(graph: Graph, chunks: Sequence[Chunk]) -> tuple[ChunkCost, ...]:
         )
         blocks = tuple(sorted({block_of[slot.name] for slot in chunk.slots}))
         outside = tuple(slot.name for slot in chunk.slots if not graph.blocks[block_of[slot.name]].name)
-        costs.append(ChunkCost(chunk.bytes, chunk.elements, chunk.trainable, gradient, int(optimizer), blocks, outside, sums))
+        costs.append(
+            ChunkCost(
+                chunk.bytes, chunk.elements, chunk.trainable, gradient, int(optimizer), chunk.is_updated, blocks, outside, sums
+            )
+        )
     return tuple(costs)
 
 
@@ -112,15 +116,16 @@ def chunks_together(graph: Graph, chunks: Sequence[Chunk]) -> tuple[tuple[int, .
 
 
 def update_scratch_bytes(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) -> int:
-    """Temporary bytes of the optimizer while one chunk is updated."""
+    """Temporary bytes of the optimizer while one chunk is updated; at the first step, the state that it makes before that goes to
+    its place."""
     if is_in_one_pass(rule, device):
         return 0
-    working = [
-        chunk.elements if not rule.scratch_is_shared else max(slot.elements for slot in chunk.slots)
-        for chunk in chunks
-        if chunk.is_updated
-    ]
-    return int(max(working, default=0) * rule.scratch_bytes_per_element)
+    updated = [chunk for chunk in chunks if chunk.is_updated]
+    working = [chunk.elements if not rule.scratch_is_shared else max(slot.elements for slot in chunk.slots) for chunk in updated]
+    made = [sum(slot.elements for slot in chunk.slots) * rule.state_bytes_per_element[chunk.group] for chunk in updated]
+    if rule.name in MADE_AT_START:
+        made = []
+    return int(max([each * rule.scratch_bytes_per_element for each in working] + made, default=0))
 
 
 def live_bytes(graph: Graph, device: Device, gradients: Literal["kept", "consumed"]) -> list[int]:

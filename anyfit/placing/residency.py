@@ -473,6 +473,15 @@ class Residency:
                 self._load(self._state.chunks[index], slot)
         return True
 
+    def give_back(self) -> None:
+        """Slots beyond the plan's, as far as nobody holds them."""
+        for slot in [each for each in self._slots if not each.is_held][: self.added]:
+            if slot.state is not None:
+                self.drop(slot.state)
+            self._slots.remove(slot)
+            del self._of_storage[slot.storage._cdata]
+            self.added -= 1
+
     def _make_room(self, index: int, *, at_all_costs: bool) -> Any:
         """An empty slot for the chunk. When nobody waits for it yet, only what is needed later makes room."""
         empty = [slot for slot in self._slots if slot.state is None and not slot.is_held]

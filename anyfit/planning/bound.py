@@ -49,7 +49,7 @@ def least_seconds(candidate: Candidate, rates: Rates, again: float = 0.0) -> flo
     """`again`: seconds of every pass that blocks make again besides, whichever they are."""
     pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
     shards, division, passes = candidate.shards, candidate.division, candidate.accumulation
-    resident = sum(chunk.elements for chunk, placement in pairs if placement.route == "resident" and chunk.optimizer_bytes)
+    resident = sum(chunk.elements for chunk, placement in pairs if placement.route == "resident" and chunk.is_updated)
     given = sum(chunk.elements for chunk, _ in pairs if chunk.gradient_bytes)
     sent = sum(chunk.elements for chunk, placement in pairs if chunk.gradient_bytes and placement.gradients == "host")
     norm = rates.norm_seconds * given / shards + (division.norm_seconds if division is not None else 0.0)
@@ -85,7 +85,7 @@ def _exchanged(candidate: Candidate) -> float:
             found += times * division.reduce.seconds(REDUCED_BYTES * chunk.elements)
         if division.shards > 1 and (division.weights or placement.weights == "host"):
             put_together[index] = division.gather.seconds(chunk.weights_bytes)
-        elif division.shards > 1 and chunk.gradient_bytes and chunk.optimizer_bytes:
+        elif division.shards > 1 and chunk.gradient_bytes and chunk.is_updated:
             found += division.gather.seconds(chunk.weights_bytes)
     for phase in ("forward", "backward"):
         pairs = zip(candidate.each.segments, candidate.uses, strict=True)
@@ -141,7 +141,7 @@ def _jobs(
     backward_over = passes * one_pass - forward
     norm = backward_over + norm_seconds  # is known
     for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
-        if placement.route == "resident" or not chunk.optimizer_bytes or not chunk.gradient_bytes:
+        if placement.route == "resident" or not chunk.is_updated or not chunk.gradient_bytes:
             continue
         if index not in before or index not in after:
             continue

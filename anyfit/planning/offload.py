@@ -472,7 +472,7 @@ class Space:
         return found
 
     def _places(self, chunk: ChunkCost, accumulation: int) -> list[Placement]:
-        if not chunk.optimizer_bytes:
+        if not chunk.is_updated:
             return [RESIDENT, FROZEN_AWAY]
         streams = (False, True) if self.is_gpu else (False,)
         speculates = (False, True) if accumulation == 1 else (False,)
@@ -487,7 +487,7 @@ class Space:
         first, rungs = self.candidate(Knobs(micro_batch)), self._ladders[micro_batch][::-1]
         placed = {
             tuple(
-                RESIDENT if resident else away if chunk.optimizer_bytes else frozen
+                RESIDENT if resident else away if chunk.is_updated else frozen
                 for chunk, resident in zip(self.profile.chunks, stays, strict=True)
             ): None
             for away, frozen in product(PLACED.values(), (RESIDENT, FROZEN_AWAY))
@@ -814,11 +814,11 @@ def _with(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
 
 
 def _placements(chunks: tuple[ChunkCost, ...], knobs: Knobs) -> Iterator[Placement]:
-    rest = sum(chunk.elements for chunk in chunks[knobs.resident :] if chunk.optimizer_bytes)
+    rest = sum(chunk.elements for chunk in chunks[knobs.resident :] if chunk.is_updated)
     others, streamed, first = 0, 0.0, 0
     for index, chunk in enumerate(chunks):
         is_away = index >= len(chunks) - knobs.away
-        if not chunk.optimizer_bytes:
+        if not chunk.is_updated:
             yield FROZEN_AWAY if is_away else RESIDENT
             continue
         if index < knobs.resident:

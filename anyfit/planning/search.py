@@ -535,7 +535,7 @@ def _speculates(offer: Offer) -> bool:
 def _by_route(offer: Offer) -> Counter[str]:
     elements = Counter[str]()
     for chunk, placement in zip(offer.candidate.chunks, offer.candidate.placements, strict=True):
-        elements[placement.route] += chunk.elements if chunk.optimizer_bytes else 0
+        elements[placement.route] += chunk.elements if chunk.is_updated else 0
     return elements
 
 

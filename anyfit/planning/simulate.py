@@ -394,9 +394,7 @@ class _Play:
         """Chooses the chunks that the host updates in two parts."""
         candidate, rates = self._candidate, self._rates.host
         waiting = [
-            chunk
-            for chunk in self._chunks
-            if chunk.route == "host" and chunk.cost.optimizer_bytes and not self._speculates(chunk)
+            chunk for chunk in self._chunks if chunk.route == "host" and chunk.cost.is_updated and not self._speculates(chunk)
         ]
         elements = sum(chunk.elements for chunk in waiting)
         if not rates.overlaps or not elements or candidate.accumulation > 1:  # to add gradients up keeps the host at work
@@ -586,7 +584,7 @@ class _Play:
             if self._is_staged(chunk, is_last=number == passes - 1)
         )
         added = (passes > 1) * (passes * sum(chunk.cost.elements for chunk in given) - gathered)
-        streamed = sum(chunk.elements for chunk in given if chunk.route == "streamed" and chunk.cost.optimizer_bytes)
+        streamed = sum(chunk.elements for chunk in given if chunk.route == "streamed" and chunk.cost.is_updated)
         rates = self._rates
         return rates.gather_seconds * gathered + rates.add_seconds * added + rates.update_seconds * streamed
 
@@ -601,7 +599,7 @@ class _Play:
 
     @staticmethod
     def _is_resident(chunk: _Chunk) -> bool:
-        return chunk.route == "resident" and chunk.cost.optimizer_bytes > 0
+        return chunk.route == "resident" and chunk.cost.is_updated
 
     # ------------------------------------------------------------------ gradients and updates
 
@@ -653,8 +651,8 @@ class _Play:
         else:
             self._debt += (self._candidate.accumulation > 1) * self._rates.add_seconds * chunk.cost.elements
             arrived.fire()
-        if not is_last or not chunk.cost.optimizer_bytes or route == "resident":
-            if is_last and chunk.gathers and chunk.cost.optimizer_bytes:
+        if not is_last or not chunk.cost.is_updated or route == "resident":
+            if is_last and chunk.gathers and chunk.cost.is_updated:
                 self._norm.then(lambda: self._drop(chunk))
             return
         chunk.fresh = _Signal()

@@ -55,7 +55,7 @@ def weigh(profile: Profile, candidate: Candidate, live_bytes: int | None = None)
     pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
     adds_up = candidate.accumulation > 1
     pools = profile.state.buffers + profile.workspace_bytes + _pools(pairs, candidate.slots, adds_up=adds_up)
-    resident = [chunk for chunk, placement in pairs if placement.route == "resident" and chunk.optimizer_bytes]
+    resident = [chunk for chunk, placement in pairs if placement.route == "resident" and chunk.is_updated]
     updating = 0
     if profile.host is not None and profile.host.overlaps:
         # gradients side by side, for one pass over them
@@ -90,12 +90,12 @@ def _pools_of_rank(profile: Profile, candidate: Candidate) -> tuple[int, int]:
             fetched.append(chunk.weights_bytes)
         if not on_host:
             device += weights if division.weights else chunk.weights_bytes
-        if on_host or (placement.update == "host" and optimizer):
+        if on_host or (placement.update == "host" and chunk.is_updated):
             host += weights
         if placement.optimizer == "device":
             device += optimizer
         else:
-            generations = 2 if placement.speculates and not adds_up and optimizer else 1
+            generations = 2 if placement.speculates and not adds_up and chunk.is_updated else 1
             host += generations * optimizer + (generations - 1) * weights
         if chunk.trainable:
             given.append(chunk.elements)
@@ -107,10 +107,10 @@ def _pools_of_rank(profile: Profile, candidate: Candidate) -> tuple[int, int]:
                 sent.append(elements)
             if not stays or (adds_up and division.gradients):
                 landing.append(elements)
-        if optimizer and placement.route == "streamed":
+        if chunk.is_updated and placement.route == "streamed":
             away = weights if on_host or (placement.speculates and not adds_up) else 0
             carried.append((optimizer, away, REDUCED_BYTES * elements if overlaps and not stays else 0))
-        if optimizer and placement.route == "resident" and not overlaps and chunk.weights_bytes == 2 * chunk.elements:
+        if chunk.is_updated and placement.route == "resident" and not overlaps and chunk.weights_bytes == 2 * chunk.elements:
             scratch.append(TORCH_SCRATCH_BYTES * elements)
     device += min(slots, len(fetched)) * max(fetched, default=0) + max(scratch)
     stages = min(RANK_STAGES, len(given))
@@ -142,7 +142,7 @@ def _pools(pairs: list[Pair], slots: int, *, adds_up: bool) -> int:
                 largest_sent = max(largest_sent, size)
         elif adds_up and chunk.gradient_bytes:
             found += 4 * chunk.elements
-        if not chunk.optimizer_bytes or placement.update == "host":
+        if not chunk.is_updated or placement.update == "host":
             continue
         if placement.optimizer == "device":
             found += chunk.optimizer_bytes
@@ -291,11 +291,11 @@ def _host(pairs: list[Pair], *, adds_up: bool) -> int:
     found = 0
     sent = [pair for pair in pairs if pair[1].gradients == "host" and pair[0].trainable]
     for chunk, placement in pairs:
-        if placement.weights == "host" or (placement.update == "host" and chunk.optimizer_bytes):
+        if placement.weights == "host" or (placement.update == "host" and chunk.is_updated):
             found += chunk.weights_bytes
         if placement.optimizer == "host":
             found += chunk.optimizer_bytes
-            if placement.speculates and not adds_up and chunk.optimizer_bytes:
+            if placement.speculates and not adds_up and chunk.is_updated:
                 found += chunk.weights_bytes + chunk.optimizer_bytes
     found += sum(4 * chunk.elements if adds_up else chunk.weights_bytes for chunk, _ in sent)
     return found + (min(STAGES, len(sent)) * _largest(sent) if adds_up else 0)

@@ -14,10 +14,11 @@ what cannot be done; a plan that was given is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,9 @@ WEIGHTS_SEEN = 1024  # elements of a parameter, about, that are compared
 MOST_CELLS = 2**18  # places of state that are looked at
 # Relative, of losses: what the order of sums makes of rounding. A loss that is itself bf16 has few digits.
 TOLERANCE, OF_FEW_DIGITS = {"fp32": 2e-5, "bf16": 2e-3}, 1.5e-2
+
+Found = TypeVar("Found")
+Saving = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Rehearsal:
         with leaving_no_trace(self._job, placed.model):
             if blocks:
                 kinds = {name: self._kinds.get(name, name) for name in blocks}  # one that is of no chain is a kind of its own
-                found = _blocks_to_keep(self._job, placed, blocks, kinds, samples)
+                found = _blocks_to_keep(self._job, placed, blocks, kinds, [samples.few, samples.of(plan.micro_batch)])
                 kept |= found[0]
                 not_selective |= found[1]
             if tries_loss:
@@ -125,6 +129,7 @@ class Rehearsal:
                 rule = _Trial(self._job, placed, samples).rule(rule)
         mine = Findings(rule, kept, not_selective)
         placed.residency.forget()
+        placed.residency.give_back()
         self._known = mine.joined(placed.ranks.objects(mine)) if placed.ranks.are_several else mine
         self._tried |= set(blocks)
         return self._known
@@ -171,6 +176,11 @@ class _Samples:
     def few(self) -> Batch:
         return self.halves(self.whole)[0] if self._can_be_cut else self.whole
 
+    def of(self, rows: int) -> Batch:
+        """As many as a micro-batch has."""
+        is_whole = rows == self._job.batch_size or not self._can_be_cut or self._job.split is not None
+        return self._job.sample if is_whole else self._job.with_rows(self._job.sample, rows)
+
     def reordered(self) -> list[Batch]:
         """The same samples, so that other ones make the halves."""
         if self._job.split is not None or self.half < HALF:
@@ -179,6 +189,9 @@ class _Samples:
 
     def halves(self, batch: Batch) -> list[Batch]:
         return self._job.cut(batch, [self.half, self.half])
+
+    def one_by_one(self) -> list[Batch]:
+        return self._job.cut(self.whole, [1] * (2 * self.half))
 
     def uneven(self, emptied: str, rule: LossRule, *, leaves_one: bool) -> Batch:
         """In one entry nothing counts in the second half, or only the first place of each row. In the others only one row of
@@ -260,10 +273,16 @@ class _Trial:
             )
         if read.kind == "divided":
             return self._divided(read, both, halves)
-        others = [self._told(each)[1:] for each in self._samples.reordered()]  # one pair of halves may be equal by chance
-        if all(self._is_near(both.loss, sum(each.loss for each in pair) / 2, pair) for pair in (halves, *others)):
+        try:
+            cuts = [halves, *self._other_cuts()]  # one pair of halves may be equal by chance
+        except Exception as error:
+            said = " ".join(str(error).split())
+            return replace(
+                read, kind="whole", why=f"the loss does not run on samples in another order, nor one by one ({said:.200})"
+            )
+        if all(self._is_near(both.loss, sum(each.loss for each in parts) / len(parts), parts) for parts in cuts):
             return read
-        if all(self._is_near(both.loss, sum(each.loss for each in pair), pair) for pair in (halves, *others)):
+        if all(self._is_near(both.loss, sum(each.loss for each in parts), parts) for parts in cuts):
             return replace(read, kind="sum", why="the loss is a sum over samples")
         first, second = (f"{each.loss:.6g}" for each in halves)
         return replace(
@@ -273,16 +292,30 @@ class _Trial:
             f"their halves' ({first} and {second}): it compares samples with each other, or counts what differs between them",
         )
 
+    def _other_cuts(self) -> list[list[_Told]]:
+        """Halves of the samples in other orders; one by one, where the model asks for an order (as packed sequences do)."""
+        try:
+            return [self._told(each)[1:] for each in self._samples.reordered()]
+        except Exception:  # no user has asked for these batches
+            return [[self._loss_of(each) for each in self._samples.one_by_one()]]
+
     def _changed_by_forward(self) -> str | None:
         """State that every forward changes."""
         part = self._prepared(self._samples.few)
-        with leaving_no_trace(self._job, self._placed.model), Still(), _batch_norms_still(self._placed.model):
-            self._job.evaluate(self._placed.model, part)
-            state = _State(self._job, self._placed)
-            self._job.evaluate(self._placed.model, part)
-            changed = state.change()
-        self._placed.gradients.clear()
-        return changed
+
+        def changed(saving: Saving) -> str | None:
+            with leaving_no_trace(self._job, self._placed.model), Still(), _batch_norms_still(self._placed.model):
+                with saving():
+                    self._job.evaluate(self._placed.model, part)
+                state = _State(self._job, self._placed)
+                with saving():
+                    self._job.evaluate(self._placed.model, part)
+                return state.change()
+
+        try:
+            return _saving_little(self._placed, changed)
+        finally:
+            self._placed.gradients.clear()
 
     def _divided(self, read: LossRule, both: _Told, halves: list[_Told]) -> LossRule:
         """By the first divisor that adds up, also where one half counts for nothing."""
@@ -330,31 +363,30 @@ class _Trial:
         return [self._loss_of(part) for part in (batch, *self._samples.halves(batch))]
 
     def _loss_of(self, batch: Batch) -> _Told:
-        for keeps in (False, True):
-            try:
-                with (
-                    leaving_no_trace(self._job, self._placed.model),
-                    _batch_norms_still(self._placed.model),
-                    Still(),
-                    nullcontext() if keeps else saved_tensors_hooks(_keep_numbers, _as_it_is),
-                ):
-                    total, weight = self._job.evaluate(self._placed.model, self._prepared(batch))
-                found = [] if weight is not None else divisors(total)
-                if total.dtype.itemsize < 4:
-                    self._tolerance = OF_FEW_DIGITS
-                return _Told(
-                    float(total.detach()),
-                    None if weight is None else float(weight),
-                    tuple(float(each.exact) for each in found),
-                    tuple(each.counts for each in found),
-                )
-            except RuntimeError:
-                if keeps:
-                    raise  # a loss that goes backward itself needs what its ops save
-        raise AssertionError
+        def evaluated(saving: Saving) -> _Told:
+            with leaving_no_trace(self._job, self._placed.model), _batch_norms_still(self._placed.model), Still(), saving():
+                total, weight = self._job.evaluate(self._placed.model, self._prepared(batch))
+            found = [] if weight is not None else divisors(total)
+            if total.dtype.itemsize < 4:
+                self._tolerance = OF_FEW_DIGITS
+            return _Told(
+                float(total.detach()),
+                None if weight is None else float(weight),
+                tuple(float(each.exact) for each in found),
+                tuple(each.counts for each in found),
+            )
+
+        return _saving_little(self._placed, evaluated)
 
     def _prepared(self, batch: Batch) -> Batch:
         return self._job.prepare(batch, self._placed.device, self._placed.lanes.send)
+
+
+def _saving_little(placed: Placed, act: Callable[[Saving], Found]) -> Found:
+    """Acts where ops save little: nothing goes backward. A loss that goes backward itself needs what its ops save."""
+    with suppress(RuntimeError):
+        return act(lambda: saved_tensors_hooks(_keep_numbers, _as_it_is))
+    return act(placed.watching)
 
 
 def _keep_numbers(tensor: Tensor) -> Tensor | None:
@@ -416,18 +448,19 @@ class _State:
 
 
 def _blocks_to_keep(
-    job: Job, placed: Placed, blocks: Mapping[str, nn.Module], kinds: Mapping[str, str], samples: _Samples
+    job: Job, placed: Placed, blocks: Mapping[str, nn.Module], kinds: Mapping[str, str], batches: Sequence[Batch]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    for keeps in (False, True):
-        saving = placed.watching() if keeps else saved_tensors_hooks(_keep_numbers, _as_it_is)
-        try:
-            with rehearsing(blocks, kinds) as found, saving:
-                job.evaluate(placed.model, job.prepare(samples.few, placed.device, placed.lanes.send))
-            return dict(found), found.selective
-        except RuntimeError:
-            if keeps:
-                raise  # a loss that goes backward itself needs what its ops save
-    raise AssertionError
+    """On the first of these batches that the model runs: one may need all samples of its batch."""
+
+    def found(batch: Batch, saving: Saving) -> tuple[dict[str, str], dict[str, str]]:
+        with rehearsing(blocks, kinds) as found, saving():
+            job.evaluate(placed.model, job.prepare(batch, placed.device, placed.lanes.send))
+        return dict(found), found.selective
+
+    for batch in batches[:-1]:
+        with suppress(Exception):
+            return _saving_little(placed, partial(found, batch))
+    return _saving_little(placed, partial(found, batches[-1]))
 
 
 def _shown(*pairs: tuple[float, float]) -> str:

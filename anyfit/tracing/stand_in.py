@@ -19,22 +19,49 @@ from anyfit.values.memento import Memento
 
 from .swap import refuse_unmade, swapped
 
+aten = torch.ops.aten
 CPU = torch.device("cpu")
+LONG = 64  # steps of a sequence
 
 
 class FakeMode(FakeTensorMode):
-    """torch's, which also knows grouped products outside bf16: its own rule refuses them, and devices multiply them."""
+    """torch's, with two ops mended: its rule refuses grouped products outside bf16, which devices multiply; and it forgets what
+    a layer of an LSTM keeps for backward."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._kept: dict[tuple[Any, ...], int] = {}  # bytes, by shapes of a layer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            with self:
+                halves = [torch.empty_strided(each.shape, each.stride(), dtype=torch.bfloat16, device=CPU) for each in args[:2]]
+                sized = func(*halves, *args[2:], **(kwargs or {}))
+                return torch.empty_strided(sized.shape, sized.stride(), dtype=args[0].dtype, device=CPU)
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is not aten.mkldnn_rnn_layer.default:
+            return result
+        key = tuple(tuple(each.shape) for each in args[:7])
+        if key not in self._kept:
+            self._kept[key] = _kept_bytes(args)
         with self:
-            halves = [torch.empty_strided(each.shape, each.stride(), dtype=torch.bfloat16, device=CPU) for each in args[:2]]
-            sized = func(*halves, *args[2:], **(kwargs or {}))
-            return torch.empty_strided(sized.shape, sized.stride(), dtype=args[0].dtype, device=CPU)
+            return (*result[:3], torch.empty(self._kept[key], dtype=torch.uint8, device=CPU))
+
+
+def _kept_bytes(args: Sequence[Any]) -> int:
+    """Of a layer of an LSTM, by running it on zeros; of a long sequence by two parts of it."""
+
+    def run(length: int) -> int:
+        shapes = [(length, *args[0].shape[1:]), *(each.shape for each in args[1:7])]
+        zeros = [torch.zeros(shape, dtype=each.dtype) for shape, each in zip(shapes, args[:7], strict=True)]
+        kept: torch.Tensor = aten.mkldnn_rnn_layer(*zeros, *args[7:])[3]
+        return kept.numel() * kept.element_size()
+
+    length = int(args[0].shape[0])
+    if length <= LONG:
+        return run(length)
+    part, half = run(LONG), run(LONG // 2)
+    return part + (part - half) * (length - LONG) // (LONG // 2)
 
 
 @contextmanager

@@ -78,9 +78,18 @@ def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of:
                 raise
             except Exception as error:
                 if not made:  # the largest has to run
+                    _say_what_was_cut(job, micro_batch, error)
                     raise
                 made[-1] = _noted(made[-1], _left_out(micro_batch, error))
         return made
+
+
+def _say_what_was_cut(job: Job, micro_batch: int, error: Exception) -> None:
+    if micro_batch < job.batch_size:
+        error.add_note(
+            f"the model was given {micro_batch} of the batch's {job.batch_size} samples: tensors are cut along dim 0, "
+            "lists by their entries. Job(split=) cuts batches otherwise"
+        )
 
 
 def _left_out(micro_batch: int, error: Exception) -> str:
@@ -123,6 +132,7 @@ def _run_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: f
                 break
             except Exception as error:
                 if micro_batch == sizes[-1]:
+                    _say_what_was_cut(job, micro_batch, error)
                     raise
                 failed.append(_left_out(micro_batch, error))
                 continue

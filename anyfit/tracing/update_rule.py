@@ -77,7 +77,8 @@ def learn(optimizer: Optimizer, device: str, *, sparse: bool = False) -> UpdateR
         state_bytes_per_element=tuple(float(size) for size in state),
         bytes_per_element=counts[2].touched_bytes / (parameters * ELEMENTS),
         ops_per_parameter=counts[2].ops / parameters,
-        scratch_bytes_per_element=counts[1].peak_bytes / ELEMENTS,
+        # of one parameter after another, one may begin with what the last has left
+        scratch_bytes_per_element=counts[1 if grows else 2].peak_bytes / ELEMENTS,
         scratch_is_shared=not grows,
     )
 

@@ -132,7 +132,8 @@ class ChunkCost:
     elements: int
     trainable: bool
     gradient_bytes: int  # of parameters that get one; 0 where the chunk is frozen or unused
-    optimizer_bytes: int  # low halves and moments; 0 where it is not updated
+    optimizer_bytes: int  # low halves and moments; some optimizers have none
+    is_updated: bool  # by the optimizer
     blocks: tuple[int, ...]  # whose parameters it holds, ascending
     parameters: tuple[str, ...] = ()  # those of no block
     summed_bytes: int = 0  # of gradients that autograd adds up over several uses, and has from the first of them on

@@ -56,7 +56,7 @@ def random_profile(random: Random, blocks: int) -> Profile:
         blocks=blocks + 1,
         chunks=chunks,
         state=StateBytes(0, 0, 0, 0, 0, gradients=0, accumulators=0),
-        trainable=sum(chunk.elements for chunk in chunks if chunk.optimizer_bytes),
+        trainable=sum(chunk.elements for chunk in chunks if chunk.is_updated),
         update=UpdateCost(seconds=each.seconds * _scale(random, 0.01, 0.5), scratch_bytes=random.randint(0, 4) * MIB),
         host=host,
         memory_bytes_per_second=30 * elements / each.seconds * _scale(random, 5, 100),
@@ -133,7 +133,7 @@ def _chunks(random: Random, count: int, most: int) -> tuple[ChunkCost, ...]:
         state = (2 * elements, 10 * elements) if trainable else (0, 0)
         names = ("embedding", "head") if outer == 1 else ("embedding",) if at == 0 else ("head",)
         outside = names if home == (count,) else ()
-        found.append(ChunkCost(2 * elements, elements, trainable, *state, home, outside))
+        found.append(ChunkCost(2 * elements, elements, trainable, *state, trainable, home, outside))
     return tuple(found)
 
 
@@ -167,7 +167,7 @@ def narrowed(random: Random, profile: Profile, most: int) -> Profile:
             blocks[index] = replace(blocks[index], choices=left)
         elif sum(chunk.trainable for chunk in chunks) > 2:
             at = random.randrange(len(chunks))
-            frozen = replace(chunks[at], trainable=False, gradient_bytes=0, optimizer_bytes=0)
+            frozen = replace(chunks[at], trainable=False, gradient_bytes=0, optimizer_bytes=0, is_updated=False)
             chunks = (*chunks[:at], frozen, *chunks[at + 1 :])
     return replace(profile, passes=(replace(each, blocks=tuple(blocks)),), chunks=chunks)
 

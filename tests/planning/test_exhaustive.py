@@ -68,7 +68,7 @@ class Plans:
                 and (self._first.accumulation == 1 or not placement.speculates)
             ),
         ]
-        self.placements = [trained if chunk.optimizer_bytes else [RESIDENT, FROZEN_AWAY] for chunk in profile.chunks]
+        self.placements = [trained if chunk.is_updated else [RESIDENT, FROZEN_AWAY] for chunk in profile.chunks]
 
     def candidate(self, placements: tuple[Placement, ...], activations: tuple[Activations, ...]) -> Candidate:
         """With the first chunks so, and no others."""

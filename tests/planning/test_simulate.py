@@ -84,7 +84,7 @@ def resident(candidate: Candidate) -> Candidate:
 def test_a_step_is_its_parts(candidate: Candidate) -> None:
     simulated = simulate(candidate, EASY)
     pairs = zip(candidate.chunks, candidate.placements, strict=True)
-    resident = sum(chunk.elements for chunk, placement in pairs if placement.route == "resident" and chunk.optimizer_bytes)
+    resident = sum(chunk.elements for chunk, placement in pairs if placement.route == "resident" and chunk.is_updated)
     handed_out = HAND_OUT_SECONDS * sum(placement.route != "resident" for placement in candidate.placements)
     waited = max(handed_out - EASY.update_seconds * resident / candidate.shards, 0.0)
     parts = simulated.compute_seconds + simulated.recompute_seconds + simulated.update_seconds + waited
@@ -102,7 +102,7 @@ def test_nothing_is_waited_for_where_all_is_on_the_device(candidate: Candidate) 
 def loads(candidate: Candidate) -> Iterator[float]:
     """Seconds that each of host, up and down is busy in a step, at least."""
     pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
-    updated = [(chunk, placement) for chunk, placement in pairs if chunk.optimizer_bytes and chunk.gradient_bytes]
+    updated = [(chunk, placement) for chunk, placement in pairs if chunk.is_updated and chunk.gradient_bytes]
     yield sum(chunk.elements for chunk, placement in updated if placement.route == "host") / 1e9
     streamed = sum(chunk.optimizer_bytes for chunk, placement in updated if placement.route == "streamed")
     fresh = sum(
