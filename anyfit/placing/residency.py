@@ -44,10 +44,15 @@ class Watched(nn.Parameter):
         with quietly():
             if func in FACTS:
                 return func(*args, **kwargs)
-            watched = [item for item in _leaves((args, kwargs)) if type(item) is Watched and hasattr(item, "anyfit")]
+            watched = [item for item in _leaves((args, kwargs)) if isinstance(item, Watched) and hasattr(item, "anyfit")]
             if not watched:  # a copy the user made
                 return func(*args, **kwargs)
             return watched[0].anyfit[0].call(func, args, kwargs, watched)
+
+
+def watched_kind(kind: type[nn.Parameter]) -> type[Watched]:
+    """A parameter of the user's own class keeps what that class has."""
+    return Watched if kind is nn.Parameter else type(kind.__name__, (Watched, kind), {})
 
 
 def _properties(*names: str) -> set[Any]:
@@ -167,10 +172,12 @@ class Residency:
         self._absent = {
             slot.name: state.parameters[slot.name].data for index in self._fetched for slot in state.chunks[index].chunk.slots
         }
+        self._kinds: dict[str, type[nn.Parameter]] = {}  # what each parameter is to the user
         for index in self.watched:
             for slot in state.chunks[index].chunk.slots:
                 parameter: Any = state.parameters[slot.name]
-                parameter.__class__ = Watched
+                self._kinds[slot.name] = type(parameter)
+                parameter.__class__ = watched_kind(type(parameter))
                 parameter.anyfit = (self, slot.name, index)
         self._versions = Versions(
             {
@@ -358,14 +365,14 @@ class Residency:
             compiled = getattr(module, attribute)
             if attribute == "forward" and not hasattr(compiled, "_torchdynamo_orig_callable"):
                 continue
-            watched = [parameter for parameter in module.parameters() if type(parameter) is Watched]
+            watched = [parameter for parameter in module.parameters() if isinstance(parameter, Watched)]
             if watched:
                 setattr(module, attribute, functools.partial(self._call_compiled, compiled, watched))
                 self.undo.append(functools.partial(setattr, module, attribute, compiled))
 
     def _watch_scripted(self, module: nn.Module) -> None:
         """TorchScript reads weights itself: they are made ready before it is called."""
-        chunks = {parameter.anyfit[2] for parameter in module.parameters() if type(parameter) is Watched}
+        chunks = {parameter.anyfit[2] for parameter in module.parameters() if isinstance(parameter, Watched)}
         forward = module.forward
 
         def ready(*args: Any, **kwargs: Any) -> Any:
@@ -386,12 +393,12 @@ class Residency:
         self.touch(chunks)
         self._pinned += chunks
         for parameter in watched:
-            parameter.__class__ = nn.Parameter  # as it was compiled for
+            parameter.__class__ = self._kinds[parameter.anyfit[1]]  # as it was compiled for
         try:
             return compiled(*args, **kwargs)
         finally:
             for parameter in watched:
-                parameter.__class__ = Watched
+                parameter.__class__ = watched_kind(type(parameter))
             for index in chunks:
                 self._pinned.remove(index)
 
@@ -605,7 +612,7 @@ class Residency:
             has_storage = tensor.layout == torch.strided and not tensor.is_nested  # what is sparse or nested is nobody's weight
             slot = self._of_storage.get(tensor.untyped_storage()._cdata) if has_storage else None
             if slot is None or slot.state is None:
-                if type(tensor) is Watched and hasattr(tensor, "anyfit") and tensor.anyfit[2] in self._fetched:
+                if isinstance(tensor, Watched) and hasattr(tensor, "anyfit") and tensor.anyfit[2] in self._fetched:
                     return self._place_of(tensor)
                 # Without its history, which autograd keeps itself: an op's own output would tie the graph into a knot, and
                 # one that never goes backward would stay for good.
@@ -646,7 +653,7 @@ class Residency:
                 for slot in state.chunk.slots:
                     parameter: Any = self._state.parameters[slot.name]
                     del parameter.anyfit
-                    parameter.__class__ = nn.Parameter
+                    parameter.__class__ = self._kinds[slot.name]
                     if index in self._fetched and not state.is_gathered:
                         parameter.data = state.view(state.weights, slot)
 

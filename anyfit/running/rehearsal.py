@@ -304,13 +304,13 @@ class _Trial:
         part = self._prepared(self._samples.few)
 
         def changed(saving: Saving) -> str | None:
-            with leaving_no_trace(self._job, self._placed.model), Still(), _batch_norms_still(self._placed.model):
+            with leaving_no_trace(self._job, self._placed.model) as memento, Still(), _batch_norms_still(self._placed.model):
                 with saving():
                     self._job.evaluate(self._placed.model, part)
                 state = _State(self._job, self._placed)
                 with saving():
                     self._job.evaluate(self._placed.model, part)
-                return state.change()
+                return state.change() or memento.files.read_again
 
         try:
             return _saving_little(self._placed, changed)

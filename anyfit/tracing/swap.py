@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def swapped(
     instead: dict[int, Any] = {}  # by identity
     for name, parameter in model.named_parameters():
         instead[id(parameter)] = made = parameter_like(name, parameter)
+        vars(made).update(_of_its_class(parameter, made))
         vars(made).update(vars(parameter))  # marks that the user has set, such as those an optimizer's groups go by
     for buffer in model.buffers():
         instead[id(buffer)] = buffer_like(buffer)
@@ -50,6 +52,14 @@ def swapped(
     finally:
         for tensors, name, tensor in registered:
             tensors[name] = tensor  # type: ignore[assignment]
+
+
+def _of_its_class(parameter: nn.Parameter, made: nn.Parameter) -> dict[str, Any]:
+    """What a subclass of Parameter has that Parameter has not, for a tensor that cannot be of that class."""
+    kinds = type(parameter).__mro__[: type(parameter).__mro__.index(nn.Parameter)]
+    names = {name for kind in kinds for name in vars(kind) if not name.startswith("__")}
+    held = {name: getattr(parameter, name) for name in names}
+    return {name: MethodType(each.__func__, made) if isinstance(each, MethodType) else each for name, each in held.items()}
 
 
 def refuse_unmade(model: nn.Module) -> None:

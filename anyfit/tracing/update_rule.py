@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,9 +37,10 @@ def learn(optimizer: Optimizer, device: str, *, sparse: bool = False) -> UpdateR
         if device == "cuda" and group.get("capturable"):  # the same numbers; a CPU's does not know it
             group["capturable"] = False
     optimizer.state.clear()  # what a constructor made for the fake parameters (Adagrad) is made again below
-    shapes = [_shape_like(group["params"]) for group in optimizer.param_groups]
+    own = [list(group["params"]) for group in optimizer.param_groups]
+    shapes = [_shape_like(parameters) for parameters in own]
     sparse = sparse and isinstance(optimizer, torch.optim.SparseAdam)
-    counts = {}
+    counts: dict[int, _Meter] = {}
     for copies in (1, 2):
         optimizer.state.clear()
         stand_ins = []
@@ -50,37 +53,71 @@ def learn(optimizer: Optimizer, device: str, *, sparse: bool = False) -> UpdateR
         _initialise(optimizer)
         try:
             optimizer.step()  # the first step makes the state; the second is like all that follow
+            with _Meter() as counts[copies]:
+                optimizer.step()
         except Exception as error:
+            with suppress(Exception):
+                return _learnt_whole(optimizer, own)
             name, why = type(optimizer).__name__, " ".join(str(error).split())
             others = f"; these of torch.optim do: {', '.join(OPTIMIZERS)}" if name not in OPTIMIZERS else ""
             options = f" with the options {_unusual(optimizer)}" if others == "" else ""
             raise ValueError(
                 f"{name}{options} does not step ordinary parameters with dense gradients on the CPU ({why}){others}"
             ) from error
-        with _Meter() as meter:
-            optimizer.step()
-        counts[copies] = meter
-    groups = len(stand_ins)
-    parameters = 2 * groups
-    state = tuple(
-        sum(
-            item.numel() * item.element_size()
-            for item in pytree.tree_leaves(optimizer.state.get(made[0], {}))
-            if isinstance(item, torch.Tensor)
-        )
-        // ELEMENTS  # a step counter beside the moments is no cost by the element
-        for made in stand_ins
-    )
+    parameters = 2 * len(stand_ins)
+    state = [_state_bytes(optimizer, made[0]) // ELEMENTS for made in stand_ins]  # a step counter is no cost by the element
     grows = counts[2].peak_bytes > 1.5 * counts[1].peak_bytes
     return UpdateRule(
         name=type(optimizer).__name__,
-        state_bytes_per_element=tuple(float(size) for size in state),
+        state_bytes_per_element=tuple(map(float, state)),
         bytes_per_element=counts[2].touched_bytes / (parameters * ELEMENTS),
         ops_per_parameter=counts[2].ops / parameters,
         # of one parameter after another, one may begin with what the last has left
         scratch_bytes_per_element=counts[1 if grows else 2].peak_bytes / ELEMENTS,
         scratch_is_shared=not grows,
     )
+
+
+def _learnt_whole(optimizer: Optimizer, own: Sequence[Sequence[torch.Tensor]]) -> UpdateRule:
+    """Of an optimizer that knows its parameters beforehand, such as one with copies of them: by stepping the fakes themselves."""
+    optimizer.state.clear()
+    parameters = [parameter for group in own for parameter in group]
+    assert all(isinstance(parameter, FakeTensor) for parameter in parameters)
+    for group, given in zip(optimizer.param_groups, own, strict=True):
+        group["params"] = list(given)
+    with parameters[0].fake_mode:  # type: ignore[attr-defined]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        try:
+            optimizer.step()
+            with _Meter() as meter:
+                optimizer.step()
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+    elements = max(sum(parameter.numel() for parameter in parameters), 1)
+    known = {id(parameter) for parameter in parameters}
+    held = sum(each.numel() * each.element_size() for each in _held(optimizer) if id(each) not in known)
+    return UpdateRule(
+        name=type(optimizer).__name__,
+        state_bytes_per_element=(held / elements,) * len(own),
+        bytes_per_element=meter.touched_bytes / elements,
+        ops_per_parameter=meter.ops / len(parameters),
+        scratch_bytes_per_element=meter.peak_bytes / elements,
+        scratch_is_shared=False,
+    )
+
+
+def _held(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All tensors of an optimizer and of those inside it."""
+    leaves = pytree.tree_leaves([*vars(optimizer).values(), list(optimizer.state.values())])
+    inner = [tensor for each in leaves if isinstance(each, Optimizer) for tensor in _held(each)]
+    return [*inner, *(each for each in leaves if isinstance(each, torch.Tensor))]
+
+
+def _state_bytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
+    held = pytree.tree_leaves(optimizer.state.get(parameter, {}))
+    return sum(item.numel() * item.element_size() for item in held if isinstance(item, torch.Tensor))
 
 
 def _shape_like(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -24,11 +24,11 @@ OWN_FILES = ("torch._", "triton", "anyfit.")  # compilers and their caches, and 
 
 
 @contextmanager
-def writing_aside() -> Iterator[None]:
+def writing_aside() -> Iterator[Aside]:
     import torch
 
     with tempfile.TemporaryDirectory(prefix="anyfit-") as folder:
-        aside = _Aside(folder)
+        aside = Aside(folder)
         patches: list[tuple[Any, str, Any]] = [
             (builtins, "open", aside.open),
             (io, "open", aside.open),
@@ -43,19 +43,20 @@ def writing_aside() -> Iterator[None]:
         for owner, name, patch in patches:
             setattr(owner, name, patch)
         try:
-            yield
+            yield aside
         finally:
             for owner, name, original in before:
                 setattr(owner, name, original)
             aside.leave()
 
 
-class _Aside:
+class Aside:
     def __init__(self, folder: str) -> None:
         import torch
 
         self._folder, self._thread = os.path.realpath(folder), threading.get_ident()
         self._files: dict[str, str] = {}  # by real path, where it lies meanwhile
+        self.read_again: str | None = None  # a file that was written meanwhile
         self._made = 0
         self._folders: list[str] = []  # made meanwhile
         self._open, self._mkdir, self._save = io.open, os.mkdir, torch.save
@@ -75,6 +76,8 @@ class _Aside:
             return self._open(file, mode, *args, **kwargs)
         if set(mode) & set("wax+"):
             return self._open(self._beside(path, mode), mode, *args, **kwargs)
+        if path in self._files:
+            self.read_again = os.fsdecode(file)
         return self._open(self._files.get(path, file), mode, *args, **kwargs)
 
     def _beside(self, path: str, mode: str) -> str:

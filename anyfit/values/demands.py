@@ -79,7 +79,7 @@ def _strided() -> Any:
 
 
 def _special(model: nn.Module) -> dict[str, str]:
-    """Trainable parameters whose gradients are no plain arrays of numbers."""
+    """Parameters that are, or whose gradients are, no plain arrays of numbers."""
     from torch import nn
 
     found = {
@@ -87,6 +87,9 @@ def _special(model: nn.Module) -> dict[str, str]:
         for name, each in model.named_parameters()
         if each.requires_grad and each.is_complex()
     }
+    for name, each in model.named_parameters():
+        if type(each).__torch_function__ is not nn.Parameter.__torch_function__:
+            found[name] = f"{name} is a {type(each).__name__}, which has ops of its own"
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             found[f"{name}.weight"] = f"{name} has sparse gradients; sparse=False gives it dense ones"

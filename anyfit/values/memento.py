@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .aside import writing_aside
+from .aside import Aside, writing_aside
 from .units import show_bytes
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def leaving_no_trace(job: Job, model: nn.Module | None = None) -> Iterator[Memen
     as before too; its weights are put back where they are few, and refused to be edited elsewhere."""
     memento = Memento(job, model)
     weights = [] if model is None else _weights(model)
-    with writing_aside(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    with writing_aside() as memento.files, contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         try:
             yield memento
         finally:
@@ -106,6 +106,8 @@ def _weights(model: nn.Module) -> list[Callable[[], None]]:
 
 class Memento:
     """All that was found, and how it was."""
+
+    files: Aside  # those that are written meanwhile
 
     def __init__(self, job: Job, model: nn.Module | None = None) -> None:
         import torch
