@@ -158,7 +158,7 @@ def start(
     from .running.team import MARGIN_SECONDS
     from .running.watch import HostWatch
     from .tracing.blocks import kinds_of
-    from .values.demands import StaysOnDevice
+    from .values.demands import StaysOnDevice, StaysWhole
 
     if plan is not None and profile is not None:
         raise ValueError("anyfit.start takes a plan, or a profile to make one from; leave one of them out")
@@ -194,15 +194,19 @@ def start(
     plan.refuse_unless_made_for(fingerprint, machine.fingerprint)
     ranks = ALONE if team is None else Ranks.of_process_group(waits + MARGIN_SECONDS)
     rehearsal = Rehearsal(job, kinds_of(model), _hooked(model))
-    agreed = functools.partial(_agreed, job, team)
-    try:
-        placed = place(job, plan, model, device, ranks=ranks, elements=found.elements, agreed=agreed)
-    except StaysOnDevice as demand:
-        if is_given or team is not None:
-            raise
-        profile = replace(profile or _profile_of(job, machine, team), state_stays=demand.reason)
-        plan = _search(profile, team)
-        placed = place(job, plan, model, device, ranks=ranks, elements=found.elements, agreed=agreed)
+    placing = functools.partial(place, ranks=ranks, elements=found.elements, agreed=functools.partial(_agreed, job, team))
+    while True:
+        try:
+            placed = placing(job, plan, model, device)
+            break
+        except (StaysOnDevice, StaysWhole) as demand:
+            if is_given:
+                raise
+            before = profile or _profile_of(job, machine, team)
+            profile = before.staying(demand.reason) if isinstance(demand, StaysOnDevice) else before.undivided()
+            if profile == before:
+                raise
+            plan = _search(profile, team)
     plan, placed, profile = _rehearsed(job, plan, placed, rehearsal, found, is_given, machine, profile, team)
     if team is not None:
         torch.manual_seed(launching.seed_of(job.seed, ranks.index))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from anyfit.values.graph import Graph
 from anyfit.values.layout import CHUNK_BYTES, Chunk
 from anyfit.values.machine import Machine, update_threads
-from anyfit.values.profile import BlockCost, Division, HostRates, Layout, LoadedRates, Pass, Profile, UpdateCost
+from anyfit.values.profile import BlockCost, HostRates, Layout, LoadedRates, Pass, Profile, UpdateCost
 
 from .choices import choice_costs
 from .links import Links
@@ -66,7 +66,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Lin
     link_error, link_note = links.error()
     largest = max(graphs, key=lambda each: each.micro_batch)
     rates = device.matmul.get("bfloat16" if graph.precision == "bf16" else "float32") or device.matmul["float32"]
-    return Profile(
+    made = Profile(
         model=graph.model,
         machine=machine.name,
         precision=graph.precision,
@@ -98,19 +98,12 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Lin
         other_layouts=tuple(others),
         host=_host_rates(machine, links.node),
         notes=tuple(dict.fromkeys(note for each in graphs for note in each.notes)),
-        state_stays=graph.state_stays,
-        divisions=_divisions(links, stays=bool(graph.state_stays)),
+        divisions=links.divisions(),
         link_error=link_error,
         link_note=link_note,
         loss=graph.loss,
     )
-
-
-def _divisions(links: Links, *, stays: bool) -> tuple[Division, ...]:
-    """Those that leave state whole on every rank, where it has to be and there are such."""
-    divisions = links.divisions()
-    whole = tuple(each for each in divisions if each.shards == 1 and not each.weights)
-    return whole or divisions if stays else divisions
+    return made.staying(graph.state_stays) if graph.state_stays else made
 
 
 def _layouts(graph: Graph, kind: str, ranks: int) -> Iterator[Layout]:

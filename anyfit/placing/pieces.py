@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from anyfit.values.demands import StaysWhole
+
 BY_ELEMENT = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta, optim.RMSprop,
     optim.Rprop, optim.ASGD,
@@ -23,7 +25,7 @@ CUT = 21  # of 48 elements: inside a row
 
 def refuse_unless_by_element(optimizer: Optimizer) -> None:
     if type(optimizer) not in BY_ELEMENT and not all(_is_by_element(optimizer, group) for group in optimizer.param_groups):
-        raise ValueError(
+        raise StaysWhole(
             f"{type(optimizer).__name__} steps a piece of a parameter otherwise than the whole, and this plan divides parameters "
             "over ranks; use a plan with optimizer_shards 1, or an optimizer that treats every element by itself, such as AdamW"
         )

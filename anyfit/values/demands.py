@@ -32,6 +32,10 @@ class StaysOnDevice(ValueError):  # noqa: N818  (what a model asks of a plan)
         return f"{self.args[0]}{self.args[1]}"
 
 
+class StaysWhole(ValueError):  # noqa: N818
+    """A plan divides over ranks what has to be whole on each."""
+
+
 @dataclass(frozen=True)
 class Demands:
     """Why, by name of a parameter, and what to type instead."""

@@ -266,6 +266,15 @@ class Profile(Record):
         passes = tuple(replace(each, blocks=tuple(map(without, each.blocks))) for each in self.passes)
         return replace(self, passes=passes, kept={**self.kept, **blocks})
 
+    def staying(self, why: str) -> Self:
+        """The same with all model state on the device, and whole on every rank."""
+        return replace(self.undivided(), state_stays=why)
+
+    def undivided(self) -> Self:
+        """The same with state whole on every rank, where there is a way to do that."""
+        whole = tuple(each for each in self.divisions if each.shards == 1 and not each.weights)
+        return replace(self, divisions=whole or self.divisions)
+
     def slowed(self, times: int) -> Self:
         """The same where so many ranks share a device's time."""
         return self if times == 1 else replace(self, passes=tuple(each.scaled(times) for each in self.passes))
