@@ -202,15 +202,18 @@ def start(
         except (StaysOnDevice, StaysWhole) as demand:
             if is_given:
                 raise
-            before = profile or _profile_of(job, machine, team)
-            profile = before.staying(demand.reason) if isinstance(demand, StaysOnDevice) else before.undivided()
+            profile = before = profile or _profile_of(job, machine, team)
+            if isinstance(demand, StaysWhole):
+                profile = before.undivided()
+            elif not before.state_stays:
+                profile = before.staying(demand.reason, demand.mirrored_bytes)
             if profile == before:
                 raise
             plan = _search(profile, team)
     plan, placed, profile = _rehearsed(job, plan, placed, rehearsal, found, is_given, machine, profile, team)
     if team is not None:
         torch.manual_seed(launching.seed_of(job.seed, ranks.index))
-    rescue = None if is_given or team is not None else _rescue(job, machine, profile)
+    rescue = None if is_given or team is not None else _rescue(job, machine, profile, placed)
     run = Run(job, plan, placed, rescue, HostWatch(left_memory_bytes, plan.limit_bytes["host"]), team, rehearsal)
     try:
         if resume is not None:
@@ -436,14 +439,18 @@ def _show_weights(match: Match) -> None:
     show_match(match, Console(stderr=True))
 
 
-def _rescue(job: Job, machine: Machine, known: Profile | None) -> Rescue:
+def _rescue(job: Job, machine: Machine, known: Profile | None, placed: Placed) -> Rescue:
     """What a run may do whose plan the planner made, when memory ends."""
     from .planning import search
     from .probing.cache import keep_correction
     from .running.rescue import Rescue
 
+    def made() -> Profile:
+        own, stays = known or profile(job, machine, ranks=1), placed.demands.reason
+        return own if stays is None or own.state_stays else own.staying(stays, placed.mirrors.device_bytes)
+
     return Rescue(
-        profile=lambda: known or profile(job, machine, ranks=1),
+        profile=made,
         search=search,
         keep=lambda correction: keep_correction(machine, correction),
         context_bytes=int(machine.device.context_bytes.value),

@@ -34,11 +34,17 @@ def refuse_elsewhere(
                     wanted[slot.name],
                     ". This plan has weights or updates off the device, where that is lost; else use a plan with all state on "
                     "the device",
+                    mirrored_bytes(demands, layout),
                 )
     refuse_apart(demands.coupled, [each for each, chunk in zip(placements, layout, strict=True) if chunk.is_updated])
     if demands.shared and casts(precision, device):
         how = "weights are cast to bf16" if precision == "bf16" else f"the model is moved to {device}"
         raise ValueError(f"{next(iter(demands.shared.values()))}. Here {how}, which gives each its own memory")
+
+
+def mirrored_bytes(demands: Demands, layout: Sequence[Chunk]) -> int:
+    """Of parameters that keep their memory, and have a mirror beside it."""
+    return sum(slot.elements * chunk.element_bytes for chunk in layout for slot in chunk.slots if slot.name in demands.kept)
 
 
 def casts(precision: str, device: torch.device) -> bool:

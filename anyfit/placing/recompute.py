@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -73,7 +74,7 @@ class Recomputed:
         self._selective = selective
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not _may_be_recomputed():
             return self.forward(*args, **kwargs)
         frame = Frame(self, args, kwargs, Kept() if self._selective else None)
         with saved_tensors_hooks(frame.hold, Frame.give), frame.first():
@@ -85,6 +86,13 @@ class Recomputed:
         return RuntimeError(
             f"block {self.name!r} cannot be recomputed: {what}; use a plan that keeps it (activations={{{self.name!r}: 'keep'}})"
         )
+
+
+def _may_be_recomputed() -> bool:
+    """Not without gradients, and not inside a transform of torch.func or forward-mode differentiation, whose tensors are gone
+    when they end."""
+    inside = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return torch.is_grad_enabled() and not inside
 
 
 class Frame:
@@ -438,7 +446,7 @@ def _tried(name: str, module: nn.Module, kind: str, trials: dict[str, Trial]) ->
     forward = before.forward if isinstance(before, Recomputed) else before
 
     def tried(*args: Any, **kwargs: Any) -> Any:
-        if kind in trials or not torch.is_grad_enabled():
+        if kind in trials or not _may_be_recomputed():
             return before(*args, **kwargs)
         trials[kind] = Trial(name, module, forward)
         return trials[kind].first(args, kwargs)

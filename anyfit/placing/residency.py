@@ -94,6 +94,11 @@ def _untransformed() -> contextlib.AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
+def _outside_inference() -> contextlib.AbstractContextManager[Any]:
+    """Inside, views of weights are made that serve after the user's inference mode too."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
 def uses_of(tensor: Tensor) -> int:
     """How many tensors hold its memory."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
@@ -219,7 +224,7 @@ class Residency:
                 raise RuntimeError(f"p.grad of {name} cannot be set: its chunk is updated by the plan's own schedule")
             return func(*args, **kwargs)
         chunks = {each.anyfit[2] for each in watched}
-        with _untransformed():
+        with _untransformed(), _outside_inference():
             self.touch(chunks)
         if func == SET_DATA:
             _set_data(name, watched[0], args[1])
@@ -407,11 +412,18 @@ class Residency:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, saved tensors that are views of slots are replaced."""
-        if self._slots:
+        if not self._slots:
+            yield
+            return
+        try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
                 yield
-        else:
-            yield
+        except RuntimeError as error:
+            if "support saved tensor hooks" in str(error):
+                error.add_note(
+                    "this plan has weights on the host, which needs such hooks; use a plan with all state on the device"
+                )
+            raise
 
     def begin(self) -> None:
         """A step begins: the last one's order is what to expect."""

@@ -13,7 +13,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorDeviceMismatchError,
+    UnsupportedOperatorException,
+)
 
 from anyfit.values.batches import named_tensors
 from anyfit.values.job import Batch
@@ -60,6 +65,10 @@ def explained(error: Exception) -> ValueError | None:
             f"{_place(error)} calls {op}, which does not say what it returns for tensors without values; register it: "
             f'torch.library.register_fake("{op}", lambda x: torch.empty_like(x)), with a function of the same arguments that '
             f"returns empty tensors of the right shapes; {OR_FOR_REAL}"
+        )
+    if isinstance(error, FakeTensorDeviceMismatchError) or "FakeTensor" in said:
+        return ValueError(
+            f"{_place(error)} does not run on tensors without values ({' '.join(said.split()):.200}); {OR_FOR_REAL}"
         )
     missing = NO_CPU_KERNEL.search(said)
     if missing is not None:

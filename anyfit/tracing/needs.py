@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from anyfit.values.graph import largest_sets
 
 FEW = 3  # parameters that any plan has room for together
+AS_ARRAY: set[Any] = {Tensor.numpy, Tensor.__array__}
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Needs(TorchFunctionMode):
             block = self._block()
             if block != self._outside:
                 self._by_block.setdefault(block, set()).update(taken, self._held())
+        if func in AS_ARRAY and self._viewed_by(args[0]) is not None:
+            self.stay = "forward takes a weight as a numpy array, in which nobody sees what is written"
         return func(*args, **kwargs)
 
     def saved(self, tensor: Tensor) -> Tensor | SavedView:

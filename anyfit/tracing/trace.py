@@ -302,6 +302,7 @@ def _twins(repeats: list[Repeat]) -> dict[int, int]:
 def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph:
     job, model, blocks = stand_in.job, stand_in.model, stand_in.blocks
     buffers = list(model.buffers())
+    mirrored = [parameter for parameter in stand_in.parameters.values() if not parameter.is_contiguous()]  # placing/mirrors.py
     batch = stand_in.batch_of(micro_batch)
     kernels = AsOnGpu if stand_in.device == "cuda" else None
     recorder_of = GpuRecorder if stand_in.device == "cuda" else Recorder
@@ -353,7 +354,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
             replace(fact[identity in used], adds_up=used.get(identity) in sums)
             for fact, identity in zip(stand_in.facts, map(id, stand_in.parameters.values()), strict=True)
         ),
-        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers),
+        buffer_bytes=sum(each.numel() * each.element_size() for each in (*buffers, *mirrored)),
         blocks=tuple(
             replace(
                 block,

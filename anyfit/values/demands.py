@@ -24,9 +24,9 @@ OWN = ("_parameters", "_buffers", "_modules")  # of a module, which names them i
 class StaysOnDevice(ValueError):  # noqa: N818  (what a model asks of a plan)
     """A plan has state off the device that has to be there, for this reason."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, mirrored_bytes: int = 0) -> None:
         super().__init__(reason, message)
-        self.reason = reason
+        self.reason, self.mirrored_bytes = reason, mirrored_bytes
 
     def __str__(self) -> str:
         return f"{self.args[0]}{self.args[1]}"

@@ -271,7 +271,12 @@ class Job:
 
         try:
             value = self.loss(model, batch)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if "is read-only" in str(error):
+                error.add_note(
+                    "a weight that lives on the host is read-only as a numpy array, in which nobody would see what is written; "
+                    "edit the tensor, or use a plan with all state on the device"
+                )
             if self.precision == "bf16" and "dtype" in str(error):
                 error.add_note(
                     "weights and floating inputs are bf16 in this run, and buffers keep their dtype: "

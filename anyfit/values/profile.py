@@ -266,9 +266,10 @@ class Profile(Record):
         passes = tuple(replace(each, blocks=tuple(map(without, each.blocks))) for each in self.passes)
         return replace(self, passes=passes, kept={**self.kept, **blocks})
 
-    def staying(self, why: str) -> Self:
-        """The same with all model state on the device, and whole on every rank."""
-        return replace(self.undivided(), state_stays=why)
+    def staying(self, why: str, mirrored_bytes: int = 0) -> Self:
+        """The same with all model state on the device, whole on every rank, and so much of it twice."""
+        state = replace(self.state, buffers=self.state.buffers + mirrored_bytes)
+        return replace(self.undivided(), state_stays=why, state=state)
 
     def undivided(self) -> Self:
         """The same with state whole on every rank, where there is a way to do that."""

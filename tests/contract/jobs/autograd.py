@@ -347,7 +347,7 @@ def a_gradient_by_the_input_as_output() -> Trial:
     return trial(Energy, squared, vectors())
 
 
-@hostile()
+@hostile(host=Refused(r"(?is)support saved tensor hooks.*use a plan with all state on the device"))
 def gradients_of_each_sample_by_vmap() -> Trial:
     """vmap(grad) in the loss."""
 
@@ -371,7 +371,7 @@ def jacobian_by_forward_mode() -> Trial:
         out, slope = torch.func.jvp(model, (batch["x"],), (torch.ones_like(batch["x"]),))
         return (out - batch["y"]).square().mean() + 1e-3 * slope.square().mean()
 
-    return trial(Chain, loss, vectors())
+    return trial(Chain, loss, vectors(), real_run=True)
 
 
 @hostile(cut=NO_MEAN)
