@@ -153,7 +153,7 @@ def start(
     from .probing.host import left_memory_bytes
     from .running import launch as launching
     from .running.holding import refuse_held
-    from .running.rehearsal import Rehearsal
+    from .running.rehearsal import Rehearsal, hooks_on_gradients
     from .running.run import Run
     from .running.team import MARGIN_SECONDS
     from .running.watch import HostWatch
@@ -193,7 +193,7 @@ def start(
         (_say if launch is None else launch.say)(from_nothing)
     plan.refuse_unless_made_for(fingerprint, machine.fingerprint)
     ranks = ALONE if team is None else Ranks.of_process_group(waits + MARGIN_SECONDS)
-    rehearsal = Rehearsal(job, kinds_of(model), _hooked(model))
+    rehearsal = Rehearsal(job, kinds_of(model), hooks_on_gradients(model))
     placing = functools.partial(place, ranks=ranks, elements=found.elements, agreed=functools.partial(_agreed, job, team))
     while True:
         try:
@@ -224,14 +224,6 @@ def start(
         run.give_up()  # a model of the user's own may be started again
         raise
     return run
-
-
-def _hooked(model: nn.Module) -> str | None:
-    """A parameter whose gradient a hook of the user's sees."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            return name
-    return None
 
 
 def _rehearsed(

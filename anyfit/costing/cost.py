@@ -42,8 +42,8 @@ LEAST_CHUNK_BYTES = {"cpu": 2**14, "cuda": 2**23}  # a GPU is done with less bef
 HOST_BOUND = 1.2  # a pass that takes this many times the device's own seconds waits for the host
 IN_A_RUN = 0.95  # of the rate at which an otherwise idle machine updates: 0.91 to 1.0 in timelines of runs
 MEMORY_ERROR = {"cpu": 0.02, "cuda": 0.02}
-RESERVED_ERROR = {"cpu": 0.05, "cuda": 0.05}
-OFFLOAD_ERROR = {"cpu": 0.05, "cuda": 0.02}
+RESERVED_ERROR = {"cpu": 0.08, "cuda": 0.05}
+OFFLOAD_ERROR = {"cpu": 0.08, "cuda": 0.02}
 
 
 def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, spread: tuple[int, int] = (1, 1)) -> Profile:

@@ -447,7 +447,7 @@ def _tried(name: str, module: nn.Module, kind: str, trials: dict[str, Trial]) ->
 
     def tried(*args: Any, **kwargs: Any) -> Any:
         if kind in trials or not _may_be_recomputed():
-            return before(*args, **kwargs)
+            return forward(*args, **kwargs)
         trials[kind] = Trial(name, module, forward)
         return trials[kind].first(args, kwargs)
 

@@ -39,6 +39,7 @@ from .still import Still
 
 HALF = 2  # samples of each part
 WEIGHTS_SEEN = 1024  # elements of a parameter, about, that are compared
+MOST_HOOKED = 2**24  # elements of a parameter whose hooks are tried
 MOST_CELLS = 2**18  # places of state that are looked at
 # Relative, of losses: what the order of sums makes of rounding. A loss that is itself bf16 has few digits.
 TOLERANCE, OF_FEW_DIGITS = {"fp32": 2e-5, "bf16": 2e-3}, 1.5e-2
@@ -95,9 +96,8 @@ class Findings:
 class Rehearsal:
     """Of one job: what was found once holds for every plan. `kinds` says by block which are alike."""
 
-    def __init__(self, job: Job, kinds: Mapping[str, str], hooked: str | None = None) -> None:
-        """`hooked`: a parameter whose gradient a hook of the user's sees: that of each micro-batch, where the batch is cut."""
-        self._job, self._kinds, self._hooked = job, kinds, hooked
+    def __init__(self, job: Job, kinds: Mapping[str, str], hooks: Mapping[str, Sequence[Hook]]) -> None:
+        self._job, self._kinds, self._hooks = job, kinds, hooks
         self._known = Findings(MEAN)
         self._tried: set[str] = set()  # blocks
 
@@ -123,8 +123,12 @@ class Rehearsal:
                 kept |= found[0]
                 not_selective |= found[1]
             if tries_loss:
-                if self._hooked is not None and rule.may_be_cut:
-                    why = f"a hook sees the gradient of {self._hooked}: that of each micro-batch, and not of the batch"
+                hooked = next(
+                    (name for name, hooks in self._hooks.items() if not all(_adds_up(each, placed.device) for each in hooks)),
+                    None,
+                )
+                if hooked is not None and rule.may_be_cut:
+                    why = f"a hook changes the gradient of {hooked}: that of each micro-batch, and not of the batch"
                     rule = replace(rule, kind="whole", why=why, ways_out=AGREED_MEAN)
                 rule = _Trial(self._job, placed, samples).rule(rule)
         mine = Findings(rule, kept, not_selective)
@@ -133,6 +137,50 @@ class Rehearsal:
         self._known = mine.joined(placed.ranks.objects(mine)) if placed.ranks.are_several else mine
         self._tried |= set(blocks)
         return self._known
+
+
+def hooks_on_gradients(model: nn.Module) -> dict[str, list[Hook]]:
+    """Those of the user's, by name of the parameter. They see the gradient of each micro-batch, where the batch is cut."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        hooks = [Hook(each, parameter.shape, parameter.dtype) for each in (parameter._backward_hooks or {}).values()]
+        if parameter._post_accumulate_grad_hooks:
+            hooks.append(Hook(None, parameter.shape, parameter.dtype))
+        if hooks:
+            found[name] = hooks
+    return found
+
+
+@dataclass(frozen=True)
+class Hook:
+    function: Callable[[Tensor], Tensor | None] | None  # None: one that is given the parameter, and may do anything
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@torch.no_grad()
+def _adds_up(hook: Hook, device: torch.device) -> bool:
+    """Whether what it makes of two gradients adds up to what it makes of their sum, as with a factor or a mask: for small ones
+    and large ones, and without hiding that one is not finite."""
+    function = hook.function
+    if function is None or not hook.dtype.is_floating_point or not 0 < hook.shape.numel() <= MOST_HOOKED:
+        return False
+
+    def made(gradient: Tensor) -> Tensor:
+        result = function(gradient.to(device, copy=True))
+        return gradient if result is None else result.to(gradient.device)
+
+    generator = torch.Generator().manual_seed(0)
+    tolerance = 1e-5 if hook.dtype.itemsize >= 4 else 3e-2
+    try:
+        for size in (1e-4, 1.0, 1e4):
+            one, other = (size * torch.randn(hook.shape, generator=generator, dtype=hook.dtype) for _ in range(2))
+            if not (made(one) + made(other) - made(one + other)).abs().max() <= tolerance * size:
+                return False
+        passes = made(torch.ones(hook.shape, dtype=hook.dtype)) != 0
+        return bool(made(torch.full(hook.shape, math.nan, dtype=hook.dtype))[passes].isnan().all())
+    except Exception:  # it asks for more than a gradient of this shape
+        return False
 
 
 def as_sum(loss: Tensor, rule: LossRule, share: float) -> tuple[Tensor, Tensor]:

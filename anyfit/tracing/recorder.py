@@ -48,6 +48,7 @@ class Storage:
     dies: int | None
     block: int
     saved_by: int = -1  # as in Value
+    is_cached: bool = False  # by autocast, which keeps what it made of a weight whether a block is recomputed or not
 
 
 class Recorder(TorchDispatchMode):
@@ -75,6 +76,7 @@ class Recorder(TorchDispatchMode):
         self._names, self._block_of, self._outside, self._kernels = names, block_of, outside, kernels
         self._recomputing: TorchFunctionMode | None = None  # while a forward runs inside backward
         self._room_bytes = room_bytes
+        self._casts = False  # autocast is at work
         self._live_bytes = 0
         self._calls = 0  # since the last op that was written down, views included
         self._places: dict[Any, int] = {}  # in `calls`, by a key that is quicker to make than the text
@@ -142,6 +144,7 @@ class Recorder(TorchDispatchMode):
             self.input_bytes[block] = self.input_bytes.get(block, 0) + sum(map(_bytes_of, handed))
             self._saved = set()
         self._stack.append((self._names.get(id(module), here[0]), block))
+        self._casts = any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) and torch.is_autocast_cache_enabled()
         if is_whole(module):
             self.needs.of_module(module)
 
@@ -163,7 +166,7 @@ class Recorder(TorchDispatchMode):
         seen = self._known.get(identity)
         if seen is not None:
             self._savers.setdefault(id(seen), set()).add(block)
-            seen.saved_by = block if self._savers[id(seen)] == {block} else -1
+            seen.saved_by = block if self._savers[id(seen)] == {block} and not seen.is_cached else -1
         if block != self._outside and identity not in self._saved and identity not in self._parameters:
             self._saved.add(identity)
             if storage.nbytes() >= LEAST_OFFLOAD_BYTES:
@@ -223,6 +226,10 @@ class Recorder(TorchDispatchMode):
         self._calls = 0
         for tensor in fresh:
             self._meet(tensor, "activation", block=block)
+            if self._casts and packet is torch.ops.aten._to_copy and inputs[0].untyped_storage()._cdata in self._parameters:
+                seen = self._known[tensor.untyped_storage()._cdata]
+                assert seen is not None
+                seen.is_cached = True
         return result
 
     def _place_of(self, func: Any, args: Any, kwargs: Any) -> int:

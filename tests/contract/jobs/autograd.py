@@ -34,7 +34,7 @@ def forward_hooks_that_change_outputs() -> Trial:
     return hooked(hang)
 
 
-@hostile(also=("both",), cut=NO_MEAN)
+@hostile(also=("both",))
 def a_forward_hook_that_keeps_features() -> Trial:
     """The loss reads what a hook has kept of a block."""
 

@@ -422,7 +422,7 @@ def penalty_on_the_weights() -> Trial:
     return trial(Chain, loss, vectors())
 
 
-@hostile()
+@hostile(cut=Refused(r"(?is)the loss changes in forward"))
 def classification_with_accuracy_aside() -> Trial:
     """Reads a value of every batch on the way."""
     seen: list[float] = []

@@ -260,7 +260,7 @@ def complex_numbers_from_real_weights() -> Trial:
 COMPLEX = Refused(r"(?is)complex")
 
 
-@hostile(tight=COMPLEX, host=COMPLEX)
+@hostile(host=COMPLEX)
 def complex_weights() -> Trial:
     class Net(Chain):
         def __init__(self) -> None:

@@ -505,7 +505,7 @@ def a_mask_buffer_written_by_the_model_for_its_blocks() -> Trial:
     return trial(lambda: Net(Masked), squared, vectors())
 
 
-@hostile(cut=CHANGES)
+@hostile()
 def an_attribute_set_from_outside_between_blocks() -> Trial:
     class Scaled(Residual):
         factor = 1.0
