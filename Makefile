@@ -4,6 +4,8 @@ BIN := .venv/bin
 # A step that is done leaves a stamp, so that a second run starts at once.
 READY := .venv/.ready
 READY_DEV := .venv/.ready-dev
+# Two processes share the tests; the one that is done first takes from the other.
+TESTS_AT_ONCE := --numprocesses 2 --dist worksteal
 
 .PHONY: demo test test-all lint types clean
 
@@ -11,10 +13,10 @@ demo: $(READY)
 	$(BIN)/anyfit fit
 
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS_AT_ONCE)
 
 test-all: lint types
-	ANYFIT_TESTS=full $(BIN)/python -m pytest
+	ANYFIT_TESTS=full $(BIN)/python -m pytest $(TESTS_AT_ONCE)
 
 lint: $(READY_DEV)
 	$(BIN)/ruff check --quiet .

@@ -90,6 +90,7 @@ Command = Callable[..., Outcome]
 def anyfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs the command line in this process, in a folder with a file of jobs, a machine and a file that is no folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)  # the width of whoever runs the tests
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "jobs", raising=False)
     (tmp_path / "jobs.py").write_text(JOBS)

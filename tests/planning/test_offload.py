@@ -15,6 +15,7 @@ import anyfit
 from anyfit import NoPlan
 from anyfit.demo import GPT
 from anyfit.placing.activations import Activations, Away, Block
+from anyfit.planning import search
 from anyfit.planning.offload import _fullest
 from anyfit.planning.search import OFFLOAD_PEAK_ERROR
 from anyfit.planning.simulate import Candidate
@@ -129,12 +130,12 @@ def test_what_fits_stays_on_the_device_however_many_passes_are_wanted(precision:
 
 
 def test_the_less_memory_the_less_stays_on_the_device() -> None:
-    machine, job = small_machine(), job_for("gpt", "fp32")
-    least = anyfit.plan(job, machine).forecast.needed_bytes
+    profile = anyfit.profile(job_for("gpt", "fp32"), small_machine())
+    least = search(profile).forecast.needed_bytes
     resident: list[int] = []
-    for percent in range(100, 5, -3):
+    for percent in range(100, 5, -3 if FULL else -9):
         try:
-            plan = anyfit.plan(job, machine.with_limits(device_memory=least * percent // 100))
+            plan = search(replace(profile, device_limit_bytes=least * percent // 100))
         except NoPlan:
             break
         chunks = plan.chunks or (None,)
