@@ -66,15 +66,17 @@ class OptimizerState:
         return self.state.own.slots
 
     def keep(self, moments: dict[str, Tensor], made: Mapping[str, Mapping[str, Any]], zeros: Any) -> None:
-        """Takes over what a step left: arrays of a parameter's shape into the flat buffers, the rest as it is."""
+        """Takes over what a step left: arrays of a parameter's shape into the flat buffers, the rest as it is. What only some
+        parameters have (Adafactor keeps rows and columns of the others) is no reason for a buffer of all."""
         slots = {slot.name: slot for slot in self.state.own.slots}
+        common = set(moments).union(set.intersection(*map(set, made.values())) if made else ())
         for name, entry in made.items():
             rest: dict[str, Any] = {}
             for key, value in entry.items():
                 slot = slots[name]
                 if isinstance(value, Flat):
                     rest[key] = value
-                elif isinstance(value, Tensor) and value.dim() and value.shape == slot.shape and value.dtype == torch.float32:
+                elif key in common and _is_like(value, slot):
                     if key not in moments:
                         moments[key] = zeros(key)
                     home = self.state.view(moments[key], slot)
@@ -93,6 +95,10 @@ class OptimizerState:
 
 class Flat:
     """Stands for an array that lies in a flat buffer."""
+
+
+def _is_like(value: Any, slot: Slot) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == slot.shape and value.dtype == torch.float32
 
 
 def _is_array(value: Any) -> bool:

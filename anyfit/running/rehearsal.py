@@ -167,8 +167,9 @@ def _adds_up(hook: Hook, device: torch.device) -> bool:
         return False
 
     def made(gradient: Tensor) -> Tensor:
-        result = function(gradient.to(device, copy=True))
-        return gradient if result is None else result.to(gradient.device)
+        given = gradient.to(device, copy=True)  # it may change it in place
+        result = function(given)
+        return (given if result is None else result).cpu()
 
     generator = torch.Generator().manual_seed(0)
     tolerance = 1e-5 if hook.dtype.itemsize >= 4 else 3e-2

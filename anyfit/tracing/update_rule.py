@@ -65,11 +65,11 @@ def learn(optimizer: Optimizer, device: str, *, sparse: bool = False) -> UpdateR
                 f"{name}{options} does not step ordinary parameters with dense gradients on the CPU ({why}){others}"
             ) from error
     parameters = 2 * len(stand_ins)
-    state = [_state_bytes(optimizer, made[0]) // ELEMENTS for made in stand_ins]  # a step counter is no cost by the element
+    state = [_state_bytes(optimizer, made[0]) / ELEMENTS for made in stand_ins]
     grows = counts[2].peak_bytes > 1.5 * counts[1].peak_bytes
     return UpdateRule(
         name=type(optimizer).__name__,
-        state_bytes_per_element=tuple(map(float, state)),
+        state_bytes_per_element=tuple(state),
         bytes_per_element=counts[2].touched_bytes / (parameters * ELEMENTS),
         ops_per_parameter=counts[2].ops / parameters,
         # of one parameter after another, one may begin with what the last has left
@@ -116,8 +116,9 @@ def _held(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _state_bytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
+    """Without step counters, which cost nothing by the element."""
     held = pytree.tree_leaves(optimizer.state.get(parameter, {}))
-    return sum(item.numel() * item.element_size() for item in held if isinstance(item, torch.Tensor))
+    return sum(item.numel() * item.element_size() for item in held if isinstance(item, torch.Tensor) and item.dim())
 
 
 def _shape_like(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:

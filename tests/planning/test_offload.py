@@ -30,11 +30,19 @@ ROWS = 8
 MODELS: dict[str, Any] = {"gpt": tiny_gpt, "tangled": lambda: Tangled(64)}
 
 
-def job_for(model: str, precision: Any) -> anyfit.Job:
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    "without state": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    "factored": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-3),
+}
+
+
+def job_for(model: str, precision: Any, optimizer: str = "adamw") -> anyfit.Job:
     return anyfit.Job(
         model=MODELS[model],
         loss=next_byte_loss,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        optimizer=OPTIMIZERS[optimizer],
         sample=byte_batches(1, ROWS)[0],
         batch_size=ROWS,
         precision=precision,
@@ -45,10 +53,11 @@ def job_for(model: str, precision: Any) -> anyfit.Job:
 @given(
     model=st.sampled_from(sorted(MODELS)),
     precision=st.sampled_from(["fp32", "bf16"]),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     share=st.floats(0.05, 1.0),
 )
-def test_a_plan_under_any_limit_keeps_it_and_forecasts_its_peak(model: str, precision: Any, share: float) -> None:
-    machine, job = small_machine(), job_for(model, precision)
+def test_a_plan_under_any_limit_keeps_it_and_forecasts_its_peak(model: str, precision: Any, optimizer: str, share: float) -> None:
+    machine, job = small_machine(), job_for(model, precision, optimizer)
     whole = anyfit.plan(job, machine).forecast.needed_bytes
     limit = int(share * whole)
     try:

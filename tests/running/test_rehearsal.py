@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anyfit
+from anyfit.running.rehearsal import _adds_up, hooks_on_gradients
 from anyfit.values.loss_rule import LossRule
 from tests.machines import small_machine
 from tests.plans import hand_written
@@ -253,3 +254,68 @@ def test_a_plan_of_before_is_read_as_one_that_nobody_looked_at() -> None:
     assert plan.loss is None
     assert not plan.rehearsed
     assert LossRule("mean", "").may_be_cut
+
+
+HOOKS: dict[str, tuple[bool, Any]] = {
+    "a factor": (True, lambda gradient: gradient * 0.5),
+    "a mask": (True, lambda gradient: gradient * (torch.arange(gradient.shape[-1]) % 2)),
+    "in place": (True, lambda gradient: _scaled_in_place(gradient)),
+    "a look": (True, lambda gradient: None),
+    "clipped": (False, lambda gradient: gradient.clamp(-1e-2, 1e-2)),
+    "clipped far out": (False, lambda gradient: gradient.clamp(-1e3, 1e3)),
+    "clipped in place": (False, lambda gradient: _clipped_in_place(gradient)),
+    "of length one": (False, lambda gradient: gradient / gradient.norm()),
+    "without what is not finite": (False, lambda gradient: gradient.nan_to_num()),
+    "one that fails": (False, lambda gradient: gradient @ gradient.new_ones(99)),
+}
+
+
+def _scaled_in_place(gradient: Tensor) -> None:
+    gradient.mul_(2)
+
+
+def _clipped_in_place(gradient: Tensor) -> None:
+    gradient.clamp_(-1, 1)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_batch_is_cut_under_hooks_that_add_up(name: str) -> None:
+    adds_up, hook = HOOKS[name]
+    layer = nn.Linear(6, 5)
+    layer.weight.register_hook(hook)
+    found = hooks_on_gradients(layer)
+    assert list(found) == ["weight"]
+    assert _adds_up(found["weight"][0], torch.device("cpu")) == adds_up
+
+
+def test_a_hook_on_the_parameter_itself_may_do_anything() -> None:
+    layer = nn.Linear(6, 5)
+    layer.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert not _adds_up(hooks_on_gradients(layer)["bias"][0], torch.device("cpu"))
+
+
+def test_packed_sequences_are_cut_though_they_need_their_order() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.LSTM(6, 6, batch_first=True)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            return nn.utils.rnn.pad_packed_sequence(self.body(packed)[0], batch_first=True, total_length=3)[0]
+
+    sample = {"x": torch.randn(ROWS, 3, 6), "lengths": torch.tensor([3, 3, 3, 2, 2, 2, 1, 1])}
+    job = anyfit.Job(
+        Packed,
+        lambda model, batch: model(batch["x"], batch["lengths"]).square().mean(),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        sample,
+        ROWS,
+        micro_batch=2,
+        precision="fp32",
+        real_run=True,
+    )
+    with anyfit.start(job, machine=small_machine()) as run:
+        assert run.plan.loss is not None
+        assert run.plan.loss.kind == "mean"
+        run.step(sample)

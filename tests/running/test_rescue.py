@@ -107,7 +107,7 @@ def needed_bytes(profile: Profile) -> int:
     return forecast(profile, profile.passes[0]).peak_bytes["device"]
 
 
-def with_error(job: anyfit.Job, machine: anyfit.Machine, error: float = 0.08) -> tuple[Profile, anyfit.Machine]:
+def with_error(job: anyfit.Job, machine: anyfit.Machine, error: float = 0.16) -> tuple[Profile, anyfit.Machine]:
     """The job's profile, with forecasts that are too small by this much of what its plan really takes; and the machine, with a
     limit that leaves such a plan no room but the forecast's margin."""
     profile = replace(profile_of(job), device_limit_bytes=machine.device_limit_bytes)
@@ -177,7 +177,7 @@ OFTEN = ("fp32, little memory", "bf16, two passes", "dropout", "momentum, schedu
 @pytest.mark.parametrize(
     "variant", [pytest.param(each, marks=[] if each in OFTEN else pytest.mark.full) for each in sorted(VARIANTS)]
 )
-def test_a_forecast_that_is_8_percent_too_small_is_survived_and_the_next_plan_has_the_margin(
+def test_a_forecast_that_is_16_percent_too_small_is_survived_and_the_next_plan_has_the_margin(
     variant: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job, share = VARIANTS[variant]
@@ -422,7 +422,7 @@ def test_an_update_that_holds_too_much_is_made_and_the_run_is_planned_anew_for_t
     """Resident weights are changed in place, and half a step would be left."""
     job = replace(job_for(precision="bf16"), sample=byte_batches(1, ROWS, 2)[0])
     batches = byte_batches(5, ROWS, 2)
-    profile = anyfit.profile(job, small_machine())
+    profile = replace(anyfit.profile(job, small_machine()), reserved_error=0.0)
     update = replace(profile.update, scratch_bytes=0)
     least = forecast(replace(profile, update=update), profile.passes[0])
     assert needed_bytes(profile) > least.needed_bytes, "the update is the peak"
