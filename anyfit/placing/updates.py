@@ -27,7 +27,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -461,9 +461,9 @@ class Updates:
         self.users.collect(each)
         missing = [name for name in own if name not in each.live]
         entries = each.live | each.entries(each.moments, missing)
-        made = self._step(each, exact, own, entries, factor, groups, "resident")
+        made = self._step(each, exact, own, entries, factor, groups, "resident", missing)
         if missing:
-            self.users.keep(each, {name: made[name] for name in missing}, lambda key: self._zeros(each, key))
+            self.users.keep(each, made, lambda key: self._zeros(each, key))
         if state.is_split:
             split(exact, weights, state.low)
 
@@ -851,8 +851,10 @@ class Updates:
         factor: float | None,
         groups: Groups,
         route: str,
+        asked: Collection[str] | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Steps the optimizer, which sees these parameters alone, on their masters in `exact`; what it then knows of each."""
+        """Steps the optimizer, which sees these parameters alone, on their masters in `exact`; what it then knows of each, or of
+        those that are asked for."""
         if factor is not None:
             _scale(list(own.values()), factor)
         state = each.state
@@ -874,7 +876,7 @@ class Updates:
             for parameter in parameters.values():
                 parameter.grad = None
         _refuse_coupled(groups, narrowed.param_groups, type(self.optimizer).__name__)
-        return {name: dict(narrowed.state[parameter]) for name, parameter in parameters.items()}
+        return {name: dict(narrowed.state[parameters[name]]) for name in (parameters if asked is None else asked)}
 
     def _parameters(self, route: str, state: ChunkState, exact: Tensor) -> list[nn.Parameter]:
         key = (route, state.index)
