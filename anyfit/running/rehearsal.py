@@ -130,13 +130,22 @@ class Rehearsal:
                 if hooked is not None and rule.may_be_cut:
                     why = f"a hook changes the gradient of {hooked}: that of each micro-batch, and not of the batch"
                     rule = replace(rule, kind="whole", why=why, ways_out=AGREED_MEAN)
-                rule = _Trial(self._job, placed, samples).rule(rule)
+                rule = self._tried_rule(rule, placed, samples)
         mine = Findings(rule, kept, not_selective)
         placed.residency.forget()
         placed.residency.give_back()
         self._known = mine.joined(placed.ranks.objects(mine)) if placed.ranks.are_several else mine
         self._tried |= set(blocks)
         return self._known
+
+    def _tried_rule(self, read: LossRule, placed: Placed, samples: _Samples) -> LossRule:
+        """With fewer samples, where all of them take more memory than there is: micro-batches may be of one."""
+        try:
+            return _Trial(self._job, placed, samples).rule(read)
+        except torch.OutOfMemoryError:
+            if samples.half == 1 or placed.ranks.are_several:  # ranks that divide weights run the same modules
+                raise
+        return _Trial(self._job, placed, _Samples(self._job, 1)).rule(read)
 
 
 def hooks_on_gradients(model: nn.Module) -> dict[str, list[Hook]]:
@@ -210,10 +219,10 @@ def as_sum(loss: Tensor, rule: LossRule, share: float) -> tuple[Tensor, Tensor]:
 class _Samples:
     """A few of Job(sample=): all of them, and halves."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, half: int = HALF) -> None:
         self._job = job
         self._can_be_cut = job.batch_size > 1 and job.uncuttable() is None
-        self.half = min(HALF, job.batch_size // 2)
+        self.half = min(half, job.batch_size // 2)
         self.whole = job.sample
         if self._can_be_cut and job.split is None:
             self.whole = job.with_rows(job.sample, 2 * self.half)
@@ -300,6 +309,8 @@ class _Trial:
         try:
             both, *halves = self._told(self._samples.whole)
             changed = self._changed_by_forward()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             said = " ".join(str(error).split())
             return replace(read, kind="whole", why=f"the loss does not run on {2 * self._samples.half} samples ({said:.200})")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import anyfit
@@ -318,4 +319,26 @@ def test_packed_sequences_are_cut_though_they_need_their_order() -> None:
     with anyfit.start(job, machine=small_machine()) as run:
         assert run.plan.loss is not None
         assert run.plan.loss.kind == "mean"
+        run.step(sample)
+
+
+def test_where_memory_ends_the_loss_is_tried_on_fewer_samples() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if isinstance(batch["x"], FakeTensor) or len(batch["x"]) <= 2:
+            return cross_entropy(model, batch)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    sample = batches()[0]
+    job = anyfit.Job(
+        lambda: nn.Linear(6, 5),
+        loss,
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        sample,
+        ROWS,
+        micro_batch=1,
+        precision="fp32",
+    )
+    with anyfit.start(job, machine=small_machine()) as run:
+        assert run.plan.loss is not None
+        assert run.plan.loss.kind == "divided"
         run.step(sample)
