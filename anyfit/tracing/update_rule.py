@@ -41,7 +41,7 @@ def learn(optimizer: Optimizer, device: str, *, sparse: bool = False) -> UpdateR
     shapes = [_shape_like(parameters) for parameters in own]
     sparse = sparse and isinstance(optimizer, torch.optim.SparseAdam)
     counts: dict[int, _Meter] = {}
-    for copies in (1, 2):
+    for copies in (1, 2, 4):
         optimizer.state.clear()
         stand_ins = []
         for group, shape in zip(optimizer.param_groups, shapes, strict=True):
@@ -66,7 +66,7 @@ def learn(optimizer: Optimizer, device: str, *, sparse: bool = False) -> UpdateR
             ) from error
     parameters = 2 * len(stand_ins)
     state = [_state_bytes(optimizer, made[0]) / ELEMENTS for made in stand_ins]
-    grows = counts[2].peak_bytes > 1.5 * counts[1].peak_bytes
+    grows = counts[4].peak_bytes > 1.5 * counts[2].peak_bytes
     return UpdateRule(
         name=type(optimizer).__name__,
         state_bytes_per_element=tuple(state),
