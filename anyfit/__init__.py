@@ -433,13 +433,16 @@ def _show_weights(match: Match) -> None:
 
 def _rescue(job: Job, machine: Machine, known: Profile | None, placed: Placed) -> Rescue:
     """What a run may do whose plan the planner made, when memory ends."""
+    from .placing.mirrors import mirrored_bytes
     from .planning import search
     from .probing.cache import keep_correction
     from .running.rescue import Rescue
 
     def made() -> Profile:
-        own, stays = known or profile(job, machine, ranks=1), placed.demands.reason
-        return own if stays is None or own.state_stays else own.staying(stays, placed.mirrors.device_bytes)
+        own, demands = known or profile(job, machine, ranks=1), placed.demands
+        if demands.reason is None or own.state_stays:
+            return own
+        return own.staying(demands.reason, mirrored_bytes(demands, [each.chunk for each in placed.state.chunks]))
 
     return Rescue(
         profile=made,

@@ -43,8 +43,9 @@ def refuse_elsewhere(
 
 
 def mirrored_bytes(demands: Demands, layout: Sequence[Chunk]) -> int:
-    """Of parameters that keep their memory, and have a mirror beside it."""
-    return sum(slot.elements * chunk.element_bytes for chunk in layout for slot in chunk.slots if slot.name in demands.kept)
+    """Of parameters that share their memory, and so have a mirror beside it. Those with strides of their own have one too: a
+    trace sees them, and has counted them."""
+    return sum(slot.elements * chunk.element_bytes for chunk in layout for slot in chunk.slots if slot.name in demands.shared)
 
 
 def casts(precision: str, device: torch.device) -> bool:

@@ -30,7 +30,7 @@ class FakeMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._kept: dict[tuple[Any, ...], int] = {}  # bytes, by shapes of a layer
+        self._kept: dict[tuple[Any, ...], int] = {}  # bytes, by shapes and settings of a layer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
@@ -41,7 +41,7 @@ class FakeMode(FakeTensorMode):
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if func is not aten.mkldnn_rnn_layer.default:
             return result
-        key = tuple(tuple(each.shape) for each in args[:7])
+        key = (*(tuple(each.shape) for each in args[:7]), *map(str, args[7:]))
         if key not in self._kept:
             self._kept[key] = _kept_bytes(args)
         with self:
@@ -54,8 +54,8 @@ def _kept_bytes(args: Sequence[Any]) -> int:
     def run(length: int) -> int:
         shapes = [(length, *args[0].shape[1:]), *(each.shape for each in args[1:7])]
         zeros = [torch.zeros(shape, dtype=each.dtype) for shape, each in zip(shapes, args[:7], strict=True)]
-        kept: torch.Tensor = aten.mkldnn_rnn_layer(*zeros, *args[7:])[3]
-        return kept.numel() * kept.element_size()
+        kept: torch.Tensor | None = aten.mkldnn_rnn_layer(*zeros, *args[7:])[3]
+        return 0 if kept is None else kept.nbytes  # none where no gradients are asked for
 
     length = int(args[0].shape[0])
     if length <= LONG:

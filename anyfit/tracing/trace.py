@@ -20,6 +20,7 @@ from torch import nn
 
 from anyfit.values.aside import writing_aside
 from anyfit.values.batches import is_dense, named_tensors
+from anyfit.values.demands import sparse_layers
 from anyfit.values.graph import Graph, Parameter, UpdateRule, Value
 from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import LossRule
@@ -265,7 +266,7 @@ class _StandIn:
             module_names={id(module): name for name, module in modules.items()},
             parameters=parameters,
             facts=tuple((fact, replace(fact, used=True)) for fact in facts),
-            rule=learn(optimizer, device, sparse=bool(_sparse(model))),
+            rule=learn(optimizer, device, sparse=bool(sparse_layers(model))),
             fingerprint=job.fingerprint(model),
             memento=Memento(job, model),
         )
@@ -384,7 +385,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
 @contextmanager
 def _dense(model: nn.Module) -> Iterator[None]:
     """Gradients that a run has sparse are dense in a trace: fake tensors have no others, and their bytes are at least as many."""
-    modules = _sparse(model)
+    modules = list(sparse_layers(model).values())
     for module in modules:
         module.sparse = False
     try:
@@ -392,10 +393,6 @@ def _dense(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.sparse = True
-
-
-def _sparse(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
-    return [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse]
 
 
 def _pairs(blocks: Blocks, block: int, twin: int) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:

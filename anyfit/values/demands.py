@@ -94,10 +94,18 @@ def _special(model: nn.Module) -> dict[str, str]:
     for name, each in model.named_parameters():
         if type(each).__torch_function__ is not nn.Parameter.__torch_function__:
             found[name] = f"{name} is a {type(each).__name__}, which has ops of its own"
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+    for name, module in sparse_layers(model).items():
+        if module.weight.requires_grad:
             found[f"{name}.weight"] = f"{name} has sparse gradients; sparse=False gives it dense ones"
     return found
+
+
+def sparse_layers(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """By name, those whose weights get sparse gradients."""
+    from torch import nn
+
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds) and module.sparse}
 
 
 def shared_memory(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
