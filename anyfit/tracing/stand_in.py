@@ -41,7 +41,7 @@ class FakeMode(FakeTensorMode):
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if func is not aten.mkldnn_rnn_layer.default:
             return result
-        key = (*(tuple(each.shape) for each in args[:7]), *map(str, args[7:]))
+        key = (torch.is_grad_enabled(), *(tuple(each.shape) for each in args[:7]), *map(str, args[7:]))
         if key not in self._kept:
             self._kept[key] = _kept_bytes(args)
         with self:
