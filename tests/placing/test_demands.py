@@ -11,6 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
 import anyfit
 from anyfit.values.demands import shared_memory
+from tests.machines import small_machine
 from tests.placing.test_optimizers import batches, compare, job_for
 from tests.plans import AWAY, ON_HOST, RESIDENT, STREAMED, hand_written, started
 
@@ -179,3 +180,23 @@ def test_a_checkpoint_of_shared_memory_comes_back(tmp_path: Any) -> None:
         run.resume(tmp_path / "one")
         assert torch.equal(run.model.layer.weight, expected["layer.weight"])
         assert run.model.layer.weight.data_ptr() == run.model.other.weight.data_ptr()
+
+
+class Taught(nn.Module):
+    """An LSTM beside one like it that is run without gradients, and keeps nothing for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learns, self.teaches = nn.LSTM(8, 8, batch_first=True), nn.LSTM(8, 8, batch_first=True).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            taught = self.teaches(x[:, None])[0]
+        return (self.learns(x[:, None])[0] - taught)[:, 0]
+
+
+def test_what_an_lstm_keeps_for_backward_is_forecast() -> None:
+    job = job_for(lambda model: SGD(model.learns.parameters(), lr=0.1), model=Taught)
+    with anyfit.start(job, machine=small_machine()) as run:
+        run.step(job.sample)
+        assert run.metrics.peak_bytes["device"] == pytest.approx(run.plan.forecast.peak_bytes["device"], rel=0.02)
