@@ -438,11 +438,12 @@ def _rescue(job: Job, machine: Machine, known: Profile | None, placed: Placed) -
     from .probing.cache import keep_correction
     from .running.rescue import Rescue
 
+    stays = placed.demands.reason
+    mirrored = mirrored_bytes(placed.demands, [each.chunk for each in placed.state.chunks])  # `made` must not hold what is placed
+
     def made() -> Profile:
-        own, demands = known or profile(job, machine, ranks=1), placed.demands
-        if demands.reason is None or own.state_stays:
-            return own
-        return own.staying(demands.reason, mirrored_bytes(demands, [each.chunk for each in placed.state.chunks]))
+        own = known or profile(job, machine, ranks=1)
+        return own if stays is None or own.state_stays else own.staying(stays, mirrored)
 
     return Rescue(
         profile=made,

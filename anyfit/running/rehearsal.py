@@ -35,6 +35,7 @@ from anyfit.values.memento import leaving_no_trace
 from anyfit.values.plan import Plan
 from anyfit.values.profile import Profile
 
+from .shortage import is_about_memory
 from .still import Still
 
 HALF = 2  # samples of each part
@@ -444,8 +445,11 @@ class _Trial:
 
 def _saving_little(placed: Placed, act: Callable[[Saving], Found]) -> Found:
     """Acts where ops save little: nothing goes backward. A loss that goes backward itself needs what its ops save."""
-    with suppress(RuntimeError):
+    try:
         return act(lambda: saved_tensors_hooks(_keep_numbers, _as_it_is))
+    except RuntimeError as error:
+        if is_about_memory(error):  # to save more would not help
+            raise
     return act(placed.watching)
 
 

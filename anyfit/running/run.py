@@ -419,9 +419,11 @@ class Run:
         assert before is not None
         shape = _shapes_of(batch)
         for rescues in range(MOST_RESCUES + 1):
-            # Anew with each plan: what stands in for a block's forward is another.
-            (before.note if self._tried.get(shape, 0) >= WATCHED_STEPS else before.note_all)()
+            note = before.note if self._tried.get(shape, 0) >= WATCHED_STEPS else before.note_all
+            note()
             try:
+                if self._rehearse(rescue):
+                    note()  # with each plan something else stands in for a block's forward
                 loss = self._attempt(batch)
                 before.forget()
                 self._tried[shape] = self._tried.get(shape, 0) + 1
@@ -455,8 +457,8 @@ class Run:
             raise failed from None
         before = self.plan
         try:
-            self._move_and_rehearse(plan, rescue)
-        except (MemoryError, NoPlan) as error:
+            self._move(plan)
+        except MemoryError as error:
             failed.add_note(f"the plan that would have had room for it could not be placed: {error}")
             raise failed from None
         self._say(said_of_device(self.steps, short, before, plan))
@@ -481,7 +483,7 @@ class Run:
             if self._rescue is None:
                 raise NoPlan("the plan was given, and is not changed", 0)
             plan = self._rescue.with_less_host(before, int(2 * self._watch.floor_bytes - left))
-            self._move_and_rehearse(plan, self._rescue)
+            self._move(plan)
         except (NoPlan, MemoryError) as why:
             raise self._no_host_memory(left, why) from None
         return self._say(said_of_host(self.steps, left, before, plan))
@@ -509,11 +511,11 @@ class Run:
             "end, or a plan with less on the host (host_memory=)"
         )
 
-    def _move_and_rehearse(self, plan: Plan, rescue: Rescue) -> None:
-        """Places the model anew. A plan that turns out to change the result gives way to another."""
-        self._move(plan)
-        if self._rehearsal is None:
-            return
+    def _rehearse(self, rescue: Rescue) -> bool:
+        """Tries a plan that is new. One that changes the result gives way to another: then the model is placed anew."""
+        if self._rehearsal is None or self.plan.rehearsed:
+            return False
+        moves = self.rescues
         findings = self._rehearsal.of(self.plan, self._placed)
         while findings.against(self.plan) is not None:
             self._move(rescue.restricted(self.plan, findings))
@@ -521,6 +523,7 @@ class Run:
         self.plan = replace(self.plan, loss=findings.loss if self.plan.cuts else self.plan.loss, rehearsed=True)
         if self.launch is not None:
             self.launch.replanned(self)
+        return self.rescues > moves
 
     def _move(self, plan: Plan) -> None:
         """Places the model anew, as this plan says; as it was, where that cannot be done."""

@@ -32,6 +32,7 @@ from anyfit.planning.search import forecast
 from anyfit.probing.cache import corrections_of, keep_correction
 from anyfit.running import run as running
 from anyfit.running.launch import Launch, launched
+from anyfit.running.rehearsal import Rehearsal
 from anyfit.running.rescue import Rescue, let_go, said_of_device
 from anyfit.running.run import Run
 from anyfit.running.shortage import OverLimitError, Shortfall, module_at
@@ -463,6 +464,41 @@ def test_a_plan_that_cannot_be_placed_leaves_the_run_or_at_least_the_weights(
     run.close()
     done = batches if failures == 1 else batches[:1]
     assert_bit_equal(run.model.state_dict(), train_plainly(job, done)[1])
+
+
+def test_a_run_that_was_placed_anew_holds_nothing_of_the_placing_before() -> None:
+    job = job_for()
+    profile, machine = with_error(job, limited(job, 1.02))
+    with anyfit.start(job, machine=machine, profile=profile) as run:
+        before = weakref.ref(run._placed)
+        for batch in byte_batches(2, ROWS, LENGTH):
+            run.step(batch)
+        gc.collect()
+        assert run.rescues
+        assert before() is None
+
+
+def test_a_new_plan_whose_rehearsal_runs_out_of_memory_gives_way_to_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_for(Dropping)
+    batches = byte_batches(3, ROWS, LENGTH)
+    profile, machine = with_error(job, limited(job, 1.02))
+    of, reserved = Rehearsal.of, []
+
+    def failing(self: Rehearsal, plan: Any, placed: Any) -> Any:
+        reserved.append(plan.forecast.reserved_bytes)
+        if len(reserved) == 2:  # the first is that of the start
+            needed = int(plan.forecast.needed_bytes * 1.01)
+            raise OverLimitError(plan, Shortfall("in blocks.1", needed, needed - 1))
+        return of(self, plan, placed)
+
+    monkeypatch.setattr(Rehearsal, "of", failing)
+    run = anyfit.start(job, machine=machine, profile=profile)
+    losses, weights = trained(run, batches)
+    assert len(reserved) >= 3
+    assert reserved[2] < reserved[1]
+    expected_losses, expected = plainly(job, batches)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert_bit_equal(weights, expected)
 
 
 def test_memory_that_others_took_is_no_fault_of_the_forecast() -> None:

@@ -22,6 +22,7 @@ ROWS, STEPS = 4, LAST + 2
 SPECULATES = Placement(weights="host", gradients="host", optimizer="host", update="host", speculates=True)
 PASS = {"forward", "backward", "norm"}
 # By placement, what is seen of each lane.
+MAY_BE = {"wait", "finish"}  # finish: moments that wait for weights, where the host had time for them
 KINDS: dict[Placement, dict[str, set[str]]] = {
     RESIDENT: {"compute": PASS | {"update"}},
     STREAMED: {"compute": PASS, "state uploads": {"lift"}, "updates": {"update"}, "state downloads": {"lower"}},
@@ -103,8 +104,7 @@ def test_a_recorded_run_gives_the_same_weights_and_shows_every_lane_that_worked(
     check(document)
     spans = spans_of(document)
     assert [span["name"] for span in spans.pop("steps")] == [f"step {step}" for step in range(FIRST, LAST + 1)]
-    may_be = {"wait", "finish"}  # moments that wait for weights, where the host had time for them
-    assert {name: {span["cat"] for span in of} - may_be for name, of in spans.items()} == KINDS[placement]
+    assert {name: {span["cat"] for span in of} - MAY_BE for name, of in spans.items()} == KINDS[placement]
     if placement is AWAY:
         with started(job, plan) as run:
             chunks = len(run._placed.state.chunks)
