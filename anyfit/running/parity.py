@@ -230,8 +230,8 @@ def _placements(job: Job, plan: Plan, model: nn.Module) -> tuple[int, tuple[Plac
 def compare(case: Case, device: torch.device) -> Parity | str:
     """How far apart they are; or why that cannot be known.
 
-    Of a gradient that is nothing but rounding, such as that of the bias of an attention's keys, Adam makes a whole step. Where
-    kernels do not round alike each time, as on a GPU, two runs of plain PyTorch then differ as well: such tensors say nothing.
+    Of a gradient that is nothing but rounding, such as that of the bias of an attention's keys, Adam makes a whole step. Two runs
+    of plain PyTorch whose weights differ by rounding are then far apart as well: such tensors say nothing.
     """
     before = {name: parameter.detach().float().cpu().clone() for name, parameter in case.model.named_parameters()}
     plan = case.plan
@@ -240,7 +240,7 @@ def compare(case: Case, device: torch.device) -> Parity | str:
     try:
         plain_losses, plain = _plain_steps(case.job, copy.deepcopy(case.model), sizes, case.batch, device)
         free(device)
-        again_losses, again = _plain_steps(case.job, copy.deepcopy(case.model), sizes, case.batch, device)
+        again_losses, again = _plain_steps(case.job, _nudged(copy.deepcopy(case.model)), sizes, case.batch, device)
     except Exception as error:
         if isinstance(error, MemoryError) or is_about_memory(error):
             return "plain PyTorch ran out of memory"
@@ -279,6 +279,15 @@ def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def _nudged(model: nn.Module) -> nn.Module:
+    """With every weight moved to the next number away from zero. Halves stay: their numbers are far apart."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.element_size() >= 4 and parameter.layout == torch.strided:
+            parameter.copy_(torch.nextafter(parameter, 2 * parameter))
+    return model
 
 
 def _plain_steps(

@@ -271,6 +271,10 @@ class Before:
         """What was written to since is held twice as long as it is noted."""
         self._note = None
 
+    def let_go(self) -> None:
+        """Of modules as they are: what stands in for their forward holds the placing."""
+        self._places, self._read, self._note = Places(self._shared), [], None
+
     def lost(self) -> str | None:
         """What of it is not as it was, after `restore`."""
         if self._iterators:

@@ -532,6 +532,8 @@ class Run:
         if self._copies is not None:
             self._copies.close()
         self._copies = None
+        if self._before is not None:
+            self._before.let_go()
         carried, device, delay = self._placed.lift(), self._placed.device, self._placed.delay
         on_gpu = device.type == "cuda"
         if on_gpu:

@@ -270,6 +270,29 @@ class Whimsical(GPT):
         return super().forward(ids) * (1 + self.chance * whim) + whim * (self.moved - self.moved.detach())
 
 
+class Attending(nn.Module):
+    """The gradient of the bias of its keys is nothing but rounding: a softmax does not change with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 32)
+        self.queries, self.keys, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head((self.queries(x) @ self.keys(x).transpose(1, 2)).softmax(-1) @ x)
+
+
+def test_a_gradient_that_is_only_rounding_is_told_from_others() -> None:
+    job, model, batch = job_of(Attending), Attending(), byte_batches(1, 8)[0]
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    _, plain = parity._plain_steps(job, copy.deepcopy(model), [8], batch, torch.device("cpu"))
+    _, nudged = parity._plain_steps(job, parity._nudged(copy.deepcopy(model)), [8], batch, torch.device("cpu"))
+    apart = parity._differences(before, nudged, plain)
+    assert apart.pop("keys.bias") > 1e-3
+    assert max(apart.values()) < 1e-4
+
+
 @pytest.mark.parametrize(("chance", "is_compared"), [(0.0, True), (1.0, False)])
 def test_what_plain_pytorch_does_otherwise_each_time_says_nothing(chance: float, is_compared: bool) -> None:
     job = job_of(lambda: Whimsical(chance), clip_norm=None)

@@ -466,16 +466,24 @@ def test_a_plan_that_cannot_be_placed_leaves_the_run_or_at_least_the_weights(
     assert_bit_equal(run.model.state_dict(), train_plainly(job, done)[1])
 
 
-def test_a_run_that_was_placed_anew_holds_nothing_of_the_placing_before() -> None:
-    job = job_for()
-    profile, machine = with_error(job, limited(job, 1.02))
-    with anyfit.start(job, machine=machine, profile=profile) as run:
-        before = weakref.ref(run._placed)
-        for batch in byte_batches(2, ROWS, LENGTH):
-            run.step(batch)
+def test_a_run_that_was_placed_anew_holds_nothing_of_the_placing_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_for(Dropping)
+    attempt, failures, placings = Run._attempt, iter(range(6)), []
+
+    def failing(self: Run, batch: Any) -> Tensor:
+        placings.append(weakref.ref(self._placed.residency))
         gc.collect()
-        assert run.rescues
-        assert before() is None
+        assert [each() for each in placings[:-1]] == [None] * (len(placings) - 1)
+        if next(failures, None) is None:
+            return attempt(self, batch)
+        needed = int(self.plan.forecast.reserved_bytes * (1 + self.plan.forecast.reserved_error)) + 1
+        raise OverLimitError(self.plan, Shortfall("in blocks.1", needed, needed - 1))
+
+    monkeypatch.setattr(Run, "_attempt", failing)
+    with anyfit.start(job, machine=limited(job, 1.02)) as run:
+        run.step(byte_batches(1, ROWS, LENGTH)[0])
+        assert run.rescues >= 6
+        assert "recompute" in run.plan.stages[0].activations.values()
 
 
 def test_a_new_plan_whose_rehearsal_runs_out_of_memory_gives_way_to_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
