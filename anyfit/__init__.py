@@ -55,8 +55,8 @@ def probe(effort: Literal["quick", "full"] = "quick") -> Machine:
 
 def profile(job: Job, machine: Machine | None = None, *, ranks: int | None = None) -> Profile:
     """Seconds and bytes of every block of the job on a machine, this one when none is given, as trained by so many ranks, each on
-    a device of its own: by all it has, when no number is given. The model is not run, but with Job(real_run=True); on this
-    machine's own GPU its ops are, one by one, the first time."""
+    a device of its own: by all it has, when no number is given. The model is run, on the CPU, only where its
+    forward needs the values of tensors; on this machine's own GPU its ops are, one by one, the first time."""
     machine = machine or probe()
     spread = machine.spread(ranks)
     return ruled(job, profiled(traced(job, machine.device.kind, math.prod(spread)), machine, job.batch_size, spread))

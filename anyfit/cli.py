@@ -68,7 +68,12 @@ Seq = Annotated[int | None, typer.Option("--seq", min=1, help="tokens a sample; 
 Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32")]
 OptimizerName = Annotated[str | None, typer.Option("--optimizer", help="adamw, adam, sgd, or another class of torch.optim")]
 RealRun = Annotated[
-    bool, typer.Option("--real-run", help="let the model run for real, on the CPU, where its forward needs the values of tensors")
+    bool | None,
+    typer.Option(
+        "--real-run/--no-real-run",
+        help="let the model run for real, on the CPU, where its forward needs the values of tensors; a small one may by itself",
+        show_default=False,
+    ),
 ]
 Agree = Annotated[
     list[str] | None,
@@ -96,7 +101,7 @@ def profile(
     seq: Seq = None,
     dtype: Dtype = None,
     optimizer: OptimizerName = None,
-    real_run: RealRun = False,
+    real_run: RealRun = None,
     agree: Agree = None,
     gpus: Gpus = None,
     nodes: Nodes = None,
@@ -142,7 +147,7 @@ def plan(
     seq: Seq = None,
     dtype: Dtype = None,
     optimizer: OptimizerName = None,
-    real_run: RealRun = False,
+    real_run: RealRun = None,
     agree: Agree = None,
     gpus: Gpus = None,
     nodes: Nodes = None,
@@ -313,7 +318,7 @@ def check(
     seq: Seq = None,
     dtype: Dtype = None,
     optimizer: OptimizerName = None,
-    real_run: RealRun = False,
+    real_run: RealRun = None,
     agree: Agree = None,
     steps: Annotated[int, typer.Option("--steps", min=3, help="real steps to time")] = 8,
     device_memory: DeviceMemory = None,

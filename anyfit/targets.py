@@ -71,7 +71,7 @@ def job_for(
     seq: int | None = None,
     dtype: str | None = None,
     optimizer: str | None = None,
-    real_run: bool = False,
+    real_run: bool | None = None,
     agree: Sequence[str] | None = None,
     ranks: int = 1,
 ) -> Job:
@@ -82,7 +82,7 @@ def job_for(
         if named:
             raise ValueError(f"{named[0]} is not for functions; {target} decides it in the Job it returns")
         job = _job_of_function(target)
-        return replace(job, real_run=job.real_run or real_run, agree=(*job.agree, *(agree or ())))
+        return replace(job, real_run=job.real_run if real_run is None else real_run, agree=(*job.agree, *(agree or ())))
     if target == "demo":
         from . import demo
 

@@ -526,7 +526,7 @@ def test_an_error_in_a_users_own_code_is_a_json_object_too(anyfit: Command, caps
 
 
 def test_a_model_that_cannot_be_traced_is_one_line_that_names_its_own(anyfit: Command, tmp_path: Path) -> None:
-    done = anyfit("plan", "jobs.py:curious", "--machine", "small.json")
+    done = anyfit("plan", "jobs.py:curious", "--machine", "small.json", "--no-real-run")
     line = JOBS[: JOBS.index("return super().forward(x) * x.sum().item()")].count("\n") + 1
     assert done.status == 2
     assert done.err.startswith(
@@ -536,8 +536,9 @@ def test_a_model_that_cannot_be_traced_is_one_line_that_names_its_own(anyfit: Co
     assert done.err.endswith("or let it be run for real on the CPU, with Job(real_run=True) or --real-run\n")
 
 
-def test_a_model_that_needs_values_is_traced_by_a_real_run_when_that_is_asked_for(anyfit: Command) -> None:
-    asked = ("jobs.py:curious", "--machine", "small.json", "--real-run")
+@pytest.mark.parametrize("option", ["--real-run", None])
+def test_a_small_model_that_needs_values_is_traced_by_a_real_run(anyfit: Command, option: str | None) -> None:
+    asked = ("jobs.py:curious", "--machine", "small.json", *([] if option is None else [option]))
     plan = Plan.from_json(json.loads(anyfit("plan", *asked, "--json").out))
     assert plan.decision("trace").choice == "a real run"
     assert "a real run: on the CPU, with the values of Job(sample=)" in anyfit("profile", *asked).out

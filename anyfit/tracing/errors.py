@@ -37,6 +37,10 @@ class TooDear(Exception):  # noqa: N818  (an answer, not a fault)
     """What a real run takes, where that is more than there is."""
 
 
+class NeedsValues(ValueError):  # noqa: N818  (a real run would do)
+    """What cannot be traced on tensors without values."""
+
+
 def explained(error: Exception) -> ValueError | None:
     """The error in the user's terms; None where it is best as it is. The caller raises it from the original."""
     said = str(error)
@@ -48,26 +52,26 @@ def explained(error: Exception) -> ValueError | None:
             "give Job(model=) the model itself and not a function that makes it, or compute the number without tensors"
         )
     if isinstance(error, DataDependentOutputException) or ".numpy() is not supported for tensor subclasses" in said:
-        return ValueError(
+        return NeedsValues(
             f"{_place(error)} needs the value of a tensor, and a model is planned on tensors that have none; branch on shapes or "
             "on plain Python numbers, choose with torch.where, and keep .item(), .tolist() and .numpy() out of the forward; "
             f"{OR_FOR_REAL}"
         )
     if isinstance(error, DynamicOutputShapeException):
-        return ValueError(
+        return NeedsValues(
             f"{_place(error)} makes a tensor whose size depends on values ({_short(str(error.func))}), and a model is planned on "
             "tensors that have none; keep the size fixed: mask with torch.where or masked_fill, or give sizes as plain numbers; "
             f"{OR_FOR_REAL}"
         )
     op = _op_without_rule(error)
     if op is not None:
-        return ValueError(
+        return NeedsValues(
             f"{_place(error)} calls {op}, which does not say what it returns for tensors without values; register it: "
             f'torch.library.register_fake("{op}", lambda x: torch.empty_like(x)), with a function of the same arguments that '
             f"returns empty tensors of the right shapes; {OR_FOR_REAL}"
         )
     if said.startswith(TWO_DEVICES) or "FakeTensor" in said:
-        return ValueError(
+        return NeedsValues(
             f"{_place(error)} does not run on tensors without values ({' '.join(said.split()):.200}); {OR_FOR_REAL}"
         )
     missing = NO_CPU_KERNEL.search(said)

@@ -28,7 +28,7 @@ from anyfit.values.memento import Memento, leaving_no_trace
 from anyfit.values.units import show_bytes, show_seconds
 
 from .blocks import Blocks, find_blocks
-from .errors import TooDear, explained, refuse_elsewhere, refuse_without_parameters
+from .errors import NeedsValues, TooDear, explained, refuse_elsewhere, refuse_without_parameters
 from .gpu_kernels import AsOnGpu
 from .gpu_recorder import GpuRecorder
 from .loss_rule import read_rule, rows_for
@@ -40,6 +40,7 @@ from .stand_in import FakeMode, fake_batch, fake_model
 from .update_rule import learn
 
 Kind = Literal["cpu", "cuda"]
+SMALL = 100_000_000  # parameters
 PATIENCE_SECONDS = 60.0  # a real run that would take longer is left out, where a smaller one was made
 
 
@@ -53,9 +54,20 @@ def trace_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: 
     if job.real_run or not all(is_dense(tensor) for _, tensor in named_tensors(job.sample)):  # no fakes are sparse or nested
         return _run_all(job, micro_batches, device, free_bytes)
     try:
-        return _trace_all(job, micro_batches, device, find_repeats)
-    except NotPeriodic:
-        return _trace_all(job, micro_batches, device, lambda _blocks: [])
+        try:
+            return _trace_all(job, micro_batches, device, find_repeats)
+        except NotPeriodic:
+            return _trace_all(job, micro_batches, device, lambda _blocks: [])
+    except NeedsValues:
+        if job.real_run is not None or not _is_small(job):
+            raise
+    return _run_all(job, micro_batches, device, free_bytes)
+
+
+def _is_small(job: Job) -> bool:
+    """Whether a real run takes so little that nobody has to be asked: seconds for a sample."""
+    with _leaving_no_mark(job):
+        return sum(parameter.numel() for parameter in sized_model(job).parameters()) <= SMALL
 
 
 def trace_with(job: Job, micro_batch: int, device: Kind, repeats_of: Callable[[Blocks], list[Repeat]]) -> Graph:

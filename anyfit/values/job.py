@@ -50,7 +50,8 @@ class Job:
                   entry in lists
     weights       a folder of safetensors to start from, as `save_pretrained` writes it, or a `Weights` that takes a part of one;
                   the model is then built without them, and never whole in memory
-    real_run      the model may be run for real to plan it, on the CPU: for a forward that needs the values of tensors
+    real_run      the model may be run for real to plan it, on the CPU, for a forward that needs the values of tensors; None
+                  lets small models, of at most 100 million parameters
     agree         differences from plain PyTorch that you agree to: "mean-of-micro-batches", where the loss of a batch may be the
                   mean of its micro-batches' losses; "batch-norm-of-micro-batches", where batch norms may see micro-batches
     """
@@ -69,7 +70,7 @@ class Job:
     max_sample: Batch | None = None
     split: Callable[[Batch, Sequence[int]], Sequence[Batch]] | None = None
     weights: Weights | str | Path | None = None
-    real_run: bool = False
+    real_run: bool | None = None
     agree: Collection[str] = ()
 
     def __post_init__(self) -> None:
@@ -105,8 +106,8 @@ class Job:
                 raise ValueError(f"Job(clip_norm=) must be positive, got {self.clip_norm}; None does not clip")
         if self.precision not in PRECISIONS:
             raise ValueError(f"Job(precision={self.precision!r}) is not known" + nearest(str(self.precision), PRECISIONS))
-        if not isinstance(self.real_run, bool):
-            raise TypeError(f"Job(real_run=) must be True or False, got {_describe(self.real_run)}")
+        if not isinstance(self.real_run, bool | None):
+            raise TypeError(f"Job(real_run=) must be True, False or None, got {_describe(self.real_run)}")
         if isinstance(self.agree, str) or not isinstance(self.agree, Collection):
             raise TypeError(f"Job(agree=) must be a list of names, got {_describe(self.agree)}; agree=['mean-of-micro-batches']")
         for name in self.agree:

@@ -38,6 +38,7 @@ def job_of(model: Callable[[], nn.Module], sample: Any = None) -> anyfit.Job:
         sample=torch.ones(ROWS, 8) if sample is None else sample,
         batch_size=ROWS,
         precision="fp32",
+        real_run=False,
     )
 
 

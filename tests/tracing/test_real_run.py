@@ -139,9 +139,16 @@ def test_a_branch_goes_the_way_of_the_sample() -> None:
         trace(job_of(Branching, torch.ones(ROWS, 8), real_run=False), ROWS)
     assert "Job(real_run=True) or --real-run" in str(error.value)
     assert names_of(trace(job_of(Branching, torch.ones(ROWS, 8)), ROWS)) == {"up"}
+    assert names_of(trace(job_of(Branching, torch.ones(ROWS, 8), real_run=None), ROWS)) == {"up"}
     down = trace(job_of(Branching, -torch.ones(ROWS, 8)), ROWS)
     assert names_of(down) == {"down"}
     assert {each.name for each in down.parameters if each.used} == {"down.weight", "down.bias"}
+
+
+def test_a_large_model_is_run_for_real_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[trace.__module__], "SMALL", 10)
+    with pytest.raises(ValueError, match=r"needs the value of a tensor.*--real-run"):
+        trace(job_of(Branching, torch.ones(ROWS, 8), real_run=None), ROWS)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

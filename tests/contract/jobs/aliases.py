@@ -227,7 +227,7 @@ def weights_edited_through_numpy() -> Trial:
                 self.head.weight.detach().numpy()[0] = 0.0
             return super().forward(x)
 
-    return trial(Net, squared, vectors(), real_run=True)
+    return trial(Net, squared, vectors())
 
 
 @hostile(cut=NO_MEAN)

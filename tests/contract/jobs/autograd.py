@@ -371,7 +371,7 @@ def jacobian_by_forward_mode() -> Trial:
         out, slope = torch.func.jvp(model, (batch["x"],), (torch.ones_like(batch["x"]),))
         return (out - batch["y"]).square().mean() + 1e-3 * slope.square().mean()
 
-    return trial(Chain, loss, vectors(), real_run=True)
+    return trial(Chain, loss, vectors())
 
 
 @hostile(cut=NO_MEAN)

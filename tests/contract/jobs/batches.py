@@ -193,13 +193,13 @@ def a_nested_tensor() -> Trial:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return torch.stack([model(each).square().mean() for each in batch.unbind()]).mean()
 
-    return trial(Chain, loss, batches, real_run=True)
+    return trial(Chain, loss, batches)
 
 
 @hostile()
 def a_sparse_batch() -> Trial:
     batches = [of(batch, x=(batch["x"] * (batch["x"] > 0)).to_sparse()) for batch in vectors()]
-    return trial(Chain, lambda model, batch: (model(batch["x"].to_dense()) - batch["y"]).square().mean(), batches, real_run=True)
+    return trial(Chain, lambda model, batch: (model(batch["x"].to_dense()) - batch["y"]).square().mean(), batches)
 
 
 @hostile(without=("cut",))

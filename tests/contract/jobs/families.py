@@ -131,7 +131,7 @@ def an_lstm_over_packed_sequences() -> Trial:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return (model(batch["x"], batch["lengths"]) - batch["y"]).square().mean()
 
-    return trial(lambda: Packed(nn.LSTM), loss, batches, real_run=True)
+    return trial(lambda: Packed(nn.LSTM), loss, batches)
 
 
 @hostile(cut=CARRIED)
@@ -240,7 +240,7 @@ class Experts(nn.Module):
 
 @hostile(also=("both", "selective", "resumed"))
 def a_mixture_of_experts_in_a_loop() -> Trial:
-    return trial(lambda: Chain(Experts), squared, vectors(), real_run=True)
+    return trial(lambda: Chain(Experts), squared, vectors())
 
 
 @hostile(draws=True, also=("both", "selective"))
@@ -331,7 +331,7 @@ def depth_chosen_by_the_values() -> Trial:
                 at += 1
             return self.head(x)
 
-    return trial(Net, squared, vectors(), real_run=True, micro_batch=ROWS)
+    return trial(Net, squared, vectors(), micro_batch=ROWS)
 
 
 @hostile()
@@ -428,7 +428,7 @@ def gpt2_without_dropout() -> Trial:
 
 @hostile(also=("both", "selective"), blocks=("model.layers.0", "model.layers.1"))
 def qwen3_mixture_of_experts() -> Trial:
-    return trial(lambda: transformers_model("qwen3 moe"), own_loss, padded(), sgd, real_run=True)
+    return trial(lambda: transformers_model("qwen3 moe"), own_loss, padded(), sgd)
 
 
 @hostile(also=("both",), blocks=("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"))

@@ -225,7 +225,7 @@ def learned_variance() -> Trial:
         mean, log = model(batch["x"]).chunk(2, -1)
         return F.gaussian_nll_loss(mean, batch["y"], F.softplus(log) + 0.1)
 
-    return trial(lambda: Chain(out=16), loss, vectors(), real_run=True)
+    return trial(lambda: Chain(out=16), loss, vectors())
 
 
 @hostile(also=("ranks",))
@@ -262,7 +262,7 @@ def ctc() -> Trial:
         logs = model(batch["x"]).log_softmax(-1).transpose(0, 1)
         return F.ctc_loss(logs, batch["y"], batch["long"], batch["wanted"])
 
-    return trial(lambda: Chain(out=6), loss, batches, real_run=True)
+    return trial(lambda: Chain(out=6), loss, batches)
 
 
 @hostile()
@@ -432,7 +432,7 @@ def classification_with_accuracy_aside() -> Trial:
         seen.append(float((out.argmax(-1) == batch["y"]).float().mean()))
         return F.cross_entropy(out, batch["y"])
 
-    return trial(lambda: Chain(out=5), loss, labelled(), real_run=True)
+    return trial(lambda: Chain(out=5), loss, labelled())
 
 
 @hostile()

@@ -58,7 +58,7 @@ def parameters_used_by_some_batches() -> Trial:
             x, way = self.stem(x), int(x[0, 0].item() > 0)
             return self.head(self.blocks[2 * way](x))
 
-    return trial(Net, squared, vectors(rows=4), adamw, real_run=True)
+    return trial(Net, squared, vectors(rows=4), adamw)
 
 
 @hostile(also=("both",), cut=NO_MEAN)

@@ -46,7 +46,7 @@ def batch_norm_with_cumulative_average() -> Trial:
     def block(width: int) -> nn.Module:
         return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width, momentum=None), nn.ReLU())
 
-    return trial(lambda: Chain(block), squared, vectors(), real_run=True)
+    return trial(lambda: Chain(block), squared, vectors())
 
 
 @hostile()
