@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from anyfit.kernels.sums import add, norm, root
+from anyfit.values.engine import GRADIENT_STAGES
 from anyfit.values.layout import ALIGN_ELEMENTS, Slot
 from anyfit.values.machine import update_threads
 
@@ -28,7 +29,6 @@ from .lanes import Lanes, Ticket
 from .tiers import HostSlabs
 
 Views = dict[str, Tensor]  # made once: a step has many, and each costs the thread that launches
-STAGES = 5  # staging buffers: one fills while others go down, behind whatever else is on its way
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class Gradients:
                 for slot in each.chunk.slots:
                     self._hook(slot.name, self._counter(each, slot.name))
         largest = max((state.chunks[index].chunk.bytes for index in self._on_host), default=0)
-        count = min(STAGES, len(self._on_host))
+        count = min(GRADIENT_STAGES, len(self._on_host))
         self._stages = [Stage(torch.empty(largest, dtype=torch.uint8, device=state.device)) for _ in range(count)]
         self._landings: list[tuple[Tensor, Ticket | None]] = []  # where summands come down to
         if self.adds_up:

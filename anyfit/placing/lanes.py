@@ -32,11 +32,11 @@ from torch import Tensor
 
 from anyfit.kernels.across import Sender, read
 from anyfit.kernels.adamw import Begun
+from anyfit.values.engine import STREAMED_DEPTH as STREAMED_DEPTH
 
 _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
 SWITCH_SECONDS = 1e-4
 TOGETHER = ("gathering", "reducing", "spreading")
-STREAMED_DEPTH = 3  # chunks: one comes up, one is stepped, one goes down
 HOST_DEPTH = 2  # one is updated; the next is there when the first of the threads is done with it
 MOST_AT_ONCE = 192 * 2**20  # bytes of a copy that yields
 Work = Callable[[], Begun | None]  # what it returns is under way on the host when the thread goes on

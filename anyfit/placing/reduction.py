@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from anyfit.kernels.sums import add, norm, root
+from anyfit.values.engine import REDUCTION_STAGES
 from anyfit.values.layout import Slot
 from anyfit.values.machine import update_threads
 
@@ -26,8 +27,6 @@ from .chunks import ChunkState, ModelState, quietly
 from .gradients import refuse_sparse
 from .lanes import Lanes, Over, Ticket
 from .tiers import HostSlabs
-
-STAGES = 3  # one fills, one is reduced, one goes down
 
 
 @dataclass(eq=False)
@@ -84,7 +83,7 @@ class Reduction:
         own = max(landing.values(), default=0)
         down = max((size for index, size in landing.items() if self._homes[index].state.placement.gradients == "host"), default=0)
         self._stages = []
-        for _ in range(min(STAGES, len(self._homes))):
+        for _ in range(min(REDUCTION_STAGES, len(self._homes))):
             buffers = [torch.empty(size, dtype=torch.uint8, device=state.device) for size in (whole, own)]
             self._stages.append(Stage(buffers[0], buffers[1]))
         self.device_bytes += sum(stage.flat.nbytes + stage.own.nbytes for stage in self._stages)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyfit.kernels.cores import nodes
 from anyfit.kernels.pages import in_huge_pages, touch
+from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.units import show_bytes
 
 _cuda: Any = torch.cuda
@@ -32,7 +33,6 @@ _cuda: Any = torch.cuda
 
 SLAB_BYTES = {True: 2**28, False: 2**24}  # beside a GPU, and elsewhere
 LEAST_IN_A_SLAB = 16
-ALIGN_BYTES = 4096
 PREPARERS = 8  # threads: one does not keep up with the memory
 LEAST_DIVIDED_BYTES = 2**22  # of an array, over several nodes: some huge pages for each
 
@@ -61,7 +61,7 @@ class HostSlabs:
 
     def zeros(self, elements: int, dtype: torch.dtype, *, crosses: bool) -> torch.Tensor:
         """A flat tensor; one that `crosses` is copied to or from the device, and may be once `prepared` has returned."""
-        size = -(-elements * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        size = -(-elements * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
         pinned = crosses and self._pins
         with self._taking:
             self._take(size)

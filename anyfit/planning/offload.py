@@ -49,6 +49,7 @@ from functools import cached_property
 from itertools import chain, combinations, product
 from typing import TypeVar
 
+from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.plan import Activations, Placement
 from anyfit.values.profile import BlockCost, ChoiceCost, ChunkCost, Pass, Profile
 
@@ -81,7 +82,7 @@ WORTH_LEAVING = 0.05  # of a step of several ranks: for less, nothing goes to th
 # Of the host, besides the plan's: of a process with a GPU, and of each byte of the plan's, which the kernel keeps pinned. With
 # 120 GiB 1.4 GiB and 0.8 % were seen on an H200; the rest stays free.
 PROCESS_BYTES, PINNED_SHARE = 2 * 2**30, 0.02
-PAGES_BYTES = 10 * 4096  # of the host, at most, for a chunk's arrays to begin on pages
+PAGES_BYTES = 10 * PAGE_BYTES  # of the host, at most, for a chunk's arrays to begin on pages
 FRAGMENTATION = 0.21  # of what is live beyond the pools: the most that torch's allocator was seen to add, with segments that grow
 NORM_BYTES, UPDATE_BYTES, GATHER_BYTES = 2, 30, 4  # read and written of a parameter on the device
 # Of a gradient that is added up over passes: a sum in fp32 is read and written in each but the first, which only writes it; and

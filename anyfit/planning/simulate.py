@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
+from anyfit.values.engine import GRADIENT_STAGES, LATER, REDUCTION_STAGES, STREAMED_DEPTH, is_two_phase
 from anyfit.values.plan import Activations, Placement
 from anyfit.values.profile import ChunkCost, Division, HostRates, Pass
 
@@ -42,9 +43,6 @@ STEPS = 3
 ALIKE = 1e-9  # of a step, by which times differ that are the same
 RANK_STEPS = 2  # where nothing is on the host, whose lanes fill slowly
 RANK_PASSES = 4  # of a step of a rank that are played at most; one before the last stands for those that are not
-STAGES = 5  # buffers in which gradients gather before they go down
-RANK_STAGES = 3  # the same before ranks sum them
-STREAMED_DEPTH = 3  # chunks that are under way at once
 # What the computation takes where copies, updates and exchanges run beside it, on the same memory and behind the same Python
 # lock: the planned steps of benchmarks/results/planned.json that were to wait for nothing took 1.04 to 1.14 of their own, most
 # under 1.09. Of exchanges nobody has measured it.
@@ -56,7 +54,6 @@ DONE = 1e-3  # of an update: what is left of it when it counts as done
 # Of an update's traffic: to add a gradient up on the host, and, where the device is a CPU, to take its norm there; weights alone,
 # or moments alone; what a gradient that was added up has more than one that was not.
 ADDED, NORMED, PARTED, WIDER = 10 / UPDATE_TRAFFIC, 4 / UPDATE_TRAFFIC, 18 / UPDATE_TRAFFIC, 2 / UPDATE_TRAFFIC
-LATER = 2**30  # urgency of what can wait for all weights
 REDUCED_BYTES = 4  # an element, of gradients that ranks sum
 HAND_OUT_SECONDS = 1e-4  # that the host takes to start one chunk's update, while the device has nothing to do
 
@@ -354,7 +351,7 @@ class _Play:
         self._reduces = [
             0.0 if division is None else division.reduce.seconds(REDUCED_BYTES * each.elements) for each in candidate.chunks
         ]
-        self._most_stages = STAGES if division is None else RANK_STAGES
+        self._most_stages = GRADIENT_STAGES if division is None else REDUCTION_STAGES
         self._uses = [[self._chunks[index] for index in used] for used in candidate.uses]
         self._backward_segments = [0] * len(self._chunks)
         for segment, used in zip(candidate.each.segments, candidate.uses, strict=True):
@@ -403,7 +400,7 @@ class _Play:
         per_second = (rates.loaded or rates).updates_per_second
         share = min((backward + candidate.seconds_again) * per_second / (PARTED * elements), 1.0)
         for chunk in waiting:
-            chunk.is_parted = int((chunk.index + 1) * share) > int(chunk.index * share)
+            chunk.is_parted = is_two_phase(chunk.index, share)
 
     def _speculates(self, chunk: _Chunk) -> bool:
         return chunk.placement.speculates and self._candidate.accumulation == 1

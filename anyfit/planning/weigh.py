@@ -23,10 +23,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from anyfit.values.engine import GRADIENT_STAGES, REDUCTION_STAGES, STREAMED_DEPTH
 from anyfit.values.plan import Placement
 from anyfit.values.profile import ChunkCost, HostRates, Profile
 
-from .simulate import RANK_STAGES, REDUCED_BYTES, STAGES, STREAMED_DEPTH, Candidate
+from .simulate import REDUCED_BYTES, Candidate
 
 TORCH_SCRATCH_BYTES = 8  # an element of the largest chunk with masters
 STAYS = Placement()
@@ -113,7 +114,7 @@ def _pools_of_rank(profile: Profile, candidate: Candidate) -> tuple[int, int]:
         if chunk.is_updated and placement.route == "resident" and not overlaps and chunk.weights_bytes == 2 * chunk.elements:
             scratch.append(TORCH_SCRATCH_BYTES * elements)
     device += min(slots, len(fetched)) * max(fetched, default=0) + max(scratch)
-    stages = min(RANK_STAGES, len(given))
+    stages = min(REDUCTION_STAGES, len(given))
     device += stages * REDUCED_BYTES * (max(given, default=0) + max(landing, default=0))
     device += STREAMED_DEPTH * sum(map(max, zip(*carried, strict=True)))
     host += REDUCED_BYTES * sum(sent) + (stages * REDUCED_BYTES * max(sent, default=0) if adds_up else 0)
@@ -152,7 +153,7 @@ def _pools(pairs: list[Pair], slots: int, *, adds_up: bool) -> int:
         optimizer = max(optimizer, chunk.optimizer_bytes)
         weights = max(weights, _carried_weights(chunk, placement))
         gradients = max(gradients, _landed_gradients(chunk, placement, adds_up=adds_up))
-    found += min(slots, away) * largest_away + min(STAGES, sent) * largest_sent
+    found += min(slots, away) * largest_away + min(GRADIENT_STAGES, sent) * largest_sent
     return found + side_by_side + STREAMED_DEPTH * (optimizer + weights + gradients)
 
 
@@ -298,4 +299,4 @@ def _host(pairs: list[Pair], *, adds_up: bool) -> int:
             if placement.speculates and not adds_up and chunk.is_updated:
                 found += chunk.weights_bytes + chunk.optimizer_bytes
     found += sum(4 * chunk.elements if adds_up else chunk.weights_bytes for chunk, _ in sent)
-    return found + (min(STAGES, len(sent)) * _largest(sent) if adds_up else 0)
+    return found + (min(GRADIENT_STAGES, len(sent)) * _largest(sent) if adds_up else 0)

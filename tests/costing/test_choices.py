@@ -13,9 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import anyfit
 from anyfit.costing import cost
 from anyfit.demo import GPT
-from anyfit.placing import activations, tiers
 from anyfit.tracing import trace
-from anyfit.values.graph import COSTLY_OPS, LEAST_OFFLOAD_BYTES, PAGE_BYTES, Graph
+from anyfit.values.graph import COSTLY_OPS, Graph
 from tests.machines import small_machine
 from tests.models import byte_batches, next_byte_loss, tiny_llama
 from tests.planning.profiles import MIB
@@ -124,10 +123,6 @@ def test_what_several_blocks_keep_stays_and_each_moves_a_copy_of_it() -> None:
         assert block.offload_bytes == 3 * ONE
         assert each.choices["keep"].kept_bytes == 2 * ONE
         assert (each.choices["offload"].kept_bytes, each.choices["offload"].moved_bytes) == (0, 3 * ONE)
-
-
-def test_what_is_offloaded_is_counted_as_the_engine_does_it() -> None:
-    assert (activations.LEAST_BYTES, tiers.ALIGN_BYTES) == (LEAST_OFFLOAD_BYTES, PAGE_BYTES)
 
 
 def test_choices_are_ordered_as_one_would_expect() -> None:

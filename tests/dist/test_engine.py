@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anyfit.placing.lanes import STREAMED_DEPTH
-from anyfit.placing.reduction import STAGES
-from anyfit.placing.tiers import ALIGN_BYTES
+from anyfit.values.engine import REDUCTION_STAGES, STREAMED_DEPTH
+from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.plan import Placement
 from tests.conftest import FULL
 from tests.oracle import assert_bit_equal, assert_close, train_plainly
@@ -227,7 +226,7 @@ def held_bytes(case: Case, ranks: int, rank: int) -> tuple[int, int]:
             for index in range(moments):
                 keep_largest(carriers, f"moment {index}", own * 4)
 
-    buffers = min(STAGES, len(stages))
+    buffers = min(REDUCTION_STAGES, len(stages))
     device += min(case.slots, len(fetched)) * max(fetched, default=0)
     device += buffers * (max(stages, default=0) + max(landing, default=0))
     device += sum(scratch.values()) + STREAMED_DEPTH * sum(carriers.values())
@@ -241,4 +240,4 @@ def keep_largest(sizes: dict[Any, int], key: Any, size: int) -> None:
 
 
 def in_slab(size: int) -> int:
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    return -(-size // PAGE_BYTES) * PAGE_BYTES

@@ -20,10 +20,11 @@ from anyfit import Machine, traced
 from anyfit.costing import cost
 from anyfit.placing import place, updates
 from anyfit.placing.ranks import Ranks
-from anyfit.placing.tiers import ALIGN_BYTES, HostSlabs, LiveBytes
+from anyfit.placing.tiers import HostSlabs, LiveBytes
 from anyfit.planning.search import among
 from anyfit.planning.simulate import Candidate
 from anyfit.planning.weigh import weigh
+from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.plan import Activations, Placement
 from anyfit.values.profile import Division, Exchange
 from tests.conftest import FULL
@@ -105,7 +106,7 @@ def test_pools_of_a_rank_are_those_of_the_engine_to_the_byte(data: st.DataObject
         placed = place(job, plan, job.build(), torch.device("cpu"), ranks=there)
         try:
             assert placed.device_bytes == weight.pool_bytes
-            assert weight.host_bytes <= placed.host_bytes <= weight.host_bytes + ALIGN_BYTES * 10 * len(placements)
+            assert weight.host_bytes <= placed.host_bytes <= weight.host_bytes + PAGE_BYTES * 10 * len(placements)
         finally:
             placed.close()
 
@@ -128,7 +129,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is counted, on the host too, and nothing is computed with it."""
 
     def zeros(slabs: HostSlabs, elements: int, dtype: torch.dtype, *, crosses: bool) -> torch.Tensor:
-        slabs.bytes += -(-elements * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        slabs.bytes += -(-elements * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
         return torch.zeros(elements, dtype=dtype, device="meta")
 
     monkeypatch.setattr(HostSlabs, "zeros", zeros)
@@ -168,7 +169,7 @@ def test_the_peak_of_one_of_512_ranks_is_forecast_within_three_percent(name: str
         finally:
             placed.close()
     assert pools == weight.pool_bytes - profile.workspace_bytes
-    assert weight.host_bytes <= placed.host_bytes <= weight.host_bytes + ALIGN_BYTES * 10 * len(placements)
+    assert weight.host_bytes <= placed.host_bytes <= weight.host_bytes + PAGE_BYTES * 10 * len(placements)
     off = (weight.device_bytes - profile.workspace_bytes) / (pools + live) - 1
     print(f"{name}: {(pools + live) / 2**30:.2f} GiB, forecast {off:+.2%}")
     assert abs(off) < 0.03

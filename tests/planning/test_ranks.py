@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from anyfit import Machine, NoPlan, Plan
 from anyfit.costing.links import Links
-from anyfit.placing import reduction
 from anyfit.planning import search
 from anyfit.planning import simulate as simulating
 from anyfit.planning.answers import answered
@@ -276,10 +275,6 @@ def test_no_step_of_a_rank_is_under_its_bound_and_each_is_its_parts(
         handed_out = simulating.HAND_OUT_SECONDS * sum(each.route != "resident" for each in candidate.placements)
         parts = simulated.compute_seconds + simulated.recompute_seconds + simulated.update_seconds + handed_out
         assert simulated.step_seconds == pytest.approx(parts + sum(simulated.waits_seconds.values()))
-
-
-def test_the_simulator_counts_stages_as_the_engine_has_them() -> None:
-    assert simulating.RANK_STAGES == reduction.STAGES
 
 
 def test_what_more_memory_saves_is_said_by_a_search_with_that_much(case: tuple[Profile, Found, Plan]) -> None:

@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 
 from anyfit.costing import cost
 from anyfit.costing.memory import chunk_costs, chunks_of
-from anyfit.placing import gradients, lanes
 from anyfit.planning import search
-from anyfit.planning import simulate as simulating
 from anyfit.planning.offload import Space
 from anyfit.planning.search import _start_seconds
 from anyfit.planning.simulate import HAND_OUT_SECONDS, Candidate, Rates, Simulated, simulate
@@ -173,10 +171,6 @@ def test_a_plan_in_little_memory_holds_what_it_says_and_keeps_both_limits() -> N
     assert plan.forecast.peak_bytes["host"] <= profile.host_limit_bytes
     assert 0.45 < plan.forecast.step_seconds < 0.75  # by hand it took 0.64 s
     assert sum(plan.forecast.split_seconds.values()) == pytest.approx(plan.forecast.step_seconds)
-
-
-def test_the_simulator_counts_buffers_as_the_engine_has_them() -> None:
-    assert (simulating.STAGES, simulating.STREAMED_DEPTH) == (gradients.STAGES, lanes.STREAMED_DEPTH)
 
 
 @pytest.mark.parametrize("job", ROWS)

@@ -1,0 +1,16 @@
+"""What the engine does and the planner counts. Both import it from here, so that a forecast cannot drift from what runs."""
+
+GRADIENT_STAGES = 5  # staging buffers for gradients that go to the host: one fills while others go down, behind other copies
+REDUCTION_STAGES = 3  # staging buffers for gradients that ranks sum: one fills, one is reduced, one goes down
+STREAMED_DEPTH = 3  # streamed chunks at once: one comes up, one is updated, one goes down
+LATER = 2**30  # order among the host's updates, of what can wait for all weights
+
+
+def is_two_phase(chunk: int, share: float) -> bool:
+    """Whether the host updates this chunk in two phases, weights before moments, where it does so with a share of all chunks.
+    They are spread evenly, as every part of forward waits for some of them.
+
+    >>> [is_two_phase(chunk, 0.5) for chunk in range(4)]
+    [False, True, False, True]
+    """
+    return int((chunk + 1) * share) > int(chunk * share)
