@@ -30,8 +30,10 @@ from torch.utils._pytree import tree_map_only
 
 from anyfit.values.graph import COSTLY_OPS
 
+from .cells import equal
 from .chunks import quietly
-from .forward_state import INERT, ForwardState, equal, version_of
+from .forward_state import ForwardState, version_of
+from .walk import INERT
 
 aten = torch.ops.aten
 COSTLY = {getattr(aten, name).default for name in COSTLY_OPS if hasattr(aten, name)}

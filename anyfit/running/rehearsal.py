@@ -26,8 +26,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from anyfit.placing import Placed
 from anyfit.placing.chunks import quietly
-from anyfit.placing.forward_state import PYTHON, Note, Numpy, Places, Walk
+from anyfit.placing.forward_state import Note, Places
+from anyfit.placing.generators import PYTHON, Numpy
 from anyfit.placing.recompute import rehearsing
+from anyfit.placing.walk import Walk
 from anyfit.values.batches import map_tensors, named_tensors
 from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import AGREED_MEAN, MEAN, LossRule, divisors

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import anyfit
-from anyfit.placing.forward_state import equal
+from anyfit.placing.cells import equal
 from anyfit.placing.recompute import rehearsing
 from tests.models import Experts, byte_batches, next_byte_loss
 from tests.oracle import assert_bit_equal, train_plainly
