@@ -3,9 +3,9 @@
     python -m benchmarks.mutants choose FILE [--count 50] [--seed 0]
     python -m benchmarks.mutants try FILE [--only N ...] [--part 1/2]
 
-`choose` changes one line of the engine or the planner at random, many times, and writes down line and change. `try` makes each of
-the changes in a copy of the package and runs the tests of its room until one fails. A line is found again by its text, in whatever
-file it has moved to. Mutants that no test catches, or whose line is gone, are listed at the end.
+`choose` changes one line of the engine or the planner at random, many times, and writes down line and change. `try` makes each
+of the changes in a copy of the package and runs the tests of its room until one fails. A line is found again by its text, in
+whatever file it has moved to. Mutants that no test catches, or whose line is gone, are listed at the end.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ def tried(mutant: Mutant) -> str:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS[mutant.room]]
         environment = {**os.environ, "PYTHONPATH": folder}
         try:
-            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+            done = subprocess.run(
+                command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+            )
         except subprocess.TimeoutExpired:
             return "caught: it does not end"
     if done.returncode == 0:

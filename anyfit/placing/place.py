@@ -20,6 +20,7 @@ from anyfit.values.record import nearest
 
 from .activations import Activations
 from .chunks import Carried, ModelState
+from .compiled import watch_compiled
 from .edits import Bound
 from .gradients import Gradients
 from .lanes import Lanes
@@ -186,7 +187,7 @@ def place(
         bound = Bound(model, state, residency.watched)
         stage = plan.stages[0]
         undo = [_compile(model, block) for block in stage.compiled]
-        residency.watch_compiled(model)
+        watch_compiled(residency, model)
         residency.undo += undo + [_keep_unflattened(module) for module in model.modules() if _flattens(module)]
         gradients: Gradients | Reduction
         if ranks.are_several:

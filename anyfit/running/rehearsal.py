@@ -28,7 +28,7 @@ from anyfit.placing import Placed
 from anyfit.placing.chunks import quietly
 from anyfit.placing.forward_state import Note, Places
 from anyfit.placing.generators import PYTHON, Numpy
-from anyfit.placing.recompute import rehearsing
+from anyfit.placing.trial import rehearsing
 from anyfit.placing.walk import Walk
 from anyfit.values.batches import map_tensors, named_tensors
 from anyfit.values.job import Batch, Job

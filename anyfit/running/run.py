@@ -752,11 +752,11 @@ class Run:
 
         residency = self._placed.residency
         with LiveBytes(limit - held, exceeded) as live:
-            residency.on_growth, told = live.count, residency.on_growth
+            residency.slots.on_growth, told = live.count, residency.slots.on_growth
             try:
                 yield
             finally:
-                residency.on_growth = told
+                residency.slots.on_growth = told
         self._watched[shape] = self._watched.get(shape, 0) + 1
         self._peak_bytes = max(self._peak_bytes, held + live.peak_bytes)
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import anyfit
 from anyfit.placing.cells import equal
-from anyfit.placing.recompute import rehearsing
+from anyfit.placing.trial import rehearsing
 from tests.models import Experts, byte_batches, next_byte_loss
 from tests.oracle import assert_bit_equal, train_plainly
 from tests.plans import AWAY, RESIDENT, hand_written, started

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import anyfit
 from anyfit.placing import activations
 from anyfit.placing.lanes import STREAMED_DEPTH
-from anyfit.placing.residency import Saved
+from anyfit.placing.saved import Saved
 from anyfit.values.plan import Placement
 from tests.models import Experts, Tangled, byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
@@ -133,12 +133,12 @@ def test_weights_that_user_code_keeps_hold_their_slot_and_others_get_one_more() 
         before = residency.device_bytes
         parameters[2].sum()
         parameters[3].sum()
-        assert residency.added == 1
+        assert residency.slots.added == 1
         assert residency.device_bytes == before * 3 // 2
         assert torch.equal(kept[0], parameters[0].view(-1))
         del kept
         parameters[4].sum()
-        assert residency.added == 1
+        assert residency.slots.added == 1
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -165,7 +165,7 @@ def test_ops_that_need_more_chunks_than_there_are_slots_get_more_within_the_limi
     with started(job, plan) as run:
         assert [float(run.step(batch)) for batch in batches] == losses
         assert_bit_equal(run.state_dict(), weights)
-        assert run._placed.residency.added == 4
+        assert run._placed.residency.slots.added == 4
         least = run._placed.device_bytes
     tight = replace(plan, limit_bytes={**plan.limit_bytes, "device": least - 1})
     with started(job, tight) as run, pytest.raises(MemoryError, match="of device memory are needed"):

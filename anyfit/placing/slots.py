@@ -1,0 +1,150 @@
+"""Device slots: buffers on the device that weights from the host, or from all ranks, pass through."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .chunks import ChunkState, ModelState, quietly
+from .lanes import Lanes, Ticket
+
+
+def uses_of(tensor: Tensor) -> int:
+    """How many tensors hold its memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+class DeviceSlot:
+    """A device buffer that weights of any chunk on the host can pass through. Its storage is its own."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.flat = torch.empty(size, dtype=torch.uint8, device=device)
+        self.storage = self.flat.untyped_storage()
+        # The same bytes in another storage, for those that fill them: a collective lets go of its tensors some time after it is
+        # done, and ranks would differ in what they find free.
+        is_real = not self.flat.is_meta  # where memory is only counted there is none to be shared
+        self._filled = torch.utils.dlpack.from_dlpack(self.flat) if is_real else self.flat
+        self.state: ChunkState | None = None
+        self.is_bound = False  # parameters are views of it
+        self.ticket: Ticket | None = None  # of the upload
+        self._alone = self._uses()
+
+    def _uses(self) -> int:
+        return uses_of(self.flat)
+
+    @property
+    def is_held(self) -> bool:
+        """Somebody has a view of it besides the parameters bound to it."""
+        bound = len(self.state.chunk.slots) if self.state is not None and self.is_bound else 0
+        return self._uses() != self._alone + bound
+
+    def weights(self) -> Tensor:
+        assert self.state is not None
+        return self.flat[: self.state.chunk.bytes].view(self.state.dtype)
+
+    def to_fill(self) -> Tensor:
+        """The same, not counted as held."""
+        assert self.state is not None
+        return self._filled[: self.state.chunk.bytes].view(self.state.dtype)
+
+
+class DeviceSlots:
+    """As many as the plan has; more where a step needs more at once than it foresaw."""
+
+    def __init__(self, state: ModelState, lanes: Lanes, chunks: set[int], count: int) -> None:
+        self._state, self._lanes, self._most = state, lanes, len(chunks)
+        self._slot_bytes = max((state.chunks[index].chunk.bytes for index in chunks), default=0)
+        self.added = 0  # beyond the plan's
+        self.on_growth: Callable[[Tensor], None] = lambda _memory: None  # is told of the memory of one, and may refuse it
+        self.all = [DeviceSlot(self._slot_bytes, state.device) for _ in range(min(count, len(chunks)))]
+        self.of_chunk: dict[int, DeviceSlot] = {}
+        self.of_storage = {slot.storage._cdata: slot for slot in self.all}
+
+    @property
+    def empty(self) -> DeviceSlot | None:
+        return next((slot for slot in self.all if slot.state is None and not slot.is_held), None)
+
+    def one_more(self, index: int, needed: int) -> DeviceSlot:
+        """A slot beyond the plan's: rather more memory than a run that ends. At most one for every chunk."""
+        if self.added >= self._most:
+            held = sum(slot.is_held for slot in self.all)
+            raise RuntimeError(
+                f"chunk {index} is needed and none of the {len(self.all)} device slots can be freed: this op needs "
+                f"{needed}, and views of {held} are still held (by recomputed blocks, or by code that "
+                "keeps weights); use a plan with more slots, or with smaller chunks"
+            )
+        with _disable_current_modes(), torch.inference_mode(False):
+            slot = DeviceSlot(self._slot_bytes, self._state.device)
+        self.on_growth(slot.flat)
+        self.added += 1
+        self.all.append(slot)
+        self.of_storage[slot.storage._cdata] = slot
+        return slot
+
+    def give_back(self, drop: Callable[[ChunkState], None]) -> None:
+        """Slots beyond the plan's, as far as nobody holds them."""
+        for slot in [each for each in self.all if not each.is_held][: self.added]:
+            if slot.state is not None:
+                drop(slot.state)
+            self.all.remove(slot)
+            del self.of_storage[slot.storage._cdata]
+            self.added -= 1
+
+    def refuse_kept(self) -> None:
+        """Before weights are updated: whoever keeps a view of them would have the old ones from then on."""
+        held = [slot for slot in self.all if slot.state is not None and slot.state.chunk.is_updated and slot.is_held]
+        if held:
+            gc.collect()
+        for slot in held:
+            if slot.state is not None and slot.is_held:
+                names = [each.name for each in slot.state.chunk.slots]
+                raise RuntimeError(
+                    f"a view of {' or '.join(names[:3])}{', …' if len(names) > 3 else ''} is kept from step to step, and these "
+                    "weights live on the host, so that it would not follow the update; keep a clone() of it, take it anew in "
+                    "every step, or use a plan with weights on the device"
+                )
+
+    @_disable_current_modes()  # whoever watches the model's ops (selective recomputation counts them) is not to see these
+    def fetch(self, state: ChunkState, slot: DeviceSlot) -> DeviceSlot:
+        slot.state, self.of_chunk[state.index] = state, slot
+        whole = slot.to_fill()
+        # Which buffer is the home is asked when the job runs: an update before it may put another in its place.
+        label, after = f"fetch chunk {state.index}", (self._lanes.so_far(), state.fresh)
+        own = whole[state.stretch] if state.is_gathered else whole
+        slot.ticket = self._lanes.up.run(lambda: _copy(own, state.weights), after, label)
+        if state.is_gathered:
+            label = f"gather chunk {state.index}"
+            state.ranks.ask("gather", label)
+            slot.ticket = self._lanes.gather.run(lambda: self._gather(state, whole, own, label), (slot.ticket,), label)
+        return slot
+
+    def _gather(self, state: ChunkState, whole: Tensor, own: Tensor, label: str) -> None:
+        ranks = state.ranks
+        for rank, index in ranks.chosen("gather", state.shards, state.index).items():
+            if index != state.index:
+                mine, other = (self._state.chunks[each].chunk.slots[0].name for each in (state.index, index))
+                raise RuntimeError(
+                    f"rank {ranks.index} needs the weights of chunk {state.index} ({mine}) where rank {rank} needs those of "
+                    f"chunk {index} ({other}): with weights that are divided over ranks every rank has to call the same modules; "
+                    "use a plan with weight_shards 1"
+                )
+        ranks.gather("gather", state.shards, whole, own, label)
+
+    def bind(self, slot: DeviceSlot) -> None:
+        """Parameters are views of the slot once the weights are in it, and not before: not all that read them ask first."""
+        if slot.is_bound:
+            return
+        assert slot.state is not None
+        weights = slot.weights()
+        with quietly(), _disable_current_modes():
+            for each in slot.state.chunk.slots:
+                self._state.parameters[each.name].data = slot.state.view(weights, each)
+        slot.is_bound = True
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
