@@ -28,12 +28,15 @@ import random
 import sys
 import types
 import warnings
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from . import holders
 from .aside import Aside, writing_aside
+from .holders import LONGEST, MISSING
+from .process_settings import process_settings
 from .units import show_bytes
 
 if TYPE_CHECKING:
@@ -42,7 +45,6 @@ if TYPE_CHECKING:
     from .job import Job
 
 MOST_OBJECTS = 200_000  # that are looked at, the nearest first
-LONGEST = 10_000  # entries of a container whose own contents are looked at; a longer one is put back, but not what is in it
 MOST_BYTES = 256 * 2**20  # of tensors and arrays that are copied, all together
 # Whose classes and globals are not the user's. What their objects hold is.
 LIBRARIES = {
@@ -54,7 +56,6 @@ SHARED = {"asyncio", "concurrent", "logging", "multiprocessing", "os", "queue", 
 COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._C", "torch.jit")  # what they learn they may keep
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type(Ellipsis), range, slice, types.CodeType)
 COPIED_ITERATORS: tuple[type, ...] = (itertools.count, itertools.repeat, type(iter([])), type(iter(())), type(iter(range(0))))
-MISSING: Any = object()
 Path: TypeAlias = tuple[Any, str]  # where something was found: the path before it, and a step
 
 
@@ -115,8 +116,8 @@ class Memento:
 
         self._torch, self._numpy = torch, sys.modules.get("numpy")
         self._undo: list[Callable[[], object]] = []
-        self._settings = [functools.partial(put_back, state) for state, put_back in _settings(torch, self._numpy)]
-        self._holders: list[_Holder] = []
+        self._settings = [functools.partial(put_back, state) for state, put_back in process_settings(torch, self._numpy)]
+        self._holders: list[holders.Holder] = []
         self._seen: dict[int, Any] = {}  # kept alive, so that no identity comes twice
         self._waiting: deque[tuple[Any, Path]] = deque()
         self._stands_for: dict[int, Any] = {}  # by identity of an iterator, what moves in its place
@@ -182,12 +183,12 @@ class Memento:
             self._wait(item.__self__, path)
             self._wait(item.__func__, path)
         elif isinstance(item, functools.partial):
-            self._holders.append(_Partial(item))
+            self._holders.append(holders.Partial(item))
             self._wait_all(enumerate((item.func, *item.args)), path)
             self._wait_all(item.keywords.items(), path)
         elif isinstance(item, types.CellType):
-            self._holders.append(_Cell(item))
-            if _Cell.of(item) is not MISSING:
+            self._holders.append(holders.Cell(item))
+            if holders.Cell.of(item) is not MISSING:
                 self._wait(item.cell_contents, path)
         elif isinstance(item, type):
             if _is_the_users(item.__module__):
@@ -217,7 +218,7 @@ class Memento:
         elif isinstance(item, functools._lru_cache_wrapper):
             self._cache(item, path)
         elif _is_an_iterator(item):
-            self._stands_for[id(item)] = copy.copy(item) if isinstance(item, COPIED_ITERATORS) else _Peeked(item, torch)
+            self._stands_for[id(item)] = copy.copy(item) if isinstance(item, COPIED_ITERATORS) else holders.Peeked(item, torch)
         else:
             self._object(item, path)
 
@@ -229,31 +230,31 @@ class Memento:
     def _object(self, item: Any, path: Path) -> None:
         """A container, an instance of any class, or both."""
         if isinstance(item, dict):
-            self._holders.append(_Dict(item))
+            self._holders.append(holders.Dict(item))
             if len(item) <= LONGEST:
                 self._wait_all(dict.items(item), path)
         elif isinstance(item, list | bytearray | array.array):
-            self._holders.append(_List(item))
+            self._holders.append(holders.List(item))
             if isinstance(item, list) and len(item) <= LONGEST:
                 self._wait_all(enumerate(item), path)
         elif isinstance(item, set | deque):
-            self._holders.append(_Refilled(item))
+            self._holders.append(holders.Refilled(item))
             if len(item) <= LONGEST:
                 self._wait_all(enumerate(item), path)
         attributes = getattr(item, "__dict__", None)
         if type(attributes) is dict:
-            self._holders.append(_Dict(attributes))
+            self._holders.append(holders.Dict(attributes))
             self._wait_all(attributes.items(), path)
         slots = _slots_of(type(item))
         if slots:
-            self._holders.append(_Slots(item, slots))
+            self._holders.append(holders.Slots(item, slots))
             self._wait_all(((name, getattr(item, name, None)) for name in slots), path)
         if _is_the_users(type(item).__module__):
             self._wait(type(item), path)
 
     def _class(self, item: type, path: Path) -> None:
         own = {name for name in vars(item) if not name.startswith("__") or name == "__call__"}
-        self._holders.append(_Attributes(item))
+        self._holders.append(holders.Attributes(item))
         self._wait_all(((name, vars(item)[name]) for name in own), path)
         for base in item.__bases__:
             self._wait(base, path)
@@ -282,7 +283,7 @@ class Memento:
 
     def _names(self, names_of: dict[str, Any], names: Iterable[str], path: Path) -> None:
         """The globals of these names; those that are not there yet too."""
-        self._holders.append(_Dict(names_of, names))
+        self._holders.append(holders.Dict(names_of, names))
         self._wait_all(((name, names_of.get(name)) for name in names), path)
 
     def _tensor(self, item: Any, path: Path) -> None:
@@ -293,7 +294,7 @@ class Memento:
             self._undo.append(lambda: _set_gradient(item, needs, gradient))
             self._wait(gradient, (path, ".grad"))
         if getattr(item, "__dict__", None):
-            self._holders.append(_Dict(item.__dict__))
+            self._holders.append(holders.Dict(item.__dict__))
         if id(item) in self._weights or item.layout != torch.strided or item.is_nested or item.is_meta or _is_fake(item):
             return
         if self._takes(item.nbytes) or id(item) in self._buffers:
@@ -362,214 +363,7 @@ class Memento:
 
     def _still(self, value: Any) -> Any:
         stand_in = self._stands_for.get(id(value)) if self._stands_for else None
-        return stand_in.still() if isinstance(stand_in, _Peeked) else value
-
-
-def _settings(torch: Any, numpy: Any) -> Iterator[tuple[Any, Callable[[Any], object]]]:
-    """Of the process, as they are, and what sets them."""
-    yield random.getstate(), random.setstate
-    if numpy is not None:
-        yield numpy.random.get_state(), numpy.random.set_state
-    yield torch.get_rng_state(), torch.set_rng_state
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        yield torch.cuda.get_rng_state_all(), torch.cuda.set_rng_state_all
-    yield torch.get_default_dtype(), torch.set_default_dtype
-    if _default_device(torch) is None:  # one that was set outside stays; one that is set meanwhile goes
-        yield None, lambda _: torch.set_default_device(None) if _default_device(torch) is not None else None
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    yield deterministic, lambda state: torch.use_deterministic_algorithms(state[0], warn_only=state[1])
-    yield torch.is_grad_enabled(), torch.set_grad_enabled
-    for kind in ("cpu", "cuda"):
-        yield torch.is_autocast_enabled(kind), functools.partial(torch.set_autocast_enabled, kind)
-        yield torch.get_autocast_dtype(kind), functools.partial(torch.set_autocast_dtype, kind)
-    for name in ("benchmark", "deterministic", "allow_tf32", "enabled"):
-        yield getattr(torch.backends.cudnn, name), functools.partial(setattr, torch.backends.cudnn, name)
-
-
-# ---------------------------------------------------------------------- what holds others
-
-
-class _Holder:
-    """Something with entries that can be replaced."""
-
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
-        """Other objects in place of those it had at first, where `replaced` gives others."""
-
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        """What it had at first."""
-
-
-class _Dict(_Holder):
-    def __init__(self, held: dict[Any, Any], names: Iterable[str] | None = None) -> None:
-        self.held = held
-        # Of all its entries, or of these names.
-        self.before = dict(held) if names is None else {name: held.get(name, MISSING) for name in names}
-        self.is_part = names is not None
-
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
-        for key, value in self.before.items():
-            if (other := replaced(value)) is not value:
-                self._set(key, other)
-
-    def _set(self, key: Any, value: Any) -> None:
-        """Past whatever a class of its own makes of it."""
-        kind: Any = OrderedDict if isinstance(self.held, OrderedDict) else dict
-        kind.__setitem__(self.held, key, value)
-
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        before = {key: still(value) for key, value in self.before.items()}
-        if self.is_part:
-            for key, value in before.items():
-                if value is MISSING:
-                    self.held.pop(key, None)
-                elif self.held.get(key, MISSING) is not value:
-                    self._set(key, value)
-            return
-        now = self.held
-        if len(now) == len(before) and all(a is b and v is w for (a, v), (b, w) in zip(now.items(), before.items(), strict=True)):
-            return
-        (OrderedDict if isinstance(now, OrderedDict) else dict).clear(now)
-        for key, value in before.items():
-            self._set(key, value)
-
-
-class _List(_Holder):
-    def __init__(self, held: Any) -> None:
-        self.held, self.before = held, held[:]
-
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
-        if isinstance(self.held, list) and len(self.held) <= LONGEST:
-            for index, value in enumerate(self.before):
-                if (other := replaced(value)) is not value:
-                    self.held[index] = other
-
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        if isinstance(self.held, list) and len(self.before) <= LONGEST:
-            self.held[:] = [still(value) for value in self.before]
-        else:
-            self.held[:] = self.before
-
-
-class _Refilled(_Holder):
-    """A set or a deque."""
-
-    def __init__(self, held: Any) -> None:
-        self.held, self.before = held, list(held)
-
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        if len(self.held) != len(self.before) or any(a is not b for a, b in zip(self.held, self.before, strict=True)):
-            self.held.clear()
-            add = self.held.extend if isinstance(self.held, deque) else self.held.update
-            add(map(still, self.before))
-
-
-class _Cell(_Holder):
-    def __init__(self, held: types.CellType) -> None:
-        self.held, self.before = held, _Cell.of(held)
-
-    @staticmethod
-    def of(cell: types.CellType) -> Any:
-        try:
-            return cell.cell_contents
-        except ValueError:  # empty
-            return MISSING
-
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
-        if (other := replaced(self.before)) is not self.before:
-            self.held.cell_contents = other
-
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        before = still(self.before)
-        if before is MISSING:
-            with contextlib.suppress(ValueError):
-                del self.held.cell_contents
-        elif _Cell.of(self.held) is not before:
-            self.held.cell_contents = before
-
-
-class _Partial(_Holder):
-    def __init__(self, held: Any) -> None:
-        self.held, self.before = held, (held.func, held.args, dict(held.keywords), held.__dict__ or None)
-
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
-        function, args, keywords, attributes = self.before
-        others = tuple(map(replaced, args)), {name: replaced(value) for name, value in keywords.items()}
-        if any(a is not b for a, b in zip(others[0], args, strict=True)) or any(
-            others[1][name] is not keywords[name] for name in keywords
-        ):
-            self.held.__setstate__((function, *others, attributes))
-
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        function, args, keywords, attributes = self.before
-        kept = tuple(map(still, args)), {name: still(value) for name, value in keywords.items()}
-        self.held.__setstate__((function, *kept, attributes))
-
-
-class _Slots(_Holder):
-    """Attributes of an object without a dict."""
-
-    def __init__(self, held: Any, names: tuple[str, ...]) -> None:
-        self.held, self.before = held, {name: getattr(held, name, MISSING) for name in names}
-
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
-        for name, value in self.before.items():
-            if (other := replaced(value)) is not value:
-                object.__setattr__(self.held, name, other)
-
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        for name, value in self.before.items():
-            before = still(value)
-            if getattr(self.held, name, MISSING) is not before:
-                with contextlib.suppress(AttributeError):
-                    if before is MISSING:
-                        object.__delattr__(self.held, name)
-                    else:
-                        object.__setattr__(self.held, name, before)
-
-
-class _Attributes(_Holder):
-    """Of a class."""
-
-    def __init__(self, held: type) -> None:
-        self.held, self.before = held, {name: value for name, value in vars(held).items() if not _is_of_python(name)}
-
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
-        for name, value in self.before.items():
-            if (other := replaced(value)) is not value:
-                setattr(self.held, name, other)
-
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        for name in [name for name in vars(self.held) if not _is_of_python(name) and name not in self.before]:
-            delattr(self.held, name)
-        for name, value in self.before.items():
-            before = still(value)
-            if vars(self.held).get(name, MISSING) is not before:
-                setattr(self.held, name, before)
-
-
-class _Peeked:
-    """An iterator that cannot be copied: what it gives is remembered, and given again afterwards."""
-
-    def __init__(self, iterator: Any, torch: Any) -> None:
-        self._iterator, self._torch = iterator, torch
-        self._given: list[Any] = []
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        from torch.utils._python_dispatch import _disable_current_modes
-
-        with _disable_current_modes(), self._torch._C.DisableTorchFunction():  # it gives real tensors, not those of a trace
-            item = next(self._iterator)
-        self._given.append(item)
-        return item
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-    def still(self) -> Any:
-        return itertools.chain(self._given, self._iterator) if self._given else self._iterator
+        return stand_in.still() if isinstance(stand_in, holders.Peeked) else value
 
 
 # ---------------------------------------------------------------------- small questions
@@ -591,10 +385,6 @@ def _is_an_iterator(item: Any) -> bool:
     return not hasattr(item, "__dict__") or kind.__name__ == "_MultiProcessingDataLoaderIter"
 
 
-def _is_of_python(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
-
-
 def _is_fake(tensor: Any) -> bool:
     return type(tensor).__name__ == "FakeTensor"
 
@@ -614,10 +404,6 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
     """Globals and attributes that it names, and the functions inside it too."""
     inner = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names_in(const))
     return tuple(dict.fromkeys((*code.co_names, *inner)))
-
-
-def _default_device(torch: Any) -> Any:
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 def _set_defaults(function: types.FunctionType, defaults: Any, by_name: Any) -> None:
