@@ -7,22 +7,37 @@ import json
 import math
 import os
 import sys
-import sysconfig
-import traceback
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from .ending import error_json, in_words, outcome_json
+from .options import (
+    Agree,
+    Batch,
+    DeviceMemory,
+    Dtype,
+    Gpus,
+    HostMemory,
+    Json,
+    MachineName,
+    Nodes,
+    OptimizerName,
+    RealRun,
+    Seq,
+    Target,
+    finite,
+    size,
+)
+
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import nn
 
     from .asking import Question, Traced
-    from .values.answers import Outcome
     from .values.machine import Machine
-    from .values.plan import NoPlan
     from .values.profile import Profile
 
 app = typer.Typer(
@@ -35,62 +50,6 @@ app = typer.Typer(
 )
 
 COLUMNS_IN_A_PIPE = 130  # where no terminal says how wide it is
-KEEP = 2  # checkpoints
-
-
-def _size(parameter: typer.CallbackParam, text: str | None) -> str | None:
-    """A size of bytes above nothing, before anything is measured or traced."""
-    from .values.units import parse_bytes
-
-    try:
-        if text is not None and parse_bytes(text) == 0:
-            raise ValueError("give more than nothing, such as 24GiB")
-    except ValueError as error:
-        raise ValueError(f"{parameter.opts[0]} {text}: {error}") from None
-    return text
-
-
-def _finite(parameter: typer.CallbackParam, seconds: float | None) -> float | None:
-    if seconds is not None and not math.isfinite(seconds):
-        raise ValueError(f"{parameter.opts[0]} {seconds}: give a number of seconds, such as 600")
-    return seconds
-
-
-Target = Annotated[
-    str,
-    typer.Argument(
-        help="'demo'; a size such as gpt2-4b, llama-8b or gpt3-175b; a Hugging Face model type, folder or config.json; "
-        "or a function that returns an anyfit.Job: package.module:function or file.py:function"
-    ),
-]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="samples a step, of all GPUs together")]
-Seq = Annotated[int | None, typer.Option("--seq", min=1, help="tokens a sample; bytes, for the demo")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32")]
-OptimizerName = Annotated[str | None, typer.Option("--optimizer", help="adamw, adam, sgd, or another class of torch.optim")]
-RealRun = Annotated[
-    bool | None,
-    typer.Option(
-        "--real-run/--no-real-run",
-        help="let the model run for real, on the CPU, where its forward needs the values of tensors; a small one may by itself",
-        show_default=False,
-    ),
-]
-Agree = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--agree", help="to a difference from plain PyTorch: mean-of-micro-batches, batch-norm-of-micro-batches; repeatable"
-    ),
-]
-Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="as if each node had so many GPUs")]
-Nodes = Annotated[int | None, typer.Option("--nodes", min=1, help="as if there were so many nodes")]
-MachineName = Annotated[str | None, typer.Option("--machine", help="a preset or a machine file; this machine when not given")]
-DeviceMemory = Annotated[
-    str | None, typer.Option("--device-memory", callback=_size, help="use no more than this of a device, such as 24GiB")
-]
-HostMemory = Annotated[
-    str | None, typer.Option("--host-memory", callback=_size, help="use no more than this of the host's memory")
-]
-Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 
 
 @app.command()
@@ -170,19 +129,13 @@ def plan(
 
     options: dict[str, Any] = {"batch": batch, "seq": seq, "dtype": dtype, "optimizer": optimizer}
     options |= {"real_run": real_run, "agree": agree}
-    question = asking.Question(
-        target,
-        options,
-        lambda name: _machine(name, gpus, nodes, device_memory, host_memory),
-        machine,
-    )
+    machine_of = partial(_machine, gpus=gpus, nodes=nodes, device_memory=device_memory, host_memory=host_memory)
+    question = asking.Question(target, options, machine_of, machine)
     if compare is not None:
         others = {"--machine": machine, "--what-if": what_if or None, "--output": output}
         given = [name for name, value in others.items() if value is not None]
         if given:
             raise ValueError(f"--compare plans for each machine it names; leave {given[0]} out")
-        if tokens is None:
-            raise ValueError("--compare ranks machines by the time to train on so many tokens; say how many: --tokens 10B")
         return _compare(question, compare, tokens, price, as_json=as_json)
     if tokens is not None or price is not None:
         raise ValueError(f"{'--price' if tokens is None else '--tokens'} is for --compare; name the machines: --compare h200,l4")
@@ -221,7 +174,7 @@ def _what_if(
     if output is not None and not isinstance(made, NoPlan):
         made.save(output)
     if as_json:
-        _print_json({"plan": _outcome_json(made), "what_if": {text: _outcome_json(other) for text, other in others.items()}})
+        _print_json({"plan": outcome_json(made), "what_if": {text: outcome_json(other) for text, other in others.items()}})
     else:
         console = _console()
         if not isinstance(made, NoPlan):
@@ -232,24 +185,13 @@ def _what_if(
         _end(made)
 
 
-def _outcome_json(outcome: Outcome) -> dict[str, Any]:
-    from .values.plan import NoPlan
-
-    if isinstance(outcome, NoPlan):
-        return {"no_plan": str(outcome), **_shortfall_json(outcome)}
-    return outcome.to_json()
-
-
-def _shortfall_json(verdict: NoPlan) -> dict[str, Any]:
-    changes = [asdict(change) for change in verdict.changes]
-    return {"shortfall_bytes": verdict.shortfall_bytes, "tier": verdict.tier, "changes": changes}
-
-
-def _compare(question: Question, machines: str, tokens: str, price: str | None, *, as_json: bool) -> None:
+def _compare(question: Question, machines: str, tokens: str | None, price: str | None, *, as_json: bool) -> None:
     from . import asking
     from .showing.terminal import show_ranking
     from .values.answers import ranked
 
+    if tokens is None:
+        raise ValueError("--compare ranks machines by the time to train on so many tokens; say how many: --tokens 10B")
     names, count = asking.parse_machines(machines), asking.parse_tokens(tokens)
     prices = {} if price is None else asking.parse_prices(price, names)
     found = ranked(asking.compared(question, names), count, prices)
@@ -331,13 +273,14 @@ def check(
     from .probing.cache import keep_correction, keep_pace
     from .running.check import check as run_check
     from .targets import job_for
+    from .tracing.blocks import kinds_of
     from .values.plan import Plan
 
     job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run, agree=agree)
     given = None if plan is None else Plan.load(plan)
     machine = _machine(None, None, None, device_memory, host_memory)
     made_of = make_profile(job, machine, ranks=1)
-    found = run_check(job, given or search(made_of), made_of, machine, steps, _kinds_of_blocks)
+    found = run_check(job, given or search(made_of), made_of, machine, steps, kinds_of)
     if found.pace is not None:
         keep_pace(machine, found.pace)
     if found.correction is not None:
@@ -350,14 +293,6 @@ def check(
         show_check(found, _console())
     if found.parity is not None and not found.parity.agrees:
         _end(ValueError("the steps differ from plain PyTorch's by more than rounding explains"))
-
-
-def _kinds_of_blocks(model: nn.Module) -> dict[str, str]:
-    """By the path of each block that a model is a chain of, what it is built like."""
-    from .tracing.blocks import find_blocks
-
-    found = find_blocks(model)
-    return {found.blocks[chain.first + index].name: kind for chain in found.chains for index, kind in enumerate(chain.kinds)}
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
@@ -399,7 +334,7 @@ def fit(
     ] = None,
     hang_seconds: Annotated[
         float | None,
-        typer.Option("--hang-seconds", min=1, callback=_finite, help="a rank that waits longer for the others gives up; 600"),
+        typer.Option("--hang-seconds", min=1, callback=finite, help="a rank that waits longer for the others gives up; 600"),
     ] = None,
 ) -> None:
     """Trains: the built-in demo (a byte-level GPT that learns Python's own source), or your script.
@@ -407,83 +342,16 @@ def fit(
     Options before the script's name are anyfit's, those after it its own. With --gpus N it is started N times, and each of them
     trains on its share of every batch; torchrun and srun may start it so as well: torchrun --nproc-per-node 4 -m anyfit fit …
     """
-    from . import fitting
+    from .fit_command import Fit
 
-    team = fitting.joined(hang_seconds)
-    if team is None:
-        count = fitting.ranks_asked_for(gpus, ranks)
-    restarted = fitting.holds_restarted_run(folder)
-    if restarted:
-        resume, folder = folder, None
-    own_demo = {"--steps": steps, "--batch": batch, "--seq": seq, "--dtype": dtype, "--seed": seed}
-    if resume is not None and folder is not None:
-        raise ValueError("--resume goes on in its own folder; leave --folder out")
-    if resume is not None and not resume.is_dir():
-        raise FileNotFoundError(f"no run folder {resume} to resume")
-    if timeline is not None:
-        fitting.refuse_timeline(timeline)
-    if script is not None:
-        given = [name for name, value in own_demo.items() if value is not None]
-        if given:
-            raise ValueError(f"{given[0]} is an option of the demo; give your script its own arguments after its name")
-        if not script.is_file():
-            raise FileNotFoundError(f"no script {script}")
-        if team is None and count > 1:
-            return fitting.fit_in_ranks(count, restarts or 0, fitting.run_folder(resume, folder, None))
-        from .running.launch import Launch
-
-        limits = {"device_memory": device_memory, "host_memory": host_memory}
-        launch = Launch(
-            folder=fitting.run_folder(resume, folder, team),
-            resume=resume is not None,
-            save_every=save_every or 0,
-            keep=keep or KEEP,
-            keep_every=keep_every or 0,
-            limits=limits,
-            plan=plan,
-            deterministic=deterministic,
-            timeline=timeline,
-            hang_seconds=hang_seconds,
-            rank=0 if team is None else team.index,
-        )
-        return fitting.fit_script(script, arguments or [], launch, log_every)
-    if resume is not None:
-        own_demo |= {"--save-every": save_every, "--keep": keep, "--keep-every": keep_every}
-        own_demo |= {"--device-memory": device_memory, "--host-memory": host_memory}
-        given = [name for name, value in own_demo.items() if value is not None]
-        if (given or deterministic) and not restarted:
-            raise ValueError(f"a resumed run keeps its options; leave {given[0] if given else '--deterministic'} out")
-        options = fitting.resumed_options(resume)
-        if team is None and count > 1:
-            return fitting.fit_in_ranks(count, restarts or 0, fitting.run_folder(resume, None, None))
-        at = fitting.run_folder(resume, None, team)
-        return fitting.fit_demo(options, at, plan, team, resume=True, log_every=log_every, timeline=timeline)
-    from . import demo
-
-    options = fitting.DemoOptions(
-        steps=steps or demo.STEPS,
-        batch_size=batch or demo.BATCH,
-        length=seq or demo.LENGTH,
-        precision=dtype or demo.default_precision(),
-        seed=seed or 0,
-        save_every=50 if save_every is None else save_every,
-        keep=keep or KEEP,
-        keep_every=keep_every or 0,
-        deterministic=deterministic,
-        device_memory=device_memory,
-        host_memory=host_memory,
-    )
-    if team is None and count > 1:
-        return fitting.fit_in_ranks(count, restarts or 0, fitting.run_folder(None, folder, None))
-    at = fitting.run_folder(None, folder, team)
-    return fitting.fit_demo(options, at, plan, team, resume=False, log_every=log_every, timeline=timeline)
+    Fit(**locals()).run()
 
 
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run folder: then its newest whole one")],
     output: Annotated[Path, typer.Argument(help="the folder to write")],
-    shard_size: Annotated[str, typer.Option("--shard-size", callback=_size, help="of a file of it, at most")] = "5GB",
+    shard_size: Annotated[str, typer.Option("--shard-size", callback=size, help="of a file of it, at most")] = "5GB",
     dtype: Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32; what the run has when not given")] = None,
 ) -> None:
     """Writes a checkpoint's weights as a folder of safetensors, which transformers loads."""
@@ -522,19 +390,19 @@ def main() -> None:
         raise
     except Exception as error:
         if _wants_json():
-            _print_json(_error_json(error))
+            _print_json(error_json(error))
         team = None
         if "anyfit.running.launch" in sys.modules:  # else there is no other rank
             from .running.launch import team as met
 
             team = met()
         if team is None:
-            line, status = _in_words(error)
+            line, status = in_words(error)
             if line is None:
                 raise
             print(f"anyfit: {line}", file=sys.stderr)
         else:
-            status = team.show(error, _in_words)
+            status = team.show(error, in_words)
             team.end(status)
         sys.exit(status)
 
@@ -546,57 +414,11 @@ def _wants_json() -> bool:
     return verb in verbs and "as_json" in inspect.signature(verbs[verb]).parameters and "--json" in given[: given.index("--")]
 
 
-def _error_json(error: BaseException) -> dict[str, Any]:
-    """For programs: what kind of error, and what it says; where nothing fits, by how much and what would."""
-    from .values.plan import NoPlan
-
-    line, _ = _in_words(error)
-    found: dict[str, Any] = {"error": type(error).__name__, "message": line or str(error)}
-    return found | _shortfall_json(error) if isinstance(error, NoPlan) else found
-
-
 def _end(error: Exception) -> NoReturn:
     """Ends with an error's line and status after the answer was printed, which is the only JSON on stdout."""
-    line, status = _in_words(error)
+    line, status = in_words(error)
     print(f"anyfit: {line}", file=sys.stderr)
     raise typer.Exit(status)
-
-
-def _in_words(error: BaseException) -> tuple[str | None, int]:
-    """What is said of an error in place of its traceback, if anything, and the status of a process that ends with it."""
-    from .values.plan import NoPlan
-
-    if isinstance(error, NoPlan):
-        return str(error), 3
-    notes = getattr(error, "__notes__", [])
-    if isinstance(error, ValueError | TypeError | OSError | ImportError) and not notes and not _in_user_code(error):
-        return str(error), 2
-    # Notes are what a run says of the memory that it lacked.
-    if isinstance(error, MemoryError | RuntimeError) and _is_about_memory(error) and (notes or not _in_user_code(error)):
-        return "\n".join((str(error) or "out of memory", *notes)), 2
-    return None, 1
-
-
-def _is_about_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or "torch" not in sys.modules:
-        return isinstance(error, MemoryError)
-    from .running.shortage import is_about_memory
-
-    return is_about_memory(error)
-
-
-def _in_user_code(error: BaseException) -> bool:
-    """Whether the error was raised by code that is neither anyfit's nor a library's it calls."""
-    here = f"{Path(__file__).parent}/"
-    paths = sysconfig.get_paths()
-    libraries = ("<", *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        file = frame.f_code.co_filename
-        if file.startswith(here):
-            return False
-        if not file.startswith(libraries):
-            return True
-    return False
 
 
 def _machine(

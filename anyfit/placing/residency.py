@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .chunks import ChunkState, ModelState, quietly
 from .edits import Versions, take_over
 from .lanes import Lanes
 from .order import Order
-from .saved import SavedTensors
+from .saved import Saved, SavedTensors
 from .slots import DeviceSlot, DeviceSlots, uses_of
 from .watched import watched_kind
 
@@ -53,23 +53,18 @@ class Residency:
                 self.kinds[slot.name] = type(parameter)
                 parameter.__class__ = watched_kind(type(parameter))
                 parameter.anyfit = (self, slot.name, index)
-        self._versions = Versions(
-            {
-                index: [(slot.name, state.parameters[slot.name]) for slot in state.chunks[index].chunk.slots]
-                for index in self.watched
-            }
-        )
+        named = {index: [slot.name for slot in state.chunks[index].chunk.slots] for index in self.watched}
+        self._versions = Versions({at: [(name, state.parameters[name]) for name in names] for at, names in named.items()})
         self._alone = {
-            index: uses_of(on_device) - len(state.chunks[index].chunk.slots)
+            index: uses_of(on_device) - len(named[index])
             for index in self.watched - self._fetched
             if (on_device := state.chunks[index].on_device) is not None
         }  # how many hold weights on the device besides the parameters
         self._parted: set[int] = set()  # chunks on the device whose parameters wait for an update
         self.on_edit: Callable[[ChunkState], None] = lambda _state: None  # what was made of the old weights does not count
         self._order = Order()
-        self.saved = SavedTensors(state, self.slots, self._fetched, self.touch)
-        self.pack, self.unpack = self.saved.pack, self.saved.unpack
-        self.watching = self.saved.watching
+        self._saved = SavedTensors(state, self.slots, self._fetched)
+        self.pack = self._saved.pack
         self._needed: set[int] = set()  # by the call under way
         self._is_ahead = False  # these are there, and so is what comes next
         self._pinned: list[int] = []  # by compiled modules under way
@@ -197,6 +192,13 @@ class Residency:
                 self._pinned.remove(index)
 
     # ------------------------------------------------------------------ the order of use
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, saved tensors that are views of slots are replaced."""
+        return self._saved.watching(self.unpack)
+
+    def unpack(self, saved: Tensor | Saved) -> Tensor:
+        return self._saved.unpack(saved, self.touch)
 
     def begin(self) -> None:
         """A step begins: the last one's order is what to expect."""

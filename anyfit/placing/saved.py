@@ -26,19 +26,18 @@ class Saved:
 
 
 class SavedTensors:
-    """`fetched`: the chunks whose weights pass through slots; `touch` brings them."""
+    """`fetched`: the chunks whose weights pass through slots."""
 
-    def __init__(self, state: ModelState, slots: DeviceSlots, fetched: set[int], touch: Callable[[set[int]], None]) -> None:
-        self._state, self._slots, self._fetched, self._touch = state, slots, fetched, touch
+    def __init__(self, state: ModelState, slots: DeviceSlots, fetched: set[int]) -> None:
+        self._state, self._slots, self._fetched = state, slots, fetched
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside, saved tensors that are views of slots are replaced."""
+    def watching(self, unpack: Callable[[Tensor | Saved], Tensor]) -> Iterator[None]:
         if not self._slots.all:
             yield
             return
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
                 yield
         except RuntimeError as error:
             if "support saved tensor hooks" in str(error):
@@ -65,11 +64,12 @@ class SavedTensors:
         offset = next(each.offset for each in self._state.chunks[index].chunk.slots if each.name == name)
         return Saved(index, absent.dtype, offset, absent.shape, torch.empty(absent.shape, device="meta").stride())
 
-    def unpack(self, saved: Tensor | Saved) -> Tensor:
+    def unpack(self, saved: Tensor | Saved, touch: Callable[[set[int]], None]) -> Tensor:
+        """Once `touch` has brought the chunk."""
         if not isinstance(saved, Saved):
             return saved
         with quietly(), torch.no_grad():
-            self._touch({saved.chunk})
+            touch({saved.chunk})
             flat = self._slots.of_chunk[saved.chunk].flat
             usable = flat[: flat.numel() // saved.dtype.itemsize * saved.dtype.itemsize]
             return usable.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)

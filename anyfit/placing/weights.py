@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from anyfit.values.huggingface import ignored_names, recipes_from_folder
+from anyfit.values.huggingface_names import ignored_names, recipes_from_folder
 from anyfit.values.job import Job
 from anyfit.values.tensor_files import ELEMENT_BYTES, Entry, TensorFolder
 from anyfit.values.weights import Match, Weights

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from anyfit.kernels.split import split
 from anyfit.placing.weights import DTYPES, Last
-from anyfit.values.huggingface import description, factory, recipes_to_folder
+from anyfit.values.huggingface import description, factory
+from anyfit.values.huggingface_names import recipes_to_folder
 from anyfit.values.job import Job
 from anyfit.values.tensor_files import INDEX, SINGLE, header_of
 from anyfit.values.weights import Weights

@@ -5,18 +5,14 @@ With `Job(real_run=True)` the pass is a real one, on the CPU, and every layer of
 
 from __future__ import annotations
 
-import gc
-import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anyfit.values.aside import writing_aside
 from anyfit.values.batches import is_dense, named_tensors
@@ -24,11 +20,12 @@ from anyfit.values.demands import sparse_layers
 from anyfit.values.graph import Graph, Parameter, UpdateRule, Value
 from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import LossRule
-from anyfit.values.memento import Memento, leaving_no_trace
+from anyfit.values.memento import Memento
 from anyfit.values.units import show_bytes, show_seconds
 
+from .around import dense, leaving_no_mark, saying
 from .blocks import Blocks, find_blocks
-from .errors import NeedsValues, TooDear, explained, refuse_elsewhere, refuse_without_parameters
+from .errors import NeedsValues, TooDear, refuse_without_parameters
 from .gpu_kernels import AsOnGpu
 from .gpu_recorder import GpuRecorder
 from .loss_rule import read_rule, rows_for
@@ -66,7 +63,7 @@ def trace_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: 
 
 def _is_small(job: Job) -> bool:
     """Whether a real run takes so little that nobody has to be asked: seconds for a sample."""
-    with _leaving_no_mark(job):
+    with leaving_no_mark(job):
         return sum(parameter.numel() for parameter in sized_model(job).parameters()) <= SMALL
 
 
@@ -76,8 +73,8 @@ def trace_with(job: Job, micro_batch: int, device: Kind, repeats_of: Callable[[B
 
 
 def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of: Callable[[Blocks], list[Repeat]]) -> list[Graph]:
-    with _leaving_no_mark(job) as memento, ExitStack() as inside:
-        with _saying("building the model on fake tensors"):
+    with leaving_no_mark(job) as memento, ExitStack() as inside:
+        with saying("building the model on fake tensors"):
             mode = FakeMode()
             model = inside.enter_context(fake_model(job, mode, memento))
         stand_in = _StandIn.of(job, model, device, mode, lambda rows: fake_batch(job, rows, mode))
@@ -117,11 +114,11 @@ def _noted(graph: Graph, *notes: str) -> Graph:
 
 def _run_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: float) -> list[Graph]:
     """A real run of each size, the smallest first, as far as memory and patience reach; which were left out is noted."""
-    with _leaving_no_mark(job) as memento, ExitStack() as inside:
-        with _saying("building the model on the meta device"):
+    with leaving_no_mark(job) as memento, ExitStack() as inside:
+        with saying("building the model on the meta device"):
             sized = sized_model(job)
         refuse_unless_it_can_run(job, sized, free_bytes)
-        with _saying("building the model for a real run"):
+        with saying("building the model for a real run"):
             model = inside.enter_context(real_model(job, memento))
         mode: AbstractContextManager[Any] = LentKernels() if device == "cuda" else nullcontext()
         room_bytes = free_bytes - bytes_of(model)
@@ -164,52 +161,6 @@ def _foresee(last: Graph, seconds: float, micro_batch: int, room_bytes: float) -
         raise TooDear(f"about {show_bytes(needed)} of memory, and {show_bytes(room_bytes)} are free")
     if times * seconds > PATIENCE_SECONDS:
         raise TooDear(f"about {show_seconds(times * seconds)}; Job(micro_batch={micro_batch}) makes it all the same")
-
-
-@contextmanager
-def _leaving_no_mark(job: Job) -> Iterator[Memento]:
-    """Around any trace: all that the job's code changes is put back, and an error is said in the user's terms."""
-    refuse_elsewhere(job.sample if job.max_sample is None else job.max_sample)
-    logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of its own before it raises
-    disabled, logger.disabled = logger.disabled, True
-    collects = gc.isenabled()
-    gc.disable()  # a collection in the middle would let storages die by chance, and takes longer the larger the model is
-    try:
-        with leaving_no_trace(job) as memento, _eager():
-            yield memento
-    except Exception as error:
-        in_the_users_terms = explained(error)
-        if in_the_users_terms is None:
-            raise
-        raise in_the_users_terms from error
-    finally:
-        logger.disabled = disabled
-        if collects:
-            gc.enable()
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Inside, what is compiled runs op by op: a compiler would learn from tensors that no run has."""
-    with ExitStack() as inside:
-        compile_, told = torch.compile, False
-
-        def tell() -> None:
-            nonlocal told
-            if not told:
-                told = True
-                inside.enter_context(torch.compiler.set_stance("force_eager"))
-
-        def compile_and_tell(*args: Any, **kwargs: Any) -> Any:
-            made = compile_(*args, **kwargs)
-            tell()
-            return made
-
-        if "torch._dynamo" in sys.modules:
-            tell()
-        torch.compile = compile_and_tell
-        inside.callback(setattr, torch, "compile", compile_)
-        yield
 
 
 @dataclass(frozen=True)
@@ -325,10 +276,10 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         recorder.count_input(tensor)
     twin_of = _twins(repeats)
 
-    with skipping(blocks.modules, twin_of), _dense(model), writing_aside(), stand_in.mode, recorder, recorder.watching():
+    with skipping(blocks.modules, twin_of), dense(model), writing_aside(), stand_in.mode, recorder, recorder.watching():
         what = "fake" if stand_in.room_bytes is None else "real"
         with (
-            _saying(f"running the model on a {what} batch of {micro_batch} samples like Job(sample=)"),
+            saying(f"running the model on a {what} batch of {micro_batch} samples like Job(sample=)"),
             recorder.needs,
             kernels() if kernels else nullcontext(),
         ):
@@ -336,17 +287,25 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
             if any(parameter.grad is not None for parameter in stand_in.parameters.values()):
                 recorder.needs.stay = "the loss goes backward by itself, and reads gradients that would have left"
             loss = total if weight is None else total / weight
-        with _saying(f"running backward on {what} tensors"), recorder.backward():
+        with saying(f"running backward on {what} tensors"), recorder.backward():
             loss.backward()
-    used: dict[int, int] = {}  # by identity: that of the record of its gradient
-    for parameter in stand_in.parameters.values():
-        if parameter.grad is not None:
-            used[id(parameter)] = id(recorder.mark_gradient(parameter.grad))
-            parameter.grad = None  # the next trace starts afresh
-    if not used:
-        raise ValueError("the loss gives no parameter a gradient: is everything frozen or detached?")
-    for block, twin in twin_of.items():
-        used |= {id(mine): used[id(theirs)] for mine, theirs in _pairs(blocks, block, twin) if id(theirs) in used}
+    graph = _written(stand_in, recorder, batch, micro_batch, repeats, twin_of, [*buffers, *mirrored])
+    stand_in.memento.put_back()  # the next pass starts as this one did
+    return graph
+
+
+def _written(
+    stand_in: _StandIn,
+    recorder: Recorder,
+    batch: Batch,
+    micro_batch: int,
+    repeats: Sequence[Repeat],
+    twin_of: Mapping[int, int],
+    held: Sequence[Tensor],
+) -> Graph:
+    """The graph of what was recorded, with the middle of the repeats written in; `held` is on the device besides parameters."""
+    job, model, blocks = stand_in.job, stand_in.model, stand_in.blocks
+    used = _gradients_of(stand_in, recorder, twin_of)
     place = {id(parameter): index for index, parameter in enumerate(stand_in.parameters.values())}
     twins = [
         {place[id(theirs)]: place[id(mine)] for mine, theirs in _pairs(blocks, block, twin)} for block, twin in twin_of.items()
@@ -357,7 +316,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         ops, storages = write_in(repeat, [block.name for block in blocks.blocks], ops, storages)
     inside = {id(part) for module in model.modules() if is_whole(module) for part in module.modules()}
     whole = {index for index, module in enumerate(blocks.modules) if recorder.needs.transformed or id(module) in inside}
-    graph = Graph(
+    return Graph(
         model=type(model).__name__,
         micro_batch=micro_batch,
         tokens=tokens_in(batch, micro_batch),
@@ -367,7 +326,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
             replace(fact[identity in used], adds_up=used.get(identity) in sums)
             for fact, identity in zip(stand_in.facts, map(id, stand_in.parameters.values()), strict=True)
         ),
-        buffer_bytes=sum(each.numel() * each.element_size() for each in (*buffers, *mirrored)),
+        buffer_bytes=sum(each.numel() * each.element_size() for each in held),
         blocks=tuple(
             replace(
                 block,
@@ -390,21 +349,21 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         state_stays=recorder.needs.stay,
         together=recorder.needs.together([fact.block for fact, _ in stand_in.facts], twins),
     )
-    stand_in.memento.put_back()  # the next pass starts as this one did
-    return graph
 
 
-@contextmanager
-def _dense(model: nn.Module) -> Iterator[None]:
-    """Gradients that a run has sparse are dense in a trace: fake tensors have no others, and their bytes are at least as many."""
-    modules = list(sparse_layers(model).values())
-    for module in modules:
-        module.sparse = False
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.sparse = True
+def _gradients_of(stand_in: _StandIn, recorder: Recorder, twin_of: Mapping[int, int]) -> dict[int, int]:
+    """By identity of a parameter, that of the record of its gradient."""
+    used: dict[int, int] = {}
+    for parameter in stand_in.parameters.values():
+        if parameter.grad is not None:
+            used[id(parameter)] = id(recorder.mark_gradient(parameter.grad))
+            parameter.grad = None  # the next trace starts afresh
+    if not used:
+        raise ValueError("the loss gives no parameter a gradient: is everything frozen or detached?")
+    for block, twin in twin_of.items():
+        pairs = _pairs(stand_in.blocks, block, twin)
+        used |= {id(mine): used[id(theirs)] for mine, theirs in pairs if id(theirs) in used}
+    return used
 
 
 def _pairs(blocks: Blocks, block: int, twin: int) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
@@ -429,17 +388,3 @@ def tokens_in(batch: Batch, rows: int) -> int:
         if tensor.dim() == 2 and not tensor.dtype.is_floating_point:
             return tensor.shape[0] * tensor.shape[1]
     return rows
-
-
-class _saying:  # noqa: N801  (reads as a clause: with _saying("...") around the user's code)
-    """Adds what anyfit was doing to the user's own error, which stays what it is."""
-
-    def __init__(self, doing: str) -> None:
-        self.doing = doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, Exception):
-            error.add_note(f"anyfit was {self.doing} to plan the run")

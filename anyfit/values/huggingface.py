@@ -7,31 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import json
 import os
-import re
 import socket
 import sys
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
-    from anyfit.losses import Means
-
-    from .job import LossValue
 
 IMAGE_SIDE = 224  # where a configuration does not say
 PATIENCE_SECONDS = 3.0  # with a hub that may not be there
-NOTHING = r"(?!)"  # a pattern
 
 
 def config_of(source: Any) -> Any:
@@ -154,7 +146,7 @@ def without_cache(model: Any) -> None:
 
 def pretrained_of(model: nn.Module) -> Any:
     """What transformers made of a model that wraps it, or the model itself."""
-    return next((each for each in model.modules() if _is_pretrained(each)), model)
+    return next((each for each in model.modules() if is_pretrained(each)), model)
 
 
 # Heads whose batches can be imagined: what they read is in their configuration, and labels are tokens or one class a sample.
@@ -228,100 +220,14 @@ def _main_input(config: Any) -> str:
     return str((made[0] if isinstance(made, tuple) else made).main_input_name)
 
 
-# ---------------------------------------------------------------------- names in a folder, and in a model
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How tensors of one side become those of the other: one under another name, or several put together or taken apart."""
-
-    parts: tuple[str, ...]  # that it takes
-    name: str  # of what it makes; of the first, where `make` makes several
-    make: Callable[[Callable[[str], Tensor]], dict[str, Tensor]] | None = None  # given how to read; None: the one part as it is
-
-
-def recipes_from_folder(model: nn.Module, names: Iterable[str]) -> list[Recipe]:
-    """For the tensors of a folder, as transformers loads them into this model: it fuses experts, and renames what is older."""
-    if not _is_pretrained(model):
-        return [Recipe((name,), name) for name in names]
-    from transformers import conversion_mapping, core_model_loading
-
-    known: Any = model.state_dict()
-    prefix: Any = getattr(model, "base_model_prefix", None)
-    changes = conversion_mapping.get_model_conversion_mapping(model)
-    rename: Any = core_model_loading.rename_source_key
-
-    def renamed(name: str, renamings: list[Any], converters: list[Any]) -> tuple[str, str | None]:
-        target, pattern = rename(name, renamings, converters, prefix, known)
-        if target not in known and name in known:  # it is the model's own already
-            target, pattern = rename(name, [], [], prefix, known)
-        return target, pattern
-
-    return _recipes(model, names, changes, renamed)
-
-
-def recipes_to_folder(model: nn.Module, names: Iterable[str]) -> list[Recipe]:
-    """The other way, as `save_pretrained` writes them."""
-    from transformers import conversion_mapping, core_model_loading
-
-    changes = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
-    changes = [each.reverse_transform() for each in changes[::-1] if not isinstance(each, core_model_loading.PrefixChange)]
-    rename: Any = core_model_loading.rename_source_key
-    options = {"reverse": True} if "reverse" in inspect.signature(rename).parameters else {}
-    return _recipes(model, names, changes, lambda name, renamings, converters: rename(name, renamings, converters, **options))
-
-
-def _recipes(
-    model: Any,
-    names: Iterable[str],
-    changes: list[Any],
-    renamed: Callable[[str, list[Any], list[Any]], tuple[str, str | None]],
-) -> list[Recipe]:
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
-
-    renamings = [each for each in changes if isinstance(each, WeightRenaming)]
-    converters = [each for each in changes if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    found: list[Recipe] = []
-    groups: dict[str, list[tuple[str, str]]] = {}  # by what is made of them: pattern and name of each
-    for name in sorted(names, key=dot_natural_key):
-        target, pattern = renamed(name, renamings, converters)
-        if pattern is None:
-            found.append(Recipe((name,), target))
-        else:
-            groups.setdefault(target, []).append((pattern, name))
-    for target, parts in groups.items():
-
-        def make(read: Callable[[str], Tensor], target: str = target, parts: list[tuple[str, str]] = parts) -> dict[str, Tensor]:
-            converter: Any = copy.deepcopy(by_pattern[parts[0][0]])
-            for pattern, name in parts:
-                converter.add_tensor(target, name, pattern, lambda name=name: read(name))
-            made = converter.convert(target, model=model, config=model.config)
-            return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-        found.append(Recipe(tuple(name for _, name in parts), target, make))
-    return found
-
-
-def _is_pretrained(model: nn.Module) -> bool:
+def is_pretrained(model: nn.Module) -> bool:
     transformers = sys.modules.get("transformers")  # which whoever made such a model has imported
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def ignored_names(model: Any, kind: Literal["missing", "unexpected"]) -> re.Pattern[str]:
-    """Names that transformers does not speak of when they are missing in a folder, or in the model."""
-    if not _is_pretrained(model):
-        return re.compile(NOTHING)
-    patterns = set(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())
-    if kind == "unexpected":  # buffers that older folders have, and that are now made by the model
-        buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
-        patterns |= {rf"(^|\.){name}$" for name in ("inv_freq", "position_ids") if name in buffers}
-    return re.compile("|".join(f"({pattern})" for pattern in patterns) or NOTHING)
-
-
 def description(model: nn.Module) -> dict[str, Any] | None:
     """The configuration of a transformers model as JSON, as `save_pretrained` writes it; None for any other model."""
-    if not _is_pretrained(model):
+    if not is_pretrained(model):
         return None
     config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
@@ -332,168 +238,3 @@ def description(model: nn.Module) -> dict[str, Any] | None:
     if document.get("use_cache", 0) is None:
         del document["use_cache"]
     return document
-
-
-# ---------------------------------------------------------------------- the loss
-
-# Options of configurations that change logits on their way to the loss. Caps are known; with any other the loss stays the
-# model's own.
-CAPS = ("final_logit_softcapping", "logits_soft_cap")
-SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_logit_soft_cap", "unpadded_vocab_size")
-_unsliced: set[type] = set()  # classes whose logits were seen to be changed in a way that no option tells
-_sliced_before: set[type] = set()  # classes whose logits were seen not to be
-
-
-class _Changed(Exception):  # noqa: N818  (an answer, not a fault)
-    """The loss is not of the head's output as it is."""
-
-
-def loss(model: nn.Module, batch: Mapping[str, Any]) -> LossValue:
-    """The model's own loss, as (sum, weight) where it is a mean over the labels that count: so padding may be cut anywhere.
-
-    A causal language model's logits are made in slices for it, and never exist whole. A loss of another kind, or several that do
-    not count the same labels, is the model's own mean: what routers add for all tokens together is in no sum.
-    """
-    from anyfit.losses import Means
-
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"{type(model).__name__} takes its batch by name, such as input_ids and labels, and got a {type(batch).__name__}; "
-            "collate batches to a dict, or give loss="
-        )
-    head = _sliceable_head(model) if batch.get("labels") is not None else None
-    if head is None:
-        return _own_loss(model, batch, Means())
-    before = None if type(model) in _sliced_before else _random_state(head.weight.device)
-    means = Means()
-    try:
-        with _sliced(model, head, means):
-            found = _own_loss(model, batch, means)
-        _sliced_before.add(type(model))
-        return found
-    except _Changed:
-        _unsliced.add(type(model))
-    if before is not None:
-        before()
-    return _own_loss(model, batch, Means())
-
-
-def _own_loss(model: Any, batch: Mapping[str, Any], means: Means) -> LossValue:
-    is_compiled = model._compiled_call_impl is not None or hasattr(model, "_orig_mod")
-    takes = inspect.signature(model.forward).parameters
-    options = {"use_cache": False} if "use_cache" in takes and "use_cache" not in batch else {}
-    with contextlib.nullcontext() if is_compiled else means.left_by(_parts_of(model)):
-        outputs = model(**batch, **options)
-        found = outputs[0] if type(outputs) is tuple else getattr(outputs, "loss", None)
-    if found is None:
-        labels = [name for name in takes if "label" in name or name.endswith("_positions")] or ["labels"]
-        raise ValueError(
-            f"{type(model).__name__} gives no loss for a batch of {', '.join(map(str, batch))}; it reads {', '.join(labels)}: "
-            "add them to the batch, or give loss="
-        )
-    value: LossValue = means.of(found) or found
-    return value
-
-
-def _parts_of(model: nn.Module) -> list[nn.Module]:
-    """What a model is put together from and does not make the loss: the children of the outermost that transformers made."""
-    import transformers
-
-    if isinstance(model, transformers.PreTrainedModel):
-        return list(model.children())
-    return [part for child in model.children() for part in _parts_of(child)]
-
-
-def _random_state(device: torch.device) -> Callable[[], None]:
-    """Random numbers as they are now: what it returns puts them back."""
-    import torch
-
-    generators: list[torch.Generator] = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
-    states = [each.get_state() for each in generators]
-
-    def put_back() -> None:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-    return put_back
-
-
-def _sliceable_head(model: Any) -> Any:
-    """The linear layer that makes a causal language model's logits, if nothing but the loss is known to read them; or None."""
-    import transformers
-    from torch import nn
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    if not isinstance(model, transformers.PreTrainedModel) or type(model) in _unsliced:
-        return None
-    forward = inspect.unwrap(type(model).forward)
-    head = model.get_output_embeddings()
-    config = model.config.get_text_config()
-    plain = (
-        type(head) is nn.Linear
-        and "forward" not in vars(head)
-        and not (head._forward_hooks or head._forward_pre_hooks)
-        and all(each._compiled_call_impl is None for each in (model, head))
-    )
-    hands_on = "loss_function" in forward.__code__.co_names and model.loss_function is ForCausalLMLoss
-    return head if plain and hands_on and all(getattr(config, name, None) is None for name in SCALES) else None
-
-
-@contextlib.contextmanager
-def _sliced(model: Any, head: Any, means: Means) -> Iterator[None]:
-    """Inside, the head makes no logits, and the loss function takes what the head was given in their place.
-
-    The model's own forward stays in charge: what it does before the head, its shift of labels and its other losses are its own.
-    """
-    import torch
-
-    from anyfit.losses import sliced_cross_entropy
-
-    config = model.config.get_text_config()
-    cap = next((value for name in CAPS if (value := getattr(config, name, None)) is not None), None)
-    read: list[tuple[Tensor, Tensor]] = []  # by the head, and what it gave in return
-
-    def no_logits(hidden: Tensor) -> Tensor:
-        # Already in fp32 and without rows: what a model does to make logits so gives back this very tensor.
-        nothing = torch.empty(*hidden.shape[:-2], 0, head.out_features, dtype=torch.float32, device=hidden.device)
-        read.append((hidden, nothing))
-        return nothing
-
-    def sliced_loss(
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        if len(read) != 1 or vocab_size != head.out_features:
-            raise _Changed
-        hidden, nothing = read[0]
-        if logits is not nothing and cap is None:
-            raise _Changed
-        if shift_labels is None:
-            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        shift_labels = shift_labels.reshape(hidden.shape[:-1])
-        total = sliced_cross_entropy(
-            hidden,
-            head.weight,
-            shift_labels,
-            bias=head.bias,
-            ignore_index=ignore_index,
-            reduction="sum",
-            softcap=None if logits is nothing else cap,
-        )
-        if num_items_in_batch is not None:
-            return total / num_items_in_batch
-        return means.keep(total, (shift_labels != ignore_index).sum(), "labels")
-
-    head.forward = no_logits
-    model.loss_function = sliced_loss
-    try:
-        yield
-    finally:
-        del head.forward, model._loss_function  # what the classes have is there again

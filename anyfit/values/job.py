@@ -74,15 +74,9 @@ class Job:
     agree: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        for name, optional in (
-            ("model", False),
-            ("loss", False),
-            ("optimizer", False),
-            ("scheduler", True),
-            ("split", True),
-        ):
+        for name in ("model", "loss", "optimizer", "scheduler", "split"):
             value = getattr(self, name)
-            if not callable(value) and not (optional and value is None):
+            if not callable(value) and not (name in ("scheduler", "split") and value is None):
                 raise TypeError(f"Job({name}=) must be callable, got {_describe(value)}{_HINTS.get(name, '')}")
         if isinstance(self.optimizer, type):
             raise TypeError(
@@ -314,7 +308,8 @@ class Job:
         """
         import torch
 
-        from .huggingface import config_of, factory, imagined_sample, loss, pretrained_of, refuse_to_imagine, without_cache
+        from .huggingface import config_of, factory, imagined_sample, pretrained_of, refuse_to_imagine, without_cache
+        from .huggingface_loss import loss
 
         config = config_of(source)
         model: Any = source if isinstance(source, torch.nn.Module) else factory(config)

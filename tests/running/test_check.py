@@ -24,6 +24,7 @@ from anyfit.probing import cache
 from anyfit.running import check as checking
 from anyfit.running import parity
 from anyfit.running.check import check
+from anyfit.tracing.blocks import kinds_of
 from anyfit.values.check import Check
 from anyfit.values.machine import Curve
 from anyfit.values.plan import Activations, Placement
@@ -32,7 +33,7 @@ from tests.machines import GIB, small_machine
 from tests.models import VOCABULARY, Tangled, byte_batches, next_byte_loss
 from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, RESIDENT, STREAMED, hand_written
 
-kinds = cli._kinds_of_blocks
+kinds = kinds_of
 LAYERS = 10
 
 

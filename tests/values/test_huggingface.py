@@ -15,7 +15,7 @@ import transformers
 
 import anyfit
 from anyfit import losses, targets
-from anyfit.values import huggingface
+from anyfit.values import huggingface, huggingface_loss
 from anyfit.values.huggingface import config_of, imagined_sample
 from tests.machines import small_machine
 
@@ -161,9 +161,9 @@ def test_a_batch_without_labels_says_what_the_model_reads() -> None:
     model = huggingface.factory(named("bert", "BertForQuestionAnswering"))()
     ids = torch.ones(2, 4, dtype=torch.long)
     with pytest.raises(ValueError, match=r"gives no loss for a batch of input_ids; it reads .*start_positions, end_positions"):
-        huggingface.loss(model, {"input_ids": ids})
+        huggingface_loss.loss(model, {"input_ids": ids})
     with pytest.raises(TypeError, match=r"BertForQuestionAnswering takes its batch by name, .* and got a list"):
-        huggingface.loss(model, [ids])  # type: ignore[arg-type]
+        huggingface_loss.loss(model, [ids])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -248,7 +248,7 @@ def sliced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return plain(hidden, *args, **options, slice_rows=7)
 
     monkeypatch.setattr(losses, "sliced_cross_entropy", counted)
-    monkeypatch.setattr(huggingface, "_unsliced", set())
+    monkeypatch.setattr(huggingface_loss, "_unsliced", set())
     return calls
 
 
@@ -275,7 +275,7 @@ def result_of(loss: Loss, model: Any, batch: Any) -> tuple[float, dict[str, torc
 
 
 def assert_the_models_own(model: Any, batch: Any, tolerance: float) -> None:
-    value, gradients = result_of(huggingface.loss, model, batch)
+    value, gradients = result_of(huggingface_loss.loss, model, batch)
     expected, theirs = result_of(lambda model, batch: model(**batch).loss, model, batch)
     assert value == pytest.approx(expected, rel=1e-6)
     assert gradients.keys() == theirs.keys()
@@ -306,7 +306,7 @@ def test_logits_that_are_changed_in_a_way_nobody_knows_are_seen_to_be_and_once(s
     model = Shrinking(transformers.AutoConfig.for_model("llama", **DECODER))
     Shrinking.calls = 0
     assert_the_models_own(model, batch_of(), 1e-6)
-    huggingface.loss(model, batch_of())
+    huggingface_loss.loss(model, batch_of())
     assert sliced == []
     assert Shrinking.calls == 4  # the first was in vain
 
@@ -314,7 +314,7 @@ def test_logits_that_are_changed_in_a_way_nobody_knows_are_seen_to_be_and_once(s
 def test_a_head_that_others_watch_is_run(sliced: list[int]) -> None:
     model, seen = model_of(*SLICED["llama"]), []
     model.lm_head.register_forward_hook(lambda _module, _args, logits: seen.append(logits.shape))
-    huggingface.loss(model, batch_of())
+    huggingface_loss.loss(model, batch_of())
     assert seen == [(2, 16, VOCABULARY)]
     assert sliced == []
 
@@ -322,7 +322,7 @@ def test_a_head_that_others_watch_is_run(sliced: list[int]) -> None:
 def test_an_error_in_the_model_leaves_it_as_it_was(sliced: list[int]) -> None:
     model = model_of(*SLICED["llama"])
     with pytest.raises(IndexError, match="out of bounds"):
-        huggingface.loss(model, batch_of() | {"labels": torch.full((2, 16), VOCABULARY)})
+        huggingface_loss.loss(model, batch_of() | {"labels": torch.full((2, 16), VOCABULARY)})
     assert model(input_ids=batch_of()["input_ids"]).logits.shape == (2, 16, VOCABULARY)
     assert "_loss_function" not in vars(model)
 
@@ -333,7 +333,7 @@ def test_other_models_have_their_own_loss(sliced: list[int]) -> None:
         transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4),
     ):
         model = huggingface.factory(config)()
-        total, weight = huggingface.loss(model, imagined_sample(config, 2, 8))
+        total, weight = huggingface_loss.loss(model, imagined_sample(config, 2, 8))
         assert total.requires_grad
         assert int(weight) == 2 * 8
     assert sliced == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anyfit.values import huggingface
+from anyfit.values import huggingface_loss
 from anyfit.values.batches import cut
 from tests.heads import HEADS, ROWS, WHOLE, batch_of, model_of
 
@@ -31,7 +31,7 @@ def test_a_padded_batch_cut_anywhere_has_the_loss_and_gradients_of_the_whole(nam
         model.zero_grad()
         totals, weights = 0.0, 0.0
         for part in cut(batch, sizes):
-            total, weight = huggingface.loss(model, part)  # type: ignore[misc]
+            total, weight = huggingface_loss.loss(model, part)  # type: ignore[misc]
             total.backward()
             totals, weights = totals + float(total.detach()), weights + float(weight)
         assert totals / weights == pytest.approx(float(whole.detach()), rel=1e-6)
@@ -41,6 +41,6 @@ def test_a_padded_batch_cut_anywhere_has_the_loss_and_gradients_of_the_whole(nam
 @pytest.mark.parametrize("name", WHOLE)
 def test_losses_that_are_no_mean_over_the_same_labels_stay_the_models_own(name: str) -> None:
     model, batch = model_of(WHOLE[name]), batch_of(WHOLE[name])
-    found = huggingface.loss(model, batch)
+    found = huggingface_loss.loss(model, batch)
     assert isinstance(found, Tensor)
     assert float(found.detach()) == pytest.approx(float(model(**batch).loss.detach()), rel=1e-6)
