@@ -342,9 +342,10 @@ def fit(
     Options before the script's name are anyfit's, those after it its own. With --gpus N it is started N times, and each of them
     trains on its share of every batch; torchrun and srun may start it so as well: torchrun --nproc-per-node 4 -m anyfit fit …
     """
+    asked = dict(locals())
     from .fit_command import Fit
 
-    Fit(**locals()).run()
+    Fit(**asked).run()
 
 
 @app.command()
