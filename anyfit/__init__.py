@@ -152,8 +152,9 @@ def start(
     from .placing.weights import opened
     from .probing.host import left_memory_bytes
     from .running import launch as launching
+    from .running.gradient_hooks import hooks_on_gradients
     from .running.holding import refuse_held
-    from .running.rehearsal import Rehearsal, hooks_on_gradients
+    from .running.rehearsal import Rehearsal
     from .running.run import Run
     from .running.team import MARGIN_SECONDS
     from .running.watch import HostWatch
@@ -386,7 +387,7 @@ def _say(line: str) -> None:
 
 def _whole(resume: str | Path, launch: Launch | None) -> Path:
     """The checkpoint that is meant."""
-    from .running.checkpoint import latest
+    from .running.numbered import latest
 
     if launch is None:
         return latest(resume, _say)

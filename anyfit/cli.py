@@ -356,7 +356,7 @@ def export(
     dtype: Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32; what the run has when not given")] = None,
 ) -> None:
     """Writes a checkpoint's weights as a folder of safetensors, which transformers loads."""
-    from .running import checkpoint as checkpoints
+    from .running import numbered as checkpoints
     from .running.export import export as write
     from .values.job import PRECISIONS
     from .values.record import nearest

@@ -9,27 +9,22 @@
     plan.json                                                 the plan it was trained with, for reference
 
 Every rank writes its own part, in parallel; what several have alike, one of them. It is written beside its place, and renamed
-last. Reading compares every name and shape with the model and every checksum, before anything of the run changes; then each rank
-reads the boxes that overlap what it has. Nothing in it is executed.
+last. Reading (loading.py) compares every name and shape with the model and every checksum, before anything of the run changes;
+then each rank reads the boxes that overlap what it has. Nothing in it is executed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import math
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from anyfit.placing import Placed
 from anyfit.placing.ranks import Ranks
@@ -38,28 +33,21 @@ from anyfit.placing.stretches import (
     Stretch,
     buffers_of,
     copied_to_host,
-    home_of,
     moments_of,
-    spread,
     weights_of,
 )
 from anyfit.values.plan import Plan
-from anyfit.values.record import nearest
 
-from . import former
-from .boxes import Box, boxes_of
 from .extra_state import ExtraState
-from .files import Content, Entry, remove_left_behind
-from .plain import plain, unplain
+from .files import Content, Entry
+from .plain import plain
 from .randoms import Randoms
 from .saving import Planner, Saved, Saving, copied_ranges, could_not_write
-from .settings import Settings, refuse_insane_scalars, refuse_not_finite
-from .storage import Reader, Writer, content_of, lie, numbered
-from .stored import WAY_OUT, Opened
+from .storage import Writer, content_of, lie, numbered
+from .stored import Opened
 from .team import Team
 
 PROGRESS, PLAN, EXTRA = "progress.json", "plan.json", "extra.json"
-READ_AT_ONCE = 2**22  # elements
 OVER_SHARE, OVER_BYTES = 0.25, 2**20  # addresses, and not memory: for a header, and where ranks do not divide evenly
 
 
@@ -218,85 +206,6 @@ def full_state_dict(placed: Placed) -> dict[str, Any]:
     return full
 
 
-# ---------------------------------------------------------------------- reading
-
-
-def load(folder: Path, placed: Placed, settings: Settings, extra: ExtraState, team: Team | None = None) -> dict[str, Any]:
-    """Puts a checkpoint's state into the placed model; returns its progress. Random numbers are those of before where as many
-    ranks go on as had saved it."""
-    ranks = placed.ranks
-    opened, progress, others, randoms = _checked(folder, placed, settings, extra, team)
-    placed.residency.drop_all()
-    # Nothing has changed up to here.
-    extra.make_buffers(others[0]["buffers"], opened.weights, placed.device)
-    targets = {each.name: _Target(each) for each in weights_of(placed)}
-    buffers = {each.name: torch.empty_like(each.values) for each in buffers_of(placed)}
-    targets |= {name: _Target(Stretch(name, opened.tensors[name].shape, 0, flat)) for name, flat in buffers.items()}
-    placed.updates.forget_all()
-    for name, stored in opened.optimizer.items():
-        parameter, _, key = name.rpartition("/")
-        home = home_of(placed, parameter, key, stored.shape, stored.dtype)
-        if home is not None:
-            targets[name] = _Target(home)
-    reader, planner = Reader(opened), _Loading()
-    with torch.no_grad():
-        metadata = reader.read_metadata()
-        planner.set_up_planner(dict(targets), metadata)
-        reader.set_up_storage_reader(metadata, is_coordinator=ranks.index == 0)
-        reader.read_data(planner.create_local_plan(), planner)
-        for name, buffer in placed.model.named_buffers():
-            buffer.copy_(buffers[name].view(buffer.shape))
-        for name, entries in progress["optimizer_scalars"].items():
-            placed.updates.load_scalars(name, entries)
-        spread(placed)
-        extra.load(others[ranks.index % len(others)], opened.read, placed.device)
-    if len(randoms) == ranks.count:
-        randoms[ranks.index].restore()
-    return progress | {"ranks": len(randoms), "version": opened.version}
-
-
-def _checked(
-    folder: Path, placed: Placed, settings: Settings, extra: ExtraState, team: Team | None
-) -> tuple[Opened, dict[str, Any], list[Any], list[Randoms]]:
-    """A checkpoint that is whole, and of this model. Of several ranks each reads its share of the checksums, and all hear of
-    what one has found."""
-    ranks = placed.ranks
-    try:
-        opened = open(folder)
-        found = _compared(opened, placed, settings, extra)
-        opened.verify(ranks.index, ranks.count)
-        _refuse_not_finite(opened, placed)
-        manifest = hashlib.sha256(opened.manifest).hexdigest()
-    except (OSError, ValueError) as error:
-        if team is not None:
-            team.hear_of(error)
-        raise
-    if team is not None:
-        team.hear_of(None)
-        team.agree({f"checkpoint in {folder}": manifest})
-    return opened, *found
-
-
-def _refuse_not_finite(opened: Opened, placed: Placed) -> None:
-    """Trained weights and what the optimizer keeps of them, each rank its share: no NaN, nothing infinite that was not at the
-    start."""
-    trained = placed.updates.names
-    wanted = [(name, None) for name in opened.weights if name in trained]
-    wanted += [(name.rpartition("/")[0], name.rpartition("/")[2]) for name in opened.optimizer]
-    for name, key in wanted[placed.ranks.index :: placed.ranks.count]:
-        extremes = opened.extremes(name if key is None else f"{name}/{key}")
-        if extremes is None or (key is None and math.inf in map(abs, extremes) and _is_infinite_here(placed, name)):
-            continue
-        try:
-            refuse_not_finite(name, key, *extremes)
-        except ValueError as error:
-            raise ValueError(f"{opened.folder}: {error}") from None
-
-
-def _is_infinite_here(placed: Placed, name: str) -> bool:
-    return any(bool(each.values.isinf().any()) for each in weights_of(placed) if each.name == name)
-
-
 def open(folder: str | Path) -> Opened:
     """A checkpoint's tensors: names, dtypes and shapes, each to be read whole or in part when it is wanted. Every file is there
     and as long as it was; `verify` compares their checksums."""
@@ -308,168 +217,3 @@ def check(folder: str | Path) -> Path:
     opened = open(folder)
     opened.verify()
     return opened.folder
-
-
-class _Target:
-    """Where a tensor of a checkpoint goes, as torch.distributed.checkpoint sees it: boxes, of a few elements at a time."""
-
-    def __init__(self, stretch: Stretch) -> None:
-        self.stretch = stretch
-        self.starts: dict[tuple[int, ...], tuple[Box, int]] = {}  # by a box's offsets: it, and where it begins in the stretch
-        for first in range(0, stretch.elements, READ_AT_ONCE):
-            at, last = first, min(first + READ_AT_ONCE, stretch.elements)
-            for box in boxes_of(stretch.shape, stretch.start + first, stretch.start + last):
-                self.starts[box.offsets] = box, at
-                at += box.elements
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self.starts.values()]
-
-
-class _Loading(DefaultLoadPlanner):
-    """Sets stretches box by box: each is put together from what is stored, and goes to its place when all of it is there."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._open: dict[MetadataIndex, tuple[Tensor, int]] = {}  # boxes, and how many of their elements are missing
-
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        index = read_item.dest_index
-        assert self.metadata is not None
-        assert index.offset is not None
-        if index not in self._open:
-            box, _ = self.state_dict[index.fqn].starts[tuple(index.offset)]
-            dtype = self.metadata.state_dict_metadata[index.fqn].properties.dtype  # type: ignore[union-attr]
-            self._open[index] = torch.empty(box.sizes, dtype=dtype), box.elements
-        return self._open[index][0][Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        index = read_item.dest_index
-        assert index.offset is not None
-        values, missing = self._open[index]
-        self._open[index] = values, missing - tensor.numel()
-        if missing == tensor.numel():
-            target = self.state_dict[index.fqn]
-            target.stretch.write(target.starts[tuple(index.offset)][1], values.view(-1))
-            del self._open[index]
-
-
-def newest(parent: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint in a folder of them, and why newer ones were passed over."""
-    skipped: list[str] = []
-    for name in _numbered(parent):
-        try:
-            check(parent / name)
-            return parent / name, skipped
-        except (ValueError, OSError) as error:
-            skipped.append(str(error))
-    return None, skipped
-
-
-def latest(folder: str | Path, say: Callable[[str], None]) -> Path:
-    """The folder itself; where its last part is "latest", the newest whole checkpoint beside it."""
-    folder = Path(folder)
-    if folder.name != "latest" or folder.exists():
-        return folder
-    found, skipped = newest(folder.parent)
-    for reason in skipped:
-        say(f"passed over a checkpoint: {reason}")
-    if found is None:
-        raise FileNotFoundError(f"no whole checkpoint in {folder.parent.absolute()}" + "".join(f"; {why}" for why in skipped))
-    say(f"going on from {found}")
-    return found
-
-
-def _numbered(parent: Path) -> list[str]:
-    """Names of the checkpoints in a folder, the newest first; also of one that has stepped aside."""
-    names = {path.name.removeprefix(".").removesuffix(".old") for path in parent.iterdir()} if parent.is_dir() else set()
-    return sorted((name for name in names if name.isdecimal()), key=int, reverse=True)
-
-
-def remove_older(parent: Path, keep: int, keep_every: int = 0) -> None:
-    """Removes all but the `keep` newest checkpoints and those of every so many steps, and what killed processes left behind."""
-    remove_left_behind(parent)
-    for name in _numbered(parent)[keep:]:
-        if not keep_every or int(name) % keep_every:
-            gone = parent / f".{name}.old.writing"  # which is no checkpoint any more, should this end half-way
-            shutil.rmtree(gone, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                (parent / name).rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
-
-
-def _compared(
-    opened: Opened, placed: Placed, settings: Settings, extra: ExtraState
-) -> tuple[dict[str, Any], list[Any], list[Randoms]]:
-    """What it holds besides tensors, if it is of this model, this optimizer and this job."""
-    folder, weights = opened.folder, opened.weights
-    opened.document(PLAN)  # JSON as well; what it says is for people, and may be of another version
-    document, is_former = opened.document(PROGRESS), opened.version == former.VERSION
-    if is_former:
-        try:
-            document = former.upgraded(document, settings.to_json())
-            others = [former.nothing_else() for _ in document["random"]]
-        except _MALFORMED as error:
-            raise ValueError(f"{folder / PROGRESS} is not a checkpoint's ({error!r}); {WAY_OUT}") from None
-    else:
-        others = opened.document(EXTRA)
-    try:
-        buffers = others[0]["buffers"]
-        shapes = {name: tuple(shape) for name, shape in buffers["changed"].items() if shape is not None}
-        made, gone = {name for name, shape in buffers["changed"].items() if shape is None}, {*buffers["gone"]}
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{folder / EXTRA} is not a checkpoint's ({error!r}); {WAY_OUT}") from None
-    wanted: dict[str, Tensor | nn.Parameter] = dict(placed.model.named_parameters()) | dict(placed.model.named_buffers())
-    for name, tensor in wanted.items():
-        if name in gone:
-            continue
-        if name not in weights:
-            raise ValueError(f"{folder} is of another model: it has no {name!r}" + nearest(name, list(weights)[:1000]))
-        shape = weights[name].shape if isinstance(tensor, nn.Parameter) else shapes.get(name, weights[name].shape)
-        if shape != tensor.shape:
-            raise ValueError(f"{folder} is of another model: {name} is {shape}, here {tuple(tensor.shape)}")
-    odd = sorted(set(weights) - set(wanted) - made)
-    if odd:
-        raise ValueError(f"{folder} is of another model: it holds {odd[0]!r}, which this one has not")
-    try:
-        scalars = document["optimizer_scalars"] = {
-            name: {key: unplain(each) for key, each in entries.items()} for name, entries in document["optimizer_scalars"].items()
-        }
-        randoms = [Randoms.from_json(each) for each in document["random"]]
-        counts = [document[key] for key in ("steps", "skipped", "loader_position")]
-        order = document["loader_order"]
-        if order is not None and not (type(order["samples"]) is int and type(order["shuffle"]) is bool):
-            raise ValueError(f"an order of the data {order}")
-        if not all(type(each) is int and each >= 0 for each in counts):
-            raise ValueError(f"steps and positions {counts}")
-        names = {name.rpartition("/")[0] for name in opened.optimizer} | {*scalars}
-    except _MALFORMED as error:
-        raise ValueError(f"{folder / PROGRESS} is not a checkpoint's ({error!r}); {WAY_OUT}") from None
-    _named(folder, PROGRESS, lambda: settings.check(document))
-    for name in sorted(names):
-        if name not in placed.updates.names:
-            raise ValueError(f"{folder} holds optimizer state of {name!r}, which is not trained here")
-    _named(folder, PROGRESS, lambda: refuse_insane_scalars(scalars))
-    _named(folder, PROGRESS, lambda: settings.position(document))
-    if len(others) != len(randoms):
-        raise ValueError(f"{folder / EXTRA} is of {len(others)} ranks, and {PROGRESS} of {len(randoms)}; {WAY_OUT}")
-    if not is_former:  # which keeps nothing of it
-        _named(folder, EXTRA, lambda: extra.check(others[placed.ranks.index % len(others)], opened.read))
-    return document, others, randoms
-
-
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError, IndexError, OverflowError)
-
-
-def _named(folder: Path, file: str, check: Callable[[], object]) -> None:
-    """An error with the checkpoint it is of; one that is not about its contents tells that the file is damaged."""
-    try:
-        check()
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
-    except _MALFORMED as error:
-        raise ValueError(f"{folder / file} is not a checkpoint's ({error!r}); {WAY_OUT}") from None

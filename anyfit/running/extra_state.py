@@ -31,7 +31,6 @@ from .plain import (
     OF_EVERY_MODULE,
     NotPlainError,
     Path,
-    Reader,
     Weak,
     Writer,
     bytes_of,
@@ -41,6 +40,7 @@ from .plain import (
     shown,
 )
 from .stored import StoredTensor
+from .unplain import Reader
 
 # Set by whoever places the model, by schedulers, and by torch itself.
 NOT_OF_MODULES = OF_EVERY_MODULE | {"forward", "flatten_parameters", "_flat_weights", "_flat_weight_refs"}

@@ -241,7 +241,7 @@ class Launch:
             ) from None
 
     def save(self, run: Run, *, wait: bool = True) -> Path:
-        from .checkpoint import remove_older
+        from .numbered import remove_older
 
         path, before = self.checkpoints / f"{run.steps:08d}", run.saving
         if wait and before is not None and before.folder == path.absolute():  # what is there, or on its way, is the same
@@ -289,9 +289,9 @@ class Launch:
 
     def newest_checkpoint(self) -> Path | None:
         """Where `--resume` goes on; None is the beginning."""
-        from . import checkpoint
+        from .numbered import newest
 
-        found, passed_over = checkpoint.newest(self.checkpoints)
+        found, passed_over = newest(self.checkpoints)
         for reason in passed_over:
             self.say(f"passed over a checkpoint: {reason}")
         return found

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .plain import plain, unplain
+from .plain import plain
+from .unplain import unplain
 
 
 @dataclass(frozen=True)

@@ -13,87 +13,25 @@ what cannot be done; a plan that was given is refused.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 
 from anyfit.placing import Placed
-from anyfit.placing.chunks import quietly
-from anyfit.placing.forward_state import Note, Places
-from anyfit.placing.generators import PYTHON, Numpy
 from anyfit.placing.trial import rehearsing
-from anyfit.placing.walk import Walk
-from anyfit.values.batches import map_tensors, named_tensors
 from anyfit.values.job import Batch, Job
-from anyfit.values.loss_rule import AGREED_MEAN, MEAN, LossRule, divisors
+from anyfit.values.loss_rule import AGREED_MEAN, MEAN, LossRule
 from anyfit.values.memento import leaving_no_trace
 from anyfit.values.plan import Plan
-from anyfit.values.profile import Profile
 
-from .shortage import is_about_memory
-from .still import Still
-
-HALF = 2  # samples of each part
-WEIGHTS_SEEN = 1024  # elements of a parameter, about, that are compared
-MOST_HOOKED = 2**24  # elements of a parameter whose hooks are tried
-MOST_CELLS = 2**18  # places of state that are looked at
-# Relative, of losses: what the order of sums makes of rounding. A loss that is itself bf16 has few digits.
-TOLERANCE, OF_FEW_DIGITS = {"fp32": 2e-5, "bf16": 2e-3}, 1.5e-2
-
-Found = TypeVar("Found")
-Saving = Callable[[], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What a plan may do to this model."""
-
-    loss: LossRule
-    kept: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be recomputed, and why
-    not_selective: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be recomputed in part
-
-    def against(self, plan: Plan) -> str | None:
-        """What speaks against the plan."""
-        if plan.cuts and not self.loss.may_be_cut:
-            return f"the plan cuts the batch, and {self.loss.why}"
-        for name, choice in plan.stages[0].activations.items():
-            if choice in ("recompute", "selective") and name in self.kept:
-                return f"the plan recomputes {name}, and {self.kept[name]}"
-            if choice == "selective" and name in self.not_selective:
-                return f"the plan recomputes {name} in part, and {self.not_selective[name]}"
-        return None
-
-    def ways_out(self, plan: Plan) -> str:
-        """Of a plan that was given."""
-        if plan.cuts and not self.loss.may_be_cut:
-            return f"use a plan with micro_batch {plan.batch_size}; {self.loss.ways_out}"
-        return "use a plan that keeps it, or let anyfit.plan(job) make one"
-
-    def restrict(self, profile: Profile) -> Profile:
-        """The profile without what must not be done."""
-        if not self.loss.may_be_cut and profile.ranks > 1:
-            raise ValueError(f"{profile.ranks} ranks cut the batch among them, and {self.loss.why}; {self.loss.ways_out}")
-        if not self.loss.may_be_cut and profile.passes[0].micro_batch < profile.batch_size:
-            raise ValueError(
-                f"Job(micro_batch={profile.passes[0].micro_batch}) cuts the batch, and {self.loss.why}; {self.loss.ways_out}"
-            )
-        profile = profile.ruled(self.loss).keeping(self.kept)
-        return profile.keeping(self.not_selective, ("selective",)) if self.not_selective else profile
-
-    def joined(self, others: list[Findings]) -> Findings:
-        """Those of all ranks: what one of them must not do, none does."""
-        rule = next((each.loss for each in others if not each.loss.may_be_cut), self.loss)
-        if len({(each.loss.kind, each.loss.divisor) for each in others}) > 1 and rule.may_be_cut:
-            rule = replace(rule, kind="whole", why="the loss is cut by other rules on other ranks")
-        kept = {name: why for each in others for name, why in each.kept.items()}
-        return Findings(rule, kept, {name: why for each in others for name, why in each.not_selective.items()})
+from .findings import Findings
+from .gradient_hooks import Hook, adds_up
+from .samples import Samples
+from .trial import Saving, Trial, saving_little
 
 
 class Rehearsal:
@@ -118,7 +56,7 @@ class Rehearsal:
         if not blocks and not tries_loss:
             return replace(self._known, loss=rule)
         kept, not_selective = dict(self._known.kept), dict(self._known.not_selective)
-        samples = _Samples(self._job)
+        samples = Samples(self._job)
         with leaving_no_trace(self._job, placed.model):
             if blocks:
                 kinds = {name: self._kinds.get(name, name) for name in blocks}  # one that is of no chain is a kind of its own
@@ -127,7 +65,7 @@ class Rehearsal:
                 not_selective |= found[1]
             if tries_loss:
                 hooked = next(
-                    (name for name, hooks in self._hooks.items() if not all(_adds_up(each, placed.device) for each in hooks)),
+                    (name for name, hooks in self._hooks.items() if not all(adds_up(each, placed.device) for each in hooks)),
                     None,
                 )
                 if hooked is not None and rule.may_be_cut:
@@ -141,376 +79,14 @@ class Rehearsal:
         self._tried |= set(blocks)
         return self._known
 
-    def _tried_rule(self, read: LossRule, placed: Placed, samples: _Samples) -> LossRule:
+    def _tried_rule(self, read: LossRule, placed: Placed, samples: Samples) -> LossRule:
         """With fewer samples, where all of them take more memory than there is: micro-batches may be of one."""
         try:
-            return _Trial(self._job, placed, samples).rule(read)
+            return Trial(self._job, placed, samples).rule(read)
         except torch.OutOfMemoryError:
             if samples.half == 1 or placed.ranks.are_several:  # ranks that divide weights run the same modules
                 raise
-        return _Trial(self._job, placed, _Samples(self._job, 1)).rule(read)
-
-
-def hooks_on_gradients(model: nn.Module) -> dict[str, list[Hook]]:
-    """Those of the user's, by name of the parameter. They see the gradient of each micro-batch, where the batch is cut."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        hooks = [Hook(each, parameter.shape, parameter.dtype) for each in (parameter._backward_hooks or {}).values()]
-        if parameter._post_accumulate_grad_hooks:
-            hooks.append(Hook(None, parameter.shape, parameter.dtype))
-        if hooks:
-            found[name] = hooks
-    return found
-
-
-@dataclass(frozen=True)
-class Hook:
-    function: Callable[[Tensor], Tensor | None] | None  # None: one that is given the parameter, and may do anything
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-@torch.no_grad()
-def _adds_up(hook: Hook, device: torch.device) -> bool:
-    """Whether what it makes of two gradients adds up to what it makes of their sum, as with a factor or a mask: for small ones
-    and large ones, and without hiding that one is not finite."""
-    function = hook.function
-    if function is None or not hook.dtype.is_floating_point or not 0 < hook.shape.numel() <= MOST_HOOKED:
-        return False
-
-    def made(gradient: Tensor) -> Tensor:
-        given = gradient.to(device, copy=True)  # it may change it in place
-        result = function(given)
-        return (given if result is None else result).cpu()
-
-    generator = torch.Generator().manual_seed(0)
-    tolerance = 1e-5 if hook.dtype.itemsize >= 4 else 3e-2
-    try:
-        for size in (1e-4, 1.0, 1e4):
-            one, other = (size * torch.randn(hook.shape, generator=generator, dtype=hook.dtype) for _ in range(2))
-            if not (made(one) + made(other) - made(one + other)).abs().max() <= tolerance * size:
-                return False
-        passes = made(torch.ones(hook.shape, dtype=hook.dtype)) != 0
-        return bool(made(torch.full(hook.shape, math.nan, dtype=hook.dtype))[passes].isnan().all())
-    except Exception:  # it asks for more than a gradient of this shape
-        return False
-
-
-def as_sum(loss: Tensor, rule: LossRule, share: float) -> tuple[Tensor, Tensor]:
-    """The loss of a micro-batch, such a share of the batch, as (sum, weight), by the number that it is divided by. One in
-    which nothing counts is 0 / 0 in torch, and adds nothing here. Where all labels count, weights are the shares, and the result
-    is to the bit that of a mean."""
-    found = divisors(loss)
-    if rule.divisor >= len(found):
-        raise RuntimeError(
-            f"the loss of this micro-batch is not divided as that of Job(sample=) was ({rule.why}); return (sum, weight) from it"
-        )
-    by = found[rule.divisor]
-    weight = torch.as_tensor(by.exact, dtype=torch.float32, device=loss.device).detach().reshape(())
-    if by.most:
-        weight = weight / by.most * share
-    is_empty = weight == 0
-
-    def without_nothing(gradients: Sequence[Tensor | None], _given: Any) -> tuple[Tensor | None, ...]:
-        return tuple(None if each is None else torch.where(is_empty, torch.zeros_like(each), each) for each in gradients)
-
-    if by.counts == "given":
-        by.node.register_hook(without_nothing)  # its own division is by 0 too; a cross-entropy of no labels has no gradients
-    return torch.where(is_empty, torch.zeros_like(loss), loss * weight.to(loss.dtype)), weight
-
-
-class _Samples:
-    """A few of Job(sample=): all of them, and halves."""
-
-    def __init__(self, job: Job, half: int = HALF) -> None:
-        self._job = job
-        self._can_be_cut = job.batch_size > 1 and job.uncuttable() is None
-        self.half = min(half, job.batch_size // 2)
-        self.whole = job.sample
-        if self._can_be_cut and job.split is None:
-            self.whole = job.with_rows(job.sample, 2 * self.half)
-        elif self._can_be_cut:
-            rest = job.batch_size - 2 * self.half
-            self.whole = job.cut(job.sample, [2 * self.half, rest] if rest else [2 * self.half])[0]
-
-    @property
-    def few(self) -> Batch:
-        return self.halves(self.whole)[0] if self._can_be_cut else self.whole
-
-    def of(self, rows: int) -> Batch:
-        """As many as a micro-batch has."""
-        is_whole = rows == self._job.batch_size or not self._can_be_cut or self._job.split is not None
-        return self._job.sample if is_whole else self._job.with_rows(self._job.sample, rows)
-
-    def reordered(self) -> list[Batch]:
-        """The same samples, so that other ones make the halves."""
-        if self._job.split is not None or self.half < HALF:
-            return []
-        return [self._job.reordered(self.whole, order) for order in ((0, 2, 1, 3), (0, 3, 1, 2))]
-
-    def halves(self, batch: Batch) -> list[Batch]:
-        return self._job.cut(batch, [self.half, self.half])
-
-    def one_by_one(self) -> list[Batch]:
-        return self._job.cut(self.whole, [1] * (2 * self.half))
-
-    def uneven(self, emptied: str, rule: LossRule, *, leaves_one: bool) -> Batch:
-        """In one entry nothing counts in the second half, or only the first place of each row. In the others only one row of
-        each half counts, so that no two entries go together."""
-        names = iter([name for name, _ in named_tensors(self.whole)])
-
-        def change(tensor: Tensor) -> Tensor:
-            name = next(names)
-            if tensor.dim() == 0 or name not in rule.entries:
-                return tensor
-            changed, nothing = tensor.clone(), rule.labels.get(name, _least(tensor))
-            if name != emptied:
-                changed[1 : self.half] = changed[self.half + 1 :] = nothing
-            elif leaves_one and tensor.dim() > 1:
-                changed[self.half :, 1:] = nothing
-            else:
-                changed[self.half :] = nothing
-            return changed
-
-        return map_tensors(self.whole, change)
-
-
-def _least(tensor: Tensor) -> float:
-    """What counts least: 0 of a mask, and of other entries the least value that there is, which the model takes."""
-    is_mask = tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
-    return 0 if is_mask or not tensor.numel() else tensor.min().item()
-
-
-@dataclass(frozen=True)
-class _Told:
-    """The loss of some samples."""
-
-    loss: float
-    weight: float | None
-    divisors: tuple[float, ...]
-    counts: tuple[str, ...] = ()  # what each divisor counts
-
-    def divided(self, index: int) -> tuple[float, float]:
-        """(sum, weight) by one of the divisors. Nothing that counts is 0 / 0."""
-        weight = self.divisors[index]
-        return (self.loss * weight if weight else 0.0), weight
-
-
-class _Trial:
-    def __init__(self, job: Job, placed: Placed, samples: _Samples) -> None:
-        self._job, self._placed, self._samples = job, placed, samples
-        self._tolerance = TOLERANCE[job.precision]
-
-    def rule(self, read: LossRule) -> LossRule:
-        """The rule by which losses of halves make that of both; that the batch is not cut, where there is none."""
-        found = read if not read.may_be_cut else self._tried(read)
-        if not found.may_be_cut and "mean-of-micro-batches" in self._job.agree:
-            return replace(found, kind="mean", why=f"agreed by Job(agree=), though {found.why}", proved=True)
-        return replace(found, proved=True)
-
-    def _tried(self, read: LossRule) -> LossRule:
-        try:
-            both, *halves = self._told(self._samples.whole)
-            changed = self._changed_by_forward()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            said = " ".join(str(error).split())
-            return replace(read, kind="whole", why=f"the loss does not run on {2 * self._samples.half} samples ({said:.200})")
-        if changed is not None:
-            return replace(
-                read,
-                kind="whole",
-                why=f"{changed} changes in forward, once for each micro-batch where it would once for the batch",
-                ways_out=AGREED_MEAN,
-            )
-        if read.kind == "weighted":
-            pairs = [(each.loss, each.weight or 0.0) for each in (both, *halves)]
-            if self._add_up(pairs[0], pairs[1:]):
-                return read
-            return replace(
-                read,
-                kind="whole",
-                why=f"the loss returns (sum, weight), and those of two halves ({_shown(*pairs[1:])}) do not add up to that of "
-                f"both ({_shown(pairs[0])}): is the first a mean, or are samples compared with each other?",
-            )
-        if read.kind == "divided":
-            return self._divided(read, both, halves)
-        try:
-            cuts = [halves, *self._other_cuts()]  # one pair of halves may be equal by chance
-        except Exception as error:
-            said = " ".join(str(error).split())
-            return replace(
-                read, kind="whole", why=f"the loss does not run on samples in another order, nor one by one ({said:.200})"
-            )
-        if all(self._is_near(both.loss, sum(each.loss for each in parts) / len(parts), parts) for parts in cuts):
-            return read
-        if all(self._is_near(both.loss, sum(each.loss for each in parts), parts) for parts in cuts):
-            return replace(read, kind="sum", why="the loss is a sum over samples")
-        first, second = (f"{each.loss:.6g}" for each in halves)
-        return replace(
-            read,
-            kind="whole",
-            why=f"the loss of {2 * self._samples.half} samples is {both.loss:.6g}, which is neither the mean nor the sum of "
-            f"their halves' ({first} and {second}): it compares samples with each other, or counts what differs between them",
-        )
-
-    def _other_cuts(self) -> list[list[_Told]]:
-        """Halves of the samples in other orders; one by one, where the model asks for an order (as packed sequences do)."""
-        try:
-            return [self._told(each)[1:] for each in self._samples.reordered()]
-        except Exception:  # no user has asked for these batches
-            return [[self._loss_of(each) for each in self._samples.one_by_one()]]
-
-    def _changed_by_forward(self) -> str | None:
-        """State that every forward changes."""
-        part = self._prepared(self._samples.few)
-
-        def changed(saving: Saving) -> str | None:
-            with leaving_no_trace(self._job, self._placed.model) as memento, Still(), _batch_norms_still(self._placed.model):
-                with saving():
-                    self._job.evaluate(self._placed.model, part)
-                state = _State(self._job, self._placed)
-                with saving():
-                    self._job.evaluate(self._placed.model, part)
-                return state.change() or memento.files.read_again
-
-        try:
-            return _saving_little(self._placed, changed)
-        finally:
-            self._placed.gradients.clear()
-
-    def _divided(self, read: LossRule, both: _Told, halves: list[_Told]) -> LossRule:
-        """By the first divisor that adds up, also where one half counts for nothing."""
-        adding = [index for index in range(len(both.divisors)) if self._adds_up(index, both, halves)]
-        if adding and both.counts == ("labels",):  # one cross-entropy alone: torch itself counts its labels
-            return read
-        uneven: set[int] = set()  # divisors that were seen to differ between the halves
-        for emptied in read.entries:
-            ways = (self._finite(self._samples.uneven(emptied, read, leaves_one=one)) for one in (False, True))
-            told = next((each for each in ways if each is not None), None)
-            if told is not None:
-                other, *parts = told
-                adding = [index for index in adding if index < len(other.divisors) and self._adds_up(index, other, parts)]
-                uneven |= {index for index in adding if len({each.divisors[index] for each in parts}) > 1}
-        for index in adding:
-            if index in uneven:
-                return replace(read, divisor=index)
-        return replace(read, kind="whole", why=f"{read.why}, which does not add up over micro-batches")
-
-    def _adds_up(self, index: int, both: _Told, halves: list[_Told]) -> bool:
-        return self._add_up(both.divided(index), [each.divided(index) for each in halves])
-
-    def _add_up(self, both: tuple[float, float], halves: list[tuple[float, float]]) -> bool:
-        sums, weights = zip(*halves, strict=True)
-        near = all(
-            self._near(one, sum(parts), max(map(abs, (one, *parts)))) for one, parts in zip(both, (sums, weights), strict=True)
-        )
-        return near and all(map(math.isfinite, (*both, *sums, *weights)))
-
-    def _is_near(self, one: float, other: float, halves: list[_Told]) -> bool:
-        return self._near(one, other, max(abs(each.loss) for each in halves))
-
-    def _near(self, one: float, other: float, scale: float) -> bool:
-        return abs(one - other) <= self._tolerance * max(scale, 1e-12)
-
-    def _finite(self, batch: Batch) -> list[_Told] | None:
-        try:
-            told = self._told(batch)
-        except Exception:  # what the model does with such masks is no matter of ours
-            return None
-        return told if math.isfinite(told[0].loss) and math.isfinite(told[1].loss) else None
-
-    def _told(self, batch: Batch) -> list[_Told]:
-        """Of both halves together, and of each."""
-        return [self._loss_of(part) for part in (batch, *self._samples.halves(batch))]
-
-    def _loss_of(self, batch: Batch) -> _Told:
-        def evaluated(saving: Saving) -> _Told:
-            with leaving_no_trace(self._job, self._placed.model), _batch_norms_still(self._placed.model), Still(), saving():
-                total, weight = self._job.evaluate(self._placed.model, self._prepared(batch))
-            found = [] if weight is not None else divisors(total)
-            if total.dtype.itemsize < 4:
-                self._tolerance = OF_FEW_DIGITS
-            return _Told(
-                float(total.detach()),
-                None if weight is None else float(weight),
-                tuple(float(each.exact) for each in found),
-                tuple(each.counts for each in found),
-            )
-
-        return _saving_little(self._placed, evaluated)
-
-    def _prepared(self, batch: Batch) -> Batch:
-        return self._job.prepare(batch, self._placed.device, self._placed.lanes.send)
-
-
-def _saving_little(placed: Placed, act: Callable[[Saving], Found]) -> Found:
-    """Acts where ops save little: nothing goes backward. A loss that goes backward itself needs what its ops save."""
-    try:
-        return act(lambda: saved_tensors_hooks(_keep_numbers, _as_it_is))
-    except RuntimeError as error:
-        if is_about_memory(error):  # to save more would not help
-            raise
-    return act(placed.watching)
-
-
-def _keep_numbers(tensor: Tensor) -> Tensor | None:
-    """Of what a forward saves, only single numbers and labels: nothing goes backward."""
-    return tensor.detach() if tensor.numel() == 1 or not tensor.is_floating_point() else None
-
-
-def _as_it_is(packed: Any) -> Any:
-    if packed is None:
-        raise RuntimeError("the loss goes backward by itself")
-    return packed
-
-
-@contextmanager
-def _batch_norms_still(model: nn.Module) -> Iterator[None]:
-    """Their statistics are another matter, which the trace has seen."""
-    norms = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training]
-    for each in norms:
-        each.training = False
-    try:
-        yield
-    finally:
-        for each in norms:
-            each.training = True
-
-
-class _State:
-    """What a forward may change besides torch's random numbers: buffers, attributes, variables of the loss, other generators,
-    weights. Noted after one forward and after a second: what the first only makes ready is no change."""
-
-    def __init__(self, job: Job, placed: Placed) -> None:
-        self._model, self._device = placed.model, placed.device
-        model = Walk(most=MOST_CELLS).of_block(placed.model, placed.model.forward, "the model")
-        loss = Walk(model, most=MOST_CELLS).of([job.loss], "the loss")
-        numpys = Numpy()
-        numpys.is_exact = True
-        self._places = Places([PYTHON, numpys], model, loss)
-        self._note = Note(self._places, self._places.read(), self._device)
-        self._weights = self._some_of_weights()
-
-    def change(self) -> str | None:
-        """The first place that is not as it was."""
-        with quietly():
-            owner = next((name for name, each in self._model.named_parameters() if each.grad is not None), None)
-        if owner is not None:
-            return f"the gradient of {owner}, by a backward inside the loss,"
-        now = self._some_of_weights()
-        edited = next((name for name, before in self._weights.items() if not torch.equal(before, now[name])), None)
-        return edited or next(iter(self._note.differences(self._note.now())), None)
-
-    @torch.no_grad()
-    def _some_of_weights(self) -> dict[str, Tensor]:
-        found = {}
-        for name, parameter in self._model.named_parameters():
-            if parameter.layout == torch.strided and parameter.numel():
-                flat = parameter.detach().reshape(-1)
-                found[name] = flat[:: max(flat.numel() // WEIGHTS_SEEN, 1)].clone()
-        return found
+        return Trial(self._job, placed, Samples(self._job, 1)).rule(read)
 
 
 def _blocks_to_keep(
@@ -525,9 +101,5 @@ def _blocks_to_keep(
 
     for batch in batches[:-1]:
         with suppress(Exception):
-            return _saving_little(placed, partial(found, batch))
-    return _saving_little(placed, partial(found, batches[-1]))
-
-
-def _shown(*pairs: tuple[float, float]) -> str:
-    return " and ".join(f"{total:.6g}, {weight:.6g}" for total, weight in pairs)
+            return saving_little(placed, partial(found, batch))
+    return saving_little(placed, partial(found, batches[-1]))

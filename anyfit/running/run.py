@@ -37,7 +37,7 @@ from anyfit.values.loss_rule import MEAN
 from anyfit.values.plan import NoPlan, Plan
 from anyfit.values.units import show_bytes
 
-from . import alike, checkpoint, former
+from . import alike, checkpoint, former, loading
 from .export import facts_of
 from .extra_state import ExtraState
 from .holding import hold
@@ -45,7 +45,7 @@ from .holding import let_go as let_go_of
 from .launch import Launch, seed_of
 from .loader import Loader, Sized, Stood
 from .metrics import Metrics
-from .rehearsal import Rehearsal, as_sum
+from .rehearsal import Rehearsal
 from .rescue import MOST_RESCUES, Before, Rescue, let_go, said_of_device, said_of_host
 from .saving import Copies, Saving
 from .settings import Settings
@@ -53,6 +53,7 @@ from .shortage import OverLimitError, Shortfall, is_about_memory, module_at, sho
 from .team import Position, Team
 from .unwatched import refuse_unwatched
 from .watch import HostWatch
+from .weighing import as_sum
 
 NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
 BEGIN_TO_SAVE = "begin to save"
@@ -674,7 +675,7 @@ class Run:
     def resume(self, folder: str | Path) -> None:
         """Takes up weights, optimizer, scheduler, data position and random state from a checkpoint."""
         self.finish_saving()
-        progress = checkpoint.load(Path(folder), self._placed, self._settings, self._extra, self.team)
+        progress = loading.load(Path(folder), self._placed, self._settings, self._extra, self.team)
         if progress["ranks"] != self.ranks.count:
             torch.manual_seed(seed_of(self.job.seed, self.ranks.index, progress["steps"]))
             saved_by = "one rank" if progress["ranks"] == 1 else f"{progress['ranks']} ranks"

@@ -25,7 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anyfit.values.job import Job
 
-from .plain import plain, unplain
+from .plain import plain
+from .unplain import unplain
 
 HOW_IT_STEPS = ("foreach", "fused", "capturable", "differentiable")  # and not what it computes
 COUNTS = ("last_epoch", "_step_count", "step_size", "total_steps", "T_max", "total_iters", "step")

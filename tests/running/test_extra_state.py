@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import anyfit
-from anyfit.running.plain import plain, unplain
+from anyfit.running.plain import plain
 from anyfit.running.run import Run
+from anyfit.running.unplain import unplain
 from tests.oracle import assert_bit_equal, train_plainly
 from tests.plans import hand_written
 from tests.plans import started as placed

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import anyfit
-from anyfit.running.rehearsal import _adds_up, hooks_on_gradients
+from anyfit.running.gradient_hooks import adds_up, hooks_on_gradients
 from anyfit.values.loss_rule import LossRule
 from tests.machines import small_machine
 from tests.plans import hand_written
@@ -286,13 +286,13 @@ def test_a_batch_is_cut_under_hooks_that_add_up(name: str) -> None:
     layer.weight.register_hook(hook)
     found = hooks_on_gradients(layer)
     assert list(found) == ["weight"]
-    assert _adds_up(found["weight"][0], torch.device("cpu")) == adds_up
+    assert adds_up(found["weight"][0], torch.device("cpu")) == adds_up
 
 
 def test_a_hook_on_the_parameter_itself_may_do_anything() -> None:
     layer = nn.Linear(6, 5)
     layer.bias.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert not _adds_up(hooks_on_gradients(layer)["bias"][0], torch.device("cpu"))
+    assert not adds_up(hooks_on_gradients(layer)["bias"][0], torch.device("cpu"))
 
 
 def test_packed_sequences_are_cut_though_they_need_their_order() -> None:

@@ -1,0 +1,275 @@
+"""A trial of a loss: by which rule losses of micro-batches make that of the batch, found with numbers.
+
+L(a + b) is compared with L(a) and L(b), random ops held still, and once more with labels ignored and masks emptied in b.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from anyfit.placing import Placed
+from anyfit.placing.chunks import quietly
+from anyfit.placing.forward_state import Note, Places
+from anyfit.placing.generators import PYTHON, Numpy
+from anyfit.placing.walk import Walk
+from anyfit.values.job import Batch, Job
+from anyfit.values.loss_rule import AGREED_MEAN, LossRule, divisors
+from anyfit.values.memento import leaving_no_trace
+
+from .samples import Samples
+from .shortage import is_about_memory
+from .still import Still
+
+WEIGHTS_SEEN = 1024  # elements of a parameter, about, that are compared
+MOST_CELLS = 2**18  # places of state that are looked at
+# Relative, of losses: what the order of sums makes of rounding. A loss that is itself bf16 has few digits.
+TOLERANCE, OF_FEW_DIGITS = {"fp32": 2e-5, "bf16": 2e-3}, 1.5e-2
+
+Found = TypeVar("Found")
+Saving = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class _Told:
+    """The loss of some samples."""
+
+    loss: float
+    weight: float | None
+    divisors: tuple[float, ...]
+    counts: tuple[str, ...] = ()  # what each divisor counts
+
+    def divided(self, index: int) -> tuple[float, float]:
+        """(sum, weight) by one of the divisors. Nothing that counts is 0 / 0."""
+        weight = self.divisors[index]
+        return (self.loss * weight if weight else 0.0), weight
+
+
+class Trial:
+    """Compares the loss of samples with the losses of their parts."""
+
+    def __init__(self, job: Job, placed: Placed, samples: Samples) -> None:
+        self._job, self._placed, self._samples = job, placed, samples
+        self._tolerance = TOLERANCE[job.precision]
+
+    def rule(self, read: LossRule) -> LossRule:
+        """The rule by which losses of halves make that of both; that the batch is not cut, where there is none."""
+        found = read if not read.may_be_cut else self._tried(read)
+        if not found.may_be_cut and "mean-of-micro-batches" in self._job.agree:
+            return replace(found, kind="mean", why=f"agreed by Job(agree=), though {found.why}", proved=True)
+        return replace(found, proved=True)
+
+    def _tried(self, read: LossRule) -> LossRule:
+        try:
+            both, *halves = self._told(self._samples.whole)
+            changed = self._changed_by_forward()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            said = " ".join(str(error).split())
+            return replace(read, kind="whole", why=f"the loss does not run on {2 * self._samples.half} samples ({said:.200})")
+        if changed is not None:
+            return replace(
+                read,
+                kind="whole",
+                why=f"{changed} changes in forward, once for each micro-batch where it would once for the batch",
+                ways_out=AGREED_MEAN,
+            )
+        if read.kind == "weighted":
+            pairs = [(each.loss, each.weight or 0.0) for each in (both, *halves)]
+            if self._add_up(pairs[0], pairs[1:]):
+                return read
+            return replace(
+                read,
+                kind="whole",
+                why=f"the loss returns (sum, weight), and those of two halves ({_shown(*pairs[1:])}) do not add up to that of "
+                f"both ({_shown(pairs[0])}): is the first a mean, or are samples compared with each other?",
+            )
+        if read.kind == "divided":
+            return self._divided(read, both, halves)
+        try:
+            cuts = [halves, *self._other_cuts()]  # one pair of halves may be equal by chance
+        except Exception as error:
+            said = " ".join(str(error).split())
+            return replace(
+                read, kind="whole", why=f"the loss does not run on samples in another order, nor one by one ({said:.200})"
+            )
+        if all(self._is_near(both.loss, sum(each.loss for each in parts) / len(parts), parts) for parts in cuts):
+            return read
+        if all(self._is_near(both.loss, sum(each.loss for each in parts), parts) for parts in cuts):
+            return replace(read, kind="sum", why="the loss is a sum over samples")
+        first, second = (f"{each.loss:.6g}" for each in halves)
+        return replace(
+            read,
+            kind="whole",
+            why=f"the loss of {2 * self._samples.half} samples is {both.loss:.6g}, which is neither the mean nor the sum of "
+            f"their halves' ({first} and {second}): it compares samples with each other, or counts what differs between them",
+        )
+
+    def _other_cuts(self) -> list[list[_Told]]:
+        """Halves of the samples in other orders; one by one, where the model asks for an order (as packed sequences do)."""
+        try:
+            return [self._told(each)[1:] for each in self._samples.reordered()]
+        except Exception:  # no user has asked for these batches
+            return [[self._loss_of(each) for each in self._samples.one_by_one()]]
+
+    def _changed_by_forward(self) -> str | None:
+        """State that every forward changes."""
+        part = self._prepared(self._samples.few)
+
+        def changed(saving: Saving) -> str | None:
+            with leaving_no_trace(self._job, self._placed.model) as memento, Still(), _batch_norms_still(self._placed.model):
+                with saving():
+                    self._job.evaluate(self._placed.model, part)
+                state = _State(self._job, self._placed)
+                with saving():
+                    self._job.evaluate(self._placed.model, part)
+                return state.change() or memento.files.read_again
+
+        try:
+            return saving_little(self._placed, changed)
+        finally:
+            self._placed.gradients.clear()
+
+    def _divided(self, read: LossRule, both: _Told, halves: list[_Told]) -> LossRule:
+        """By the first divisor that adds up, also where one half counts for nothing."""
+        adding = [index for index in range(len(both.divisors)) if self._adds_up(index, both, halves)]
+        if adding and both.counts == ("labels",):  # one cross-entropy alone: torch itself counts its labels
+            return read
+        uneven: set[int] = set()  # divisors that were seen to differ between the halves
+        for emptied in read.entries:
+            ways = (self._finite(self._samples.uneven(emptied, read, leaves_one=one)) for one in (False, True))
+            told = next((each for each in ways if each is not None), None)
+            if told is not None:
+                other, *parts = told
+                adding = [index for index in adding if index < len(other.divisors) and self._adds_up(index, other, parts)]
+                uneven |= {index for index in adding if len({each.divisors[index] for each in parts}) > 1}
+        for index in adding:
+            if index in uneven:
+                return replace(read, divisor=index)
+        return replace(read, kind="whole", why=f"{read.why}, which does not add up over micro-batches")
+
+    def _adds_up(self, index: int, both: _Told, halves: list[_Told]) -> bool:
+        return self._add_up(both.divided(index), [each.divided(index) for each in halves])
+
+    def _add_up(self, both: tuple[float, float], halves: list[tuple[float, float]]) -> bool:
+        sums, weights = zip(*halves, strict=True)
+        near = all(
+            self._near(one, sum(parts), max(map(abs, (one, *parts)))) for one, parts in zip(both, (sums, weights), strict=True)
+        )
+        return near and all(map(math.isfinite, (*both, *sums, *weights)))
+
+    def _is_near(self, one: float, other: float, halves: list[_Told]) -> bool:
+        return self._near(one, other, max(abs(each.loss) for each in halves))
+
+    def _near(self, one: float, other: float, scale: float) -> bool:
+        return abs(one - other) <= self._tolerance * max(scale, 1e-12)
+
+    def _finite(self, batch: Batch) -> list[_Told] | None:
+        try:
+            told = self._told(batch)
+        except Exception:  # what the model does with such masks is no matter of ours
+            return None
+        return told if math.isfinite(told[0].loss) and math.isfinite(told[1].loss) else None
+
+    def _told(self, batch: Batch) -> list[_Told]:
+        """Of both halves together, and of each."""
+        return [self._loss_of(part) for part in (batch, *self._samples.halves(batch))]
+
+    def _loss_of(self, batch: Batch) -> _Told:
+        def evaluated(saving: Saving) -> _Told:
+            with leaving_no_trace(self._job, self._placed.model), _batch_norms_still(self._placed.model), Still(), saving():
+                total, weight = self._job.evaluate(self._placed.model, self._prepared(batch))
+            found = [] if weight is not None else divisors(total)
+            if total.dtype.itemsize < 4:
+                self._tolerance = OF_FEW_DIGITS
+            return _Told(
+                float(total.detach()),
+                None if weight is None else float(weight),
+                tuple(float(each.exact) for each in found),
+                tuple(each.counts for each in found),
+            )
+
+        return saving_little(self._placed, evaluated)
+
+    def _prepared(self, batch: Batch) -> Batch:
+        return self._job.prepare(batch, self._placed.device, self._placed.lanes.send)
+
+
+def _shown(*pairs: tuple[float, float]) -> str:
+    return " and ".join(f"{total:.6g}, {weight:.6g}" for total, weight in pairs)
+
+
+def saving_little(placed: Placed, act: Callable[[Saving], Found]) -> Found:
+    """Acts where ops save little: nothing goes backward. A loss that goes backward itself needs what its ops save."""
+    try:
+        return act(lambda: saved_tensors_hooks(_keep_numbers, _as_it_is))
+    except RuntimeError as error:
+        if is_about_memory(error):  # to save more would not help
+            raise
+    return act(placed.watching)
+
+
+def _keep_numbers(tensor: Tensor) -> Tensor | None:
+    """Of what a forward saves, only single numbers and labels: nothing goes backward."""
+    return tensor.detach() if tensor.numel() == 1 or not tensor.is_floating_point() else None
+
+
+def _as_it_is(packed: Any) -> Any:
+    if packed is None:
+        raise RuntimeError("the loss goes backward by itself")
+    return packed
+
+
+@contextmanager
+def _batch_norms_still(model: nn.Module) -> Iterator[None]:
+    """Their statistics are another matter, which the trace has seen."""
+    norms = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training]
+    for each in norms:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each in norms:
+            each.training = True
+
+
+class _State:
+    """What a forward may change besides torch's random numbers: buffers, attributes, variables of the loss, other generators,
+    weights. Noted after one forward and after a second: what the first only makes ready is no change."""
+
+    def __init__(self, job: Job, placed: Placed) -> None:
+        self._model, self._device = placed.model, placed.device
+        model = Walk(most=MOST_CELLS).of_block(placed.model, placed.model.forward, "the model")
+        loss = Walk(model, most=MOST_CELLS).of([job.loss], "the loss")
+        numpys = Numpy()
+        numpys.is_exact = True
+        self._places = Places([PYTHON, numpys], model, loss)
+        self._note = Note(self._places, self._places.read(), self._device)
+        self._weights = self._some_of_weights()
+
+    def change(self) -> str | None:
+        """The first place that is not as it was."""
+        with quietly():
+            owner = next((name for name, each in self._model.named_parameters() if each.grad is not None), None)
+        if owner is not None:
+            return f"the gradient of {owner}, by a backward inside the loss,"
+        now = self._some_of_weights()
+        edited = next((name for name, before in self._weights.items() if not torch.equal(before, now[name])), None)
+        return edited or next(iter(self._note.differences(self._note.now())), None)
+
+    @torch.no_grad()
+    def _some_of_weights(self) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in self._model.named_parameters():
+            if parameter.layout == torch.strided and parameter.numel():
+                flat = parameter.detach().reshape(-1)
+                found[name] = flat[:: max(flat.numel() // WEIGHTS_SEEN, 1)].clone()
+        return found

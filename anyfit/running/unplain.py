@@ -1,0 +1,295 @@
+"""Plain data back from its JSON (plain.py has the format): made anew, or put where it was."""
+
+from __future__ import annotations
+
+import base64
+import collections
+import decimal
+import fractions
+import io
+import itertools
+import json
+import math
+import pathlib
+import random
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .plain import BIT_GENERATORS, CONTAINERS, FACTORIES, Path, Weak, class_name, fields_of, shown
+
+
+class Reader:
+    """Makes values of JSON.
+
+    tensor    the bytes of a tensor that is not inline, by what a Writer put there
+    find      a parameter, buffer or module by its name
+    live      what there is, by path: what has changed in place is changed there, and what cannot be made is found there
+    touches   whether anything of that is changed: without, all is made anew, to see whether it can be
+    """
+
+    def __init__(
+        self,
+        tensor: Callable[[Any], Tensor] | None = None,
+        find: Callable[[list[str]], Any] | None = None,
+        live: Mapping[Path, Any] | None = None,
+        device: torch.device | None = None,
+        *,
+        touches: bool = True,
+    ) -> None:
+        self._tensor, self._find, self._live = tensor, find, live or {}
+        self._device, self._touches = device, touches
+        self._made: dict[Path, Any] = {}
+        self._root: Path = ()
+
+    def read_alone(self, written: Any, path: Path) -> Any:
+        """What was written with nothing beside it."""
+        self._root = path
+        return self.read(written, path)
+
+    def read(self, written: Any, path: Path) -> Any:
+        if written is None or isinstance(written, bool | int | float | str):
+            return written
+        is_new = False
+        if isinstance(written, dict) and len(written) == 1 and "!new" in written:
+            is_new, written = True, written["!new"]
+        there = self._live.get(path)
+        there = there() if isinstance(there, Weak) else there
+        value = self._value(written, path, there, there if not is_new and self._touches else None)
+        self._made[path] = value
+        return value
+
+    def _value(self, written: Any, path: Path, there: Any, home: Any) -> Any:
+        """`home` is what is there where it is to be changed."""
+        if isinstance(written, list):
+            return _filled(home, list, [self.read(item, (*path, str(index))) for index, item in enumerate(written)])
+        tag = next((key for key in written if key.startswith("!")), None)
+        if tag is None:
+            return _filled(home, dict, {key: self.read(item, (*path, key)) for key, item in written.items()})
+        found = written[tag]
+        if tag == "!same":
+            return self._met((*self._root, *map(str, found)))
+        if tag == "!ref":
+            if self._find is None:
+                raise ValueError(f"{shown(path)} is {found}, and nothing is known by name")
+            return self._find(found)
+        if tag == "!opaque":
+            return there
+        if tag == "!object":
+            name, fields = found
+            return self._object(name, fields, path, there)
+        if tag in ("!dict", "!list", "!set", "!tuple", "!enum"):
+            return self._container(tag, written, path, there, home)
+        if tag == "!tensor":
+            about, where = found
+            return self._read_tensor(about, where, home)
+        if tag == "!array":
+            kind, shape, where = found
+            count = math.prod(shape) * np.dtype(kind).itemsize
+            values = np.frombuffer(self._bytes(where)[:count].numpy().tobytes(), np.dtype(kind)).reshape(shape).copy()
+            if isinstance(home, np.ndarray) and (home.shape, home.dtype) == (values.shape, values.dtype):
+                home[...] = values
+                return home
+            return values
+        if tag in _GENERATORS:
+            return _GENERATORS[tag](found, home)
+        if tag in _IMMUTABLE:
+            return _IMMUTABLE[tag](found)
+        if tag == "!frozenset":
+            return frozenset(self.read(item, (*path, "")) for item in found)
+        if tag == "!slice":
+            return slice(*(self.read(item, path) for item in found))
+        raise ValueError(f"{tag!r} is not known")
+
+    def _met(self, path: Path) -> Any:
+        if path in self._made:
+            return self._made[path]
+        there = self._live.get(path)
+        if there is None:
+            raise ValueError(f"{shown(path)} is spoken of, and is not there")
+        return there() if isinstance(there, Weak) else there
+
+    def _object(self, name: str, fields: Mapping[str, Any], path: Path, there: Any) -> Any:
+        if there is None or class_name(type(there)) != name:
+            raise ValueError(f"{shown(path)} was a {name}, and here it is {type(there).__name__}")
+        self._set_fields(there, fields, path)
+        return there
+
+    def _set_fields(self, there: Any, fields: Mapping[str, Any], path: Path) -> None:
+        before = dict(fields_of(there))
+        for field, item in fields.items():
+            if field not in before and hasattr(type(there), field):
+                raise ValueError(f"{shown(path)}.{field} would take the place of what its class has")
+            value = self.read(item, (*path, f".{field}"))
+            if self._touches and before.get(field) is not value:
+                _set(there, field, value)
+        if self._touches:
+            for field in before.keys() - fields.keys():
+                vars(there).pop(field, None)
+
+    def _container(self, tag: str, written: Mapping[str, Any], path: Path, there: Any, home: Any) -> Any:
+        found, name = written[tag], written.get("class")
+        if tag == "!enum":
+            name, found = found
+        if name is not None and name.rpartition(".")[2] not in CONTAINERS and class_name(type(there)) != name:
+            raise ValueError(f"{shown(path)} was a {name}, and here it is {type(there).__name__}")
+        if tag == "!enum":
+            return type(there)[found]
+        if tag == "!dict":
+            items: Any = {}
+            for key, item in found:
+                made = self.read(key, (*path, "key"))
+                items[made] = self.read(item, (*path, made if type(made) is str else json.dumps(key)))
+        elif tag == "!set":
+            items = {self.read(item, (*path, "")) for item in found}
+        else:
+            items = [self.read(item, (*path, str(index))) for index, item in enumerate(found)]
+        if tag == "!tuple":
+            if name is None:
+                return tuple(items)
+            return type(there)._make(items) if hasattr(type(there), "_make") else tuple.__new__(type(there), items)
+        kind = CONTAINERS.get(str(name).rpartition(".")[2])
+        if kind is None:  # of the user's: it is there
+            value = _filled(home, next(each for each in (dict, list, set, collections.deque) if isinstance(there, each)), items)
+            self._set_fields(there, written.get("fields", {}), path)
+            return there if home is not None else value
+        if kind is collections.defaultdict and home is None:
+            factory = written.get("factory")
+            if factory is not None and factory not in FACTORIES:
+                raise ValueError(f"{shown(path)} has values made by {factory}")
+            return collections.defaultdict(None if factory is None else FACTORIES[factory], items)
+        if kind is collections.deque and home is None:
+            return collections.deque(items, written.get("most"))
+        return _filled(home, kind, items)
+
+    def _bytes(self, where: Any) -> Tensor:
+        if isinstance(where, str):
+            return torch.frombuffer(bytearray(base64.b64decode(where, validate=True)) or bytearray(1), dtype=torch.uint8)
+        if self._tensor is None:
+            raise ValueError(f"a tensor at {where}, where none can be")
+        return self._tensor(where)
+
+    @torch.no_grad()
+    def _read_tensor(self, about: Mapping[str, Any], where: Any, home: Any) -> Tensor:
+        dtype, shape = dtype_of(about["dtype"]), [int(each) for each in about["shape"]]
+        flat = self._bytes(where)
+        count = torch.Size(shape).numel()
+        if not isinstance(where, str):
+            if flat.dtype != dtype or list(flat.shape) != shape:
+                raise ValueError(f"a tensor of {flat.dtype} and {tuple(flat.shape)} where {dtype} and {shape} belong")
+            values = flat
+        else:
+            values = flat[: count * dtype.itemsize].view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+        if type(home) in (Tensor, nn.Parameter, nn.Buffer) and home.shape == values.shape and home.dtype == dtype:
+            return cast(Tensor, home.copy_(values))
+        device = self._device if about.get("on_device") and self._device is not None else torch.device("cpu")
+        if "stride" in about:
+            if 1 + sum((size - 1) * step for size, step in zip(shape, about["stride"], strict=True)) != count:
+                raise ValueError(f"a tensor of {shape} with strides of {about['stride']}")
+            made = torch.empty_strided(shape, about["stride"], dtype=dtype, device=device).copy_(values)
+        else:
+            made = values.to(device, copy=True)
+        return made.requires_grad_(bool(about.get("requires_grad")))
+
+
+def _filled(home: Any, kind: type, items: Any) -> Any:
+    """What is there with other contents, or a new one."""
+    if not isinstance(home, kind):
+        return items if type(items) is kind else kind(items)
+    there: Any = home
+    if isinstance(there, dict):
+        dict.clear(there)
+        dict.update(there, items)
+    elif isinstance(there, list):
+        list.__setitem__(there, slice(None), list(items))
+    else:
+        there.clear()
+        (there.update if isinstance(there, set) else there.extend)(items)
+    return there
+
+
+def _set(there: Any, field: str, value: Any) -> None:
+    """Past whatever its class does when a field is set."""
+    if hasattr(there, "__dict__") and not isinstance(vars(type(there)).get(field), types.MemberDescriptorType):
+        vars(there)[field] = value
+    else:
+        object.__setattr__(there, field, value)
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
+
+
+def _torch_generator(found: Any, home: Any) -> torch.Generator:
+    device, state = found
+    kind = str(device).partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"a generator on {device}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"a generator on {device}, and torch sees no GPU here")
+    made = home if isinstance(home, torch.Generator) else torch.Generator(kind)
+    made.set_state(torch.frombuffer(bytearray(base64.b64decode(state, validate=True)), dtype=torch.uint8))
+    return made
+
+
+def _numpy_bits(found: Any, home: Any) -> Any:
+    state = unplain(found)
+    if state["bit_generator"] not in BIT_GENERATORS:
+        raise ValueError(f"a generator of {state['bit_generator']}")
+    made = home if type(home).__name__ == state["bit_generator"] else getattr(np.random, state["bit_generator"])(0)
+    made.state = state
+    return made
+
+
+def _numpy_generator(found: Any, home: Any) -> np.random.Generator:
+    bits = _numpy_bits(found, getattr(home, "bit_generator", None))
+    return home if isinstance(home, np.random.Generator) and home.bit_generator is bits else np.random.Generator(bits)
+
+
+def _numpy_state(found: Any, home: Any) -> np.random.RandomState:
+    made = home if isinstance(home, np.random.RandomState) else np.random.RandomState(0)
+    made.set_state(unplain(found))
+    return made
+
+
+def _python_generator(found: Any, home: Any) -> random.Random:
+    made = home if isinstance(home, random.Random) else random.Random(0)
+    version, numbers, gauss = found
+    made.setstate((version, tuple(numbers), gauss))
+    return made
+
+
+_GENERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "!torch.Generator": _torch_generator,
+    "!numpy.Generator": _numpy_generator,
+    "!numpy.BitGenerator": _numpy_bits,
+    "!numpy.RandomState": _numpy_state,
+    "!random.Random": _python_generator,
+}
+_IMMUTABLE: dict[str, Callable[[Any], Any]] = {
+    "!number": lambda found: torch.tensor(found[1], dtype=dtype_of(found[0])),
+    "!complex": lambda found: complex(float(found[0]), float(found[1])),
+    "!decimal": lambda found: decimal.Decimal(found),
+    "!fraction": lambda found: fractions.Fraction(*(int(each) for each in found)),
+    "!bytes": lambda found: base64.b64decode(found, validate=True),
+    "!bytearray": lambda found: bytearray(base64.b64decode(found, validate=True)),
+    "!bytesio": lambda found: io.BytesIO(base64.b64decode(found, validate=True)),
+    "!scalar": lambda found: np.frombuffer(base64.b64decode(found[1], validate=True), np.dtype(found[0]))[0],
+    "!size": lambda found: torch.Size([int(each) for each in found]),
+    "!range": lambda found: range(*(int(each) for each in found)),
+    "!dtype": dtype_of,
+    "!device": lambda found: torch.device(found),
+    "!path": lambda found: pathlib.Path(found),
+    "!count": lambda found: itertools.count(int(found[0]), int(found[1])),
+}
+
+
+def unplain(written: Any, path: Path = ("checkpoint",)) -> Any:
+    return Reader().read_alone(written, path)
