@@ -154,9 +154,9 @@ def start(
     from .running import launch as launching
     from .running.gradient_hooks import hooks_on_gradients
     from .running.holding import refuse_held
+    from .running.meeting import MARGIN_SECONDS
     from .running.rehearsal import Rehearsal
     from .running.run import Run
-    from .running.team import MARGIN_SECONDS
     from .running.watch import HostWatch
     from .tracing.blocks import kinds_of
     from .values.demands import StaysOnDevice, StaysWhole

@@ -403,8 +403,8 @@ def main() -> None:
                 raise
             print(f"anyfit: {line}", file=sys.stderr)
         else:
-            status = team.show(error, in_words)
-            team.end(status)
+            status = team.ending.show(error, in_words)
+            team.ending.end(status)
         sys.exit(status)
 
 

@@ -161,7 +161,7 @@ def fit_in_ranks(count: int, restarts: int, folder: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from .running.team import QUIET
+    from .running.ending import QUIET
 
     config = LaunchConfig(
         min_nodes=1,
@@ -252,7 +252,7 @@ def fit_demo(
         plan=plan,
         deterministic=options.deterministic,
         timeline=timeline,
-        hang_seconds=None if team is None else team.hang_seconds,
+        hang_seconds=None if team is None else team.heartbeat.hang_seconds,
         rank=rank,
     )
     with launched(launch):

@@ -274,7 +274,7 @@ class Launch:
         for each in list(whole._open):
             each.close()
         if run.team is not None:
-            run.team.part()
+            run.team.ending.part()
         claim.release_all()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -370,20 +370,21 @@ def joined(hang_seconds: float) -> Team | None:
     import torch
     import torch.distributed as dist
 
-    from . import team as teams
+    from .meeting import join
+    from .team import Team
 
     global _team
     if _team is None and dist.is_initialized() and dist.get_world_size() > 1:
-        _team = teams.Team(hang_seconds, ends_process=True)
+        _team = Team(hang_seconds, ends_process=True)
     rank = Rank.from_environment()
     if _team is None and not dist.is_initialized() and rank.count > 1:
         device = "cpu"
         if torch.cuda.is_available():
             torch.cuda.set_device(gpu_of(rank))
             device = str(torch.cuda.get_device_properties(gpu_of(rank)).uuid)
-        _team = teams.join(rank.index, rank.count, meeting_place(), device, hang_seconds)
+        _team = join(rank.index, rank.count, meeting_place(), device, hang_seconds)
     if _team is not None:
-        _team.hang_seconds = hang_seconds
+        _team.heartbeat.hang_seconds = hang_seconds
     return _team
 
 

@@ -38,6 +38,7 @@ from anyfit.values.plan import NoPlan, Plan
 from anyfit.values.units import show_bytes
 
 from . import alike, checkpoint, former, loading
+from .acts import Act, Kind, Position
 from .export import facts_of
 from .extra_state import ExtraState
 from .holding import hold
@@ -50,13 +51,12 @@ from .rescue import MOST_RESCUES, Before, Rescue, let_go, said_of_device, said_o
 from .saving import Copies, Saving
 from .settings import Settings
 from .shortage import OverLimitError, Shortfall, is_about_memory, module_at, shortage, shortfall_of
-from .team import Position, Team
+from .team import Team
 from .unwatched import refuse_unwatched
 from .watch import HostWatch
 from .weighing import as_sum
 
 NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
-BEGIN_TO_SAVE = "begin to save"
 WATCHED_STEPS = 2  # on the CPU device the storages of the first steps are counted: one makes the optimizer's state, one uses it
 
 
@@ -122,7 +122,7 @@ class Run:
         if team is not None:
             team.agree(alike.facts_of_schedule(self.scheduler))
             mine = weakref.ref(self)
-            team.look = lambda: _position(mine())
+            team.acts.look = lambda: _position(mine())
             # A rank that ends without run.close() may still be needed by the others, and so its run is kept until then.
             self._at_exit = functools.partial(_close, self)
             atexit.register(self._at_exit)
@@ -150,7 +150,7 @@ class Run:
             )
         if self._rows:
             raise RuntimeError(f"{self._rows} samples wait for run.update(); call it before run.step")
-        self._act(f"make step {self.steps + 1}")
+        self._act(Act(Kind.STEP, str(self.steps + 1)))
         self._heed_saving()
         self._heed_host_memory()
         loss = self._attempt(batch) if self._rescue is None else self._attempt_until_it_fits(batch, self._rescue)
@@ -219,7 +219,7 @@ class Run:
         """The mean loss of one micro-batch, for a loop of your own: follow with `run.backward(loss)`."""
         self._check_open()
         if torch.is_grad_enabled() and not self._open and not self._rows:
-            self._act(f"make step {self.steps + 1}")
+            self._act(Act(Kind.STEP, str(self.steps + 1)))
             self._begin()
         with self._telling() if torch.is_grad_enabled() else nullcontext(), self._placed.watching():
             total, weight = self.job.evaluate(self.model, self._prepared(batch))
@@ -383,7 +383,7 @@ class Run:
         """The mean loss of a batch of any size in evaluation mode; nothing is learnt from it. Over several ranks, of all of their
         batches together."""
         self._check_open()
-        self._act("evaluate")
+        self._act(Act(Kind.EVALUATE))
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -592,7 +592,7 @@ class Run:
     def state_dict(self) -> dict[str, Tensor]:
         """Full weights by original name, tied ones under each name, on the host: the fp32 masters; and the buffers."""
         self._check_open()
-        self._act("read the weights")
+        self._act(Act(Kind.READ_WEIGHTS))
         self._placed.settle()
         return checkpoint.full_state_dict(self._placed)
 
@@ -600,7 +600,7 @@ class Run:
     def weights(self) -> Iterator[nn.Module]:
         """The model whole and readable; edits of its parameters become part of the run. All ranks do the same with it."""
         self._check_open()
-        self._act("open the weights")
+        self._act(Act(Kind.OPEN_WEIGHTS))
         self.finish_saving()
         with self._placed.residency.editing():
             before = self._placed.state.snapshot()
@@ -621,7 +621,7 @@ class Run:
         if self._rows:
             raise RuntimeError("a checkpoint holds whole steps: call run.update() before run.save")
         folder = Path(folder).absolute()
-        self._act(f"{'save' if wait else BEGIN_TO_SAVE} {folder}")
+        self._act(Act(Kind.SAVE if wait else Kind.BEGIN_TO_SAVE, str(folder)))
         try:
             self.finish_saving()
         except OSError as error:
@@ -783,10 +783,10 @@ class Run:
 
     # ------------------------------------------------------------------ with other ranks
 
-    def _act(self, act: str) -> None:
+    def _act(self, act: Act) -> None:
         """All ranks do this now. One that takes part in what others do has not begun it."""
         if self.team is not None:
-            self.team.begin(act)
+            self.team.acts.begin(act)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -795,13 +795,13 @@ class Run:
             yield
         except BaseException as error:
             if self.team is not None:
-                self.team.erred(error, self.ranks.asked())
+                self.team.acts.end_with(error, self.ranks.asked())
             raise
 
     def _asked(self) -> int:
         return 0 if self.launch is None else self.launch.asked
 
-    def _take_part(self, act: str) -> None:
+    def _take_part(self, act: Act) -> None:
         """Does with the others what they have begun and this rank would not have, with nothing of its own."""
         before = Before(self.model, self.job.loss, self._placed.device, self._extra)
         before.note_all()
@@ -809,18 +809,17 @@ class Run:
         zeros = [parameter.register_hook(torch.zeros_like) for parameter in self.model.parameters() if parameter.requires_grad]
         self._is_mute = True
         try:
-            if act.startswith("make step "):
-                self.step(share)
-            elif act == "evaluate":
-                self.evaluate(share)
-            elif act == "read the weights":
-                self.state_dict()
-            elif act.startswith("save "):
-                self.save(act.removeprefix("save "))
-            elif act.startswith(BEGIN_TO_SAVE):
-                self.save(act.removeprefix(f"{BEGIN_TO_SAVE} "), wait=False)
-            else:
-                raise RuntimeError(f"another rank is about to {act}, and this one has left: all ranks do that together")
+            match act.kind:
+                case Kind.STEP:
+                    self.step(share)
+                case Kind.EVALUATE:
+                    self.evaluate(share)
+                case Kind.READ_WEIGHTS:
+                    self.state_dict()
+                case Kind.SAVE | Kind.BEGIN_TO_SAVE:
+                    self.save(act.which, wait=act.kind is Kind.SAVE)
+                case Kind.OPEN_WEIGHTS:
+                    raise RuntimeError(f"another rank is about to {act}, and this one has left: all ranks do that together")
         finally:
             self._is_mute = False
             for hook in zeros:
@@ -832,7 +831,7 @@ class Run:
         that they count the others' samples alone. Comes back when none has anything left to do."""
         if self.team is not None:
             self._doing = f"at its end, after step {self.steps}"
-            self.team.leave(self._take_part)
+            self.team.acts.leave(self._take_part)
 
     def _share_of_sample(self) -> Batch:
         """A batch of Job(sample=) as large as a rank's."""
@@ -844,7 +843,7 @@ class Run:
     def _part_from_others(self, error: BaseException) -> None:
         """This rank has failed: the others are told, and not waited for."""
         assert self.team is not None
-        self.team.claims(error)
+        self.team.ending.claims(error)
         self._closed = True
         self._placed.lanes.close.detach()  # whose threads may wait for the others for long
         self._unfollow()
@@ -914,7 +913,7 @@ def _close(run: Run) -> None:
     try:
         run.close()
     except Exception as error:  # Python would show it on every rank
-        run.team.end(run.team.show(error, lambda _: (None, 1)))
+        run.team.ending.end(run.team.ending.show(error, lambda _: (None, 1)))
 
 
 def _position(run: Run | None) -> Position:

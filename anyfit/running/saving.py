@@ -42,7 +42,8 @@ from anyfit.placing.tiers import HostSlabs
 from .boxes import Box, boxes_of, whole
 from .files import MANIFEST, Content, FileRecord, Image, Piece, joined, padded
 from .storage import Writer, results_of
-from .team import Post, Team
+from .store import Post
+from .team import Team
 
 COPIERS = 8  # threads: one does not keep up with the memory
 WRITERS = 2  # threads that write beside the steps: more would only take cores from those that train
@@ -111,7 +112,7 @@ class Saving:
 
     def _waiting(self) -> AbstractContextManager[None]:
         what = f"word that {self.folder.name} is written"
-        return contextlib.nullcontext() if self._team is None else self._team.waiting(what)
+        return contextlib.nullcontext() if self._team is None else self._team.store.waiting(what)
 
     def finish(self) -> None:
         """Writes it here and now."""
