@@ -108,7 +108,7 @@ def room(trained: Trained, steps: int) -> Figures:
     run, usual, count = trained.run, statistics.mean(trained.seconds_of(steps)), 0
     began = time.perf_counter()
     run.make_room_to_save()
-    copies: Any = run._copies
+    copies: Any = run.saves.copies
     while copies.is_touching:
         trained.step()
         count += 1

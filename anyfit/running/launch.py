@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from .run import Run
+    from .saves import Saves
     from .saving import Saving
     from .team import Team
 
@@ -187,11 +188,11 @@ class Launch:
         """Whether this rank is the one that writes, and talks."""
         return self.rank == 0
 
-    def replanned(self, run: Run) -> None:
+    def replanned(self, plan: Plan, saves: Saves) -> None:
         """A run that is resumed goes on with the plan that it had last."""
-        run.plan.save(self.folder / "plan.json")
+        plan.save(self.folder / "plan.json")
         if self.save_every:
-            run.make_room_to_save()
+            saves.make_room()
 
     def unfollow(self, run: Run) -> None:
         whole = self.whole
@@ -247,7 +248,7 @@ class Launch:
         if wait and before is not None and before.folder == path.absolute():  # what is there, or on its way, is the same
             run.finish_saving()
         else:
-            run._save(path, wait=wait, then=lambda: remove_older(self.checkpoints, self.keep, self.keep_every))
+            run.saves.save(path, wait=wait, then=lambda: remove_older(self.checkpoints, self.keep, self.keep_every))
         if self.is_first:
             self._tell_of(before)
         return path

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from anyfit.placing.ranks import ALONE, Ranks
+from anyfit.values.job import Job
 
 from .randomness import own_generators, seeded
 
@@ -135,6 +136,37 @@ class Stood:
             f"has {loader.order['samples']} ({was} then, {now} now): the order is another; give run.loader the same data, or "
             "draw batches from a loader of your own"
         )
+
+
+class Data:
+    """The data of a run: its loader, where it has one, and where it stood in the checkpoint that the run goes on from."""
+
+    def __init__(self, job: Job, ranks: Ranks) -> None:
+        self._job, self._ranks = job, ranks
+        self.loader: Loader | None = None
+        self._stood = Stood()
+
+    def make_loader(self, dataset: Sized, epochs: int, shuffle: bool, options: dict[str, Any]) -> Loader:
+        if self.loader is not None:
+            raise RuntimeError("this run has a loader; one data order a run can be resumed")
+        job = self._job
+        self.loader = Loader(dataset, job.batch_size, job.seed, epochs, shuffle, self._ranks, **options)
+        self._stood.refuse_other_order(self.loader)
+        self.loader.position = self._stood.position
+        return self.loader
+
+    def take_up(self, position: int, order: dict[str, Any] | None) -> None:
+        self._stood = Stood(position, order)
+        if self.loader is not None:
+            self.loader.position = position
+
+    @property
+    def is_of_no_loader(self) -> bool:
+        return self.loader is None and self._stood == Stood()
+
+    def to_json(self) -> dict[str, Any]:
+        now = self._stood if self.loader is None else self.loader
+        return {"loader_position": now.position, "loader_order": now.order}
 
 
 class _Drawn(list[int]):

@@ -177,7 +177,7 @@ def save_beside(way: Way, folder: Path) -> bool:
         batches = case.batches(BEFORE + AFTER)
         train_on(run, batches[:BEFORE])
         run.make_room_to_save()
-        copies: Any = run._copies
+        copies: Any = run.saves.copies
         room, held = copies._memory, run._placed.host_bytes
         run.save(folder, wait=False)
         assert run.saving is not None

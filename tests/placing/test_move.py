@@ -48,10 +48,11 @@ def job_for(model: Any = tiny_gpt, optimizer: str = "AdamW", **options: Any) -> 
 
 
 def moved(run: Run, plan: Plan) -> None:
-    carried, delay, device = run._placed.lift(), run._placed.delay, run._placed.device
-    del run._placed
-    run._placed = place(run.job, plan, run.model, device, delay, carried)
-    run.plan = plan
+    engine = run._engine
+    carried, delay = engine.placed.lift(), engine.placed.delay
+    del engine.placed
+    engine.placed = place(run.job, plan, run.model, engine.device, delay, carried)
+    engine.plan = plan
 
 
 @st.composite
@@ -104,11 +105,11 @@ def test_a_move_that_fails_leaves_the_state_for_the_next(data: st.DataObject, se
     with started(job, hand_written(job)) as run:
         run.step(batches[0])
         run.step(batches[1])
-        carried, device, before = run._placed.lift(), run._placed.device, run.plan
-        del run._placed
+        engine, carried, device, before = run._engine, run._placed.lift(), run._placed.device, run.plan
+        del engine.placed
         with pytest.raises(MemoryError, match="host memory"):
             place(job, short, run.model, device, None, carried)
-        run._placed = place(job, before, run.model, device, None, carried)
+        engine.placed = place(job, before, run.model, device, None, carried)
         for batch in batches[2:]:
             run.step(batch)
         weights = run.state_dict()

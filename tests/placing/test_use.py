@@ -298,7 +298,7 @@ def test_forwards_without_a_backward_take_no_host_memory_for_good(monkeypatch: p
         before = run._placed.host_bytes
         for _ in range(5):
             run.loss(batch)  # and no backward
-            run._abandon()
+            run._step.abandon()
             run.step(batch)
         assert run._placed.host_bytes == before
 
@@ -496,7 +496,7 @@ def test_a_forward_that_is_never_taken_backward_is_forgotten() -> None:
         run.step(batch)
         loss = run.loss(batch)
         assert saved() > others
-        run._abandon()
+        run._step.abandon()
         assert loss.isfinite()
         del loss
         assert saved() <= others

@@ -38,7 +38,7 @@ def main(folder: Path, most: int) -> None:
                 numbered.remove_older(folder, KEEP, KEEP_EVERY)
 
             say(f"saving {run.steps}")
-            run._save(path, wait=run.steps % 2 == 0, then=saved)
+            run.saves.save(path, wait=run.steps % 2 == 0, then=saved)
 
 
 if __name__ == "__main__":

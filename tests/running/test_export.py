@@ -190,7 +190,7 @@ STRANGE: dict[str, Any] = {
 def test_a_checkpoint_that_says_strange_things_of_its_model_is_refused(
     tmp_path: Path, facts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anyfit.running.run.facts_of", lambda _model, _job: facts or [1])
+    monkeypatch.setattr("anyfit.running.saves.facts_of", lambda _model, _job: facts or [1])
     trained(tangled_job(), tmp_path / "saved")
     with pytest.raises(ValueError, match="does not describe its model"):
         export(tmp_path / "saved", tmp_path / "out")

@@ -30,12 +30,13 @@ from anyfit.placing import place
 from anyfit.planning import search
 from anyfit.planning.search import forecast
 from anyfit.probing.cache import corrections_of, keep_correction
-from anyfit.running import run as running
+from anyfit.running import engine as engines
 from anyfit.running.launch import Launch, launched
 from anyfit.running.rehearsal import Rehearsal
 from anyfit.running.rescue import Rescue, let_go, said_of_device
 from anyfit.running.run import Run
 from anyfit.running.shortage import OverLimitError, Shortfall, module_at
+from anyfit.running.step import Step
 from anyfit.running.watch import HostWatch
 from anyfit.values.corrections import Correction
 from anyfit.values.profile import Profile
@@ -283,16 +284,16 @@ def test_a_rescue_goes_on_while_a_plan_is_left(monkeypatch: pytest.MonkeyPatch) 
     job = job_for()
     batches = byte_batches(3, ROWS, LENGTH)
     run = run_of(job, limited(job, 1.02))
-    attempt, failures, reserved = Run._attempt, iter(range(5)), []
+    attempt, failures, reserved = Step.attempt, iter(range(5)), []
 
-    def failing(self: Run, batch: Any) -> Tensor:
-        reserved.append(self.plan.forecast.reserved_bytes)
+    def failing(self: Step, batch: Any) -> Tensor:
+        reserved.append(self._engine.plan.forecast.reserved_bytes)
         if next(failures, None) is None:
             return attempt(self, batch)
-        needed = int(self.plan.forecast.reserved_bytes * (1 + self.plan.forecast.reserved_error)) + 1
-        raise OverLimitError(self.plan, Shortfall("in blocks.1", needed, needed - 1))
+        needed = int(self._engine.plan.forecast.reserved_bytes * (1 + self._engine.plan.forecast.reserved_error)) + 1
+        raise OverLimitError(self._engine.plan, Shortfall("in blocks.1", needed, needed - 1))
 
-    monkeypatch.setattr(Run, "_attempt", failing)
+    monkeypatch.setattr(Step, "attempt", failing)
     _, weights = trained(run, batches)
     assert run.rescues == 5
     assert reserved[:6] == sorted(set(reserved[:6]), reverse=True)
@@ -454,7 +455,7 @@ def test_a_plan_that_cannot_be_placed_leaves_the_run_or_at_least_the_weights(
             raise MemoryError("no more")
         return place(*arguments)
 
-    monkeypatch.setattr(running, "place", failing)
+    monkeypatch.setattr(engines, "place", failing)
     with pytest.raises(MemoryError, match=r"are needed .* are allowed") as caught:
         run.step(byte_batches(1, ROWS, LENGTH + 15)[0])
     assert "could not be placed: no more" in caught.value.__notes__[0]
@@ -468,18 +469,18 @@ def test_a_plan_that_cannot_be_placed_leaves_the_run_or_at_least_the_weights(
 
 def test_a_run_that_was_placed_anew_holds_nothing_of_the_placing_before(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_for(Dropping)
-    attempt, failures, placings = Run._attempt, iter(range(6)), []
+    attempt, failures, placings = Step.attempt, iter(range(6)), []
 
-    def failing(self: Run, batch: Any) -> Tensor:
-        placings.append(weakref.ref(self._placed.residency))
+    def failing(self: Step, batch: Any) -> Tensor:
+        placings.append(weakref.ref(self._engine.placed.residency))
         gc.collect()
         assert [each() for each in placings[:-1]] == [None] * (len(placings) - 1)
         if next(failures, None) is None:
             return attempt(self, batch)
-        needed = int(self.plan.forecast.reserved_bytes * (1 + self.plan.forecast.reserved_error)) + 1
-        raise OverLimitError(self.plan, Shortfall("in blocks.1", needed, needed - 1))
+        needed = int(self._engine.plan.forecast.reserved_bytes * (1 + self._engine.plan.forecast.reserved_error)) + 1
+        raise OverLimitError(self._engine.plan, Shortfall("in blocks.1", needed, needed - 1))
 
-    monkeypatch.setattr(Run, "_attempt", failing)
+    monkeypatch.setattr(Step, "attempt", failing)
     with anyfit.start(job, machine=limited(job, 1.02)) as run:
         run.step(byte_batches(1, ROWS, LENGTH)[0])
         assert run.rescues >= 6

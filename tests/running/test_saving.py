@@ -183,7 +183,7 @@ def test_weights_that_are_not_trained_take_no_memory_in_the_copy(precision: Any,
         run.step(byte_batches(1, ROWS)[0])
         begun(run, tmp_path / "1")
         run.finish_saving()
-        copies: Any = run._copies
+        copies: Any = run.saves.copies
         start = len((data := (tmp_path / "1" / "data-00000.safetensors").read_bytes()).partition(b"}}")[0])
         for at in range(start + 64, len(data)):  # all that is in the image is as in the file
             held = copies.image.holds(at, at + 1)
@@ -224,8 +224,8 @@ def test_a_launch_that_will_save_has_room_made_after_the_first_step(save_every: 
         taken = run._placed.host_bytes - before
         parameters = sum(each.numel() for each in run.model.parameters())
         assert (12 * parameters <= taken <= 13 * parameters) if save_every else not taken
-        run._move(hand_written(job, AWAY, slots=16))  # and again, where it is planned anew
-        assert (run._copies is not None) == bool(save_every)
+        run._replacing.move(hand_written(job, AWAY, slots=16))  # and again, where it is planned anew
+        assert (run.saves.copies is not None) == bool(save_every)
         run.step(batches[1])
         assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
 
@@ -296,7 +296,7 @@ def test_a_run_that_is_planned_anew_meanwhile_saves_what_was_there(tmp_path: Pat
         begun(run, tmp_path / "1")
         run.step(batches[1])
         threading.Timer(0.2, gate.is_open.set).start()
-        run._move(hand_written(job, AWAY, slots=16))
+        run._replacing.move(hand_written(job, AWAY, slots=16))
         run.step(batches[2])
         begun(run, tmp_path / "3")
         run.step(batches[3])

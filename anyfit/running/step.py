@@ -1,0 +1,246 @@
+"""A step: forward and backward of every micro-batch, and the update from what they add up to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from anyfit.placing.gradients import Gradients, clip_factor, total_norm
+from anyfit.placing.reduction import Reduction
+from anyfit.values.job import Batch
+from anyfit.values.loss_rule import MEAN
+
+from .acts import Kind
+from .agreement import Agreement
+from .counting import Counting
+from .engine import Engine
+from .peers import Peers
+from .progress import Phase, Progress
+from .shortage import module_at, shortage
+from .unwatched import refuse_unwatched
+from .weighing import as_sum
+
+NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
+
+
+@dataclass(frozen=True, eq=False)
+class Open:
+    """A loss that was handed out, and waits for its backward."""
+
+    shown: Tensor
+    total: Tensor
+    weight: Tensor | None
+    rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class Figures:
+    """Of a step that is done, where they were computed."""
+
+    loss: Tensor | None  # None where a loop of the user's own went backward without run.backward
+    norm: Tensor
+    seconds: float  # since the end of the step before
+
+
+class Step:
+    """The step under way: how many samples went backward, their loss and its weight; and the figures of the one before."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        progress: Progress,
+        peers: Peers,
+        agreement: Agreement,
+        counting: Counting,
+        scheduler: LRScheduler | None,
+    ) -> None:
+        self._engine, self._progress, self._peers = engine, progress, peers
+        self._agreement, self._counting, self._scheduler = agreement, counting, scheduler
+        self._open: list[Open] = []
+        self.rows = 0  # samples that went backward since the last update
+        self._weight: Tensor | None = None  # of those samples, where the loss gives weights
+        self._loss: Tensor | None = None  # of those samples, so far
+        self._part: Batch | None = None  # the last micro-batch
+        self.last: Figures | None = None
+        self._clock = time.perf_counter()
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self.rows or self._open)
+
+    # ------------------------------------------------------------------ whole
+
+    def check_rows(self, batch: Batch) -> None:
+        """Raises where a batch is not as large as it is to be, or another step is under way."""
+        engine, share = self._engine, self._engine.plan.share
+        rows = engine.job.rows(batch, share)
+        if rows is not None and rows != share:
+            among = f" over {engine.ranks.count} ranks makes {share} for each" if engine.ranks.are_several else ""
+            raise ValueError(
+                f"the batch has {rows} samples, and Job(batch_size={engine.job.batch_size}){among}; "
+                "drop an incomplete last batch (run.loader does), or pad it and return (sum, weight) from the loss"
+            )
+        if self.rows:
+            raise RuntimeError(f"{self.rows} samples wait for run.update(); call it before run.step")
+
+    def attempt(self, batch: Batch) -> Tensor:
+        """All of it; the mean loss. An error leaves the state of the last completed step."""
+        engine = self._engine
+        with self._counting.of(batch):
+            try:
+                with self._peers.telling():
+                    engine.begin()
+                    self._loss = self._forward_backward(engine.job.cut(batch, engine.micro_batches))
+                    loss = self.update().loss
+                    assert loss is not None
+            except BaseException as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    needed = torch.cuda.memory_allocated(engine.device)
+                    error.add_note(shortage(engine.plan, needed, module_at(engine.model, error.__traceback__)))
+                self.abandon()
+                raise
+        return loss
+
+    def _forward_backward(self, parts: Sequence[Batch]) -> Tensor:
+        engine, losses = self._engine, list[Tensor]()
+        for part, rows in zip(parts, engine.micro_batches, strict=True):
+            self._progress.enter(Phase.FORWARD)
+            self._part = part
+            with engine.placed.watching():
+                total, weight = engine.evaluate(part)
+            losses.append(self._backward(total, weight, rows, alone=len(parts) == 1))
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _backward(self, total: Tensor, weight: Tensor | None, rows: int, *, alone: bool) -> Tensor:
+        """Backward of one micro-batch; its part of the loss. The parts add up to the batch's mean, or, over several weighted
+        micro-batches, to its sum: their weight is known only when all are through, and the update divides by it. So it is with
+        several ranks."""
+        engine, count = self._engine, self._engine.job.batch_size
+        are_several = engine.ranks.are_several
+        is_cut, rule = not alone or are_several, engine.plan.loss or MEAN
+        if is_cut and weight is None and rule.kind == "divided":
+            total, weight = as_sum(total, rule, rows / count)
+        if weight is not None and alone and not are_several:
+            total = total / weight
+        elif weight is not None:
+            self._weight = weight if self._weight is None else self._weight + weight
+        elif is_cut and rule.kind != "sum":
+            total = total / (count // rows) if count % rows == 0 else total * (rows / count)
+        self.rows += rows
+        self._progress.enter(Phase.BACKWARD)
+        gradients = engine.placed.gradients
+        if isinstance(gradients, Reduction):
+            gradients.last, gradients.is_weighted = self.rows == engine.plan.share, weight is not None
+        # The user's own checkpoints run forwards in backward, whose saved weights are to be replaced too.
+        with engine.placed.lanes.computing("backward"), engine.placed.residency.watching():
+            total.backward()
+            if isinstance(gradients, Reduction):
+                gradients.end_backward()
+        return total.detach()
+
+    # ------------------------------------------------------------------ in parts, for a loop of the user's own
+
+    def loss(self, batch: Batch) -> Tensor:
+        engine, learns = self._engine, torch.is_grad_enabled()
+        if learns and not self.is_under_way:
+            self._peers.begin(Kind.STEP, self._progress.steps + 1)
+            engine.begin()
+        with self._peers.telling() if learns else nullcontext(), engine.placed.watching():
+            total, weight = engine.evaluate(batch)
+        self._part = batch
+        shown = total if weight is None else total / weight
+        if learns:
+            rows = engine.job.rows(batch, engine.plan.micro_batch) or engine.plan.micro_batch
+            self._open.append(Open(shown, total, weight, rows))
+        return shown
+
+    def backward(self, loss: Tensor) -> None:
+        share = self._engine.plan.share
+        index = next((index for index, each in enumerate(self._open) if each.shown is loss), None)
+        if index is None:
+            raise ValueError("run.backward takes a loss that run.loss returned, once; scale it inside Job(loss=)")
+        found = self._open.pop(index)
+        if self.rows + found.rows > share:
+            raise ValueError(f"{self.rows + found.rows} samples since the last run.update(), and {share} make a step")
+        with self._peers.telling():
+            part = self._backward(found.total, found.weight, found.rows, alone=found.rows == share)
+        self._loss = part if self._loss is None else self._loss + part
+
+    # ------------------------------------------------------------------ the update
+
+    def update(self) -> Figures:
+        """Clips, updates and steps the scheduler; leaves the step out where a gradient is not finite."""
+        engine, placed = self._engine, self._engine.placed
+        if self.rows != engine.plan.share and engine.job.split is None:
+            raise ValueError(
+                f"run.update() after {self.rows} of {engine.plan.share} samples: run.backward every micro-batch first"
+            )
+        self._progress.enter(Phase.UPDATE)
+        loss = self._loss
+        if isinstance(placed.gradients, Reduction):
+            with placed.lanes.computing("norm"):
+                agreed = self._agreement.reach(placed.gradients, self._loss, self._weight, self.rows)
+            loss, norm, scale = agreed.loss, agreed.norm, agreed.scale
+        else:
+            if self._loss is not None and self._weight is not None:
+                loss = self._loss / self._weight
+            norm, scale = self._norm(placed.gradients)
+        self._apply(norm, scale)
+        placed.residency.end()
+        self.abandon()
+        self._progress.steps += 1
+        if engine.timeline is not None:
+            engine.timeline.end_step()
+        now = time.perf_counter()
+        self.last, self._clock = Figures(loss, norm, now - self._clock), now
+        return self.last
+
+    def _norm(self, gradients: Gradients) -> tuple[Tensor, float]:
+        """On a rank alone: the norm of the gradients, and what they still are to be scaled by."""
+        placed = self._engine.placed
+        with placed.lanes.computing("norm"):
+            norms = gradients.finish()
+            if not norms:
+                raise RuntimeError(NO_GRADIENT)
+            total = total_norm(norms, placed.device)
+            shrinks = None if self._weight is None else 1.0 / self._weight  # sums to means, in the update itself
+            if shrinks is not None:
+                total = total * shrinks
+            known = placed.lanes.reading(total if shrinks is None else torch.stack([total, shrinks]))
+        placed.updates.begin(total, self._engine.job.clip_norm, shrinks)
+        norm = known()  # what the host decides by: the one wait of a step
+        return (norm, 1.0) if shrinks is None else (norm[0], float(norm[1]))
+
+    def _apply(self, norm: Tensor, scale: float) -> None:
+        updates, clip_norm = self._engine.placed.updates, self._engine.job.clip_norm
+        if not bool(torch.isfinite(norm)):
+            updates.leave_out()
+            self._refuse_unwatched()
+            self._progress.skipped += 1
+            return
+        factor = scale if clip_norm is None else scale * float(clip_factor(norm, clip_norm))
+        with self._counting.updating():
+            updates.apply(None if factor == 1.0 else factor)
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def _refuse_unwatched(self) -> None:
+        """A step that is left out is the model's own doing, or an error."""
+        part = self._part
+        if part is not None:
+            refuse_unwatched(self._engine.placed, lambda: self._engine.evaluate(part)[0])
+
+    def abandon(self) -> None:
+        """Forgets the gradients of the step under way."""
+        placed = self._engine.placed
+        placed.residency.forget()
+        placed.updates.forget()
+        placed.gradients.clear()
+        self._open.clear()
+        self.rows, self._weight, self._part, self._loss = 0, None, None, None
