@@ -43,7 +43,7 @@ class Traced:
 
     def profile(self, machine: Machine, batch_size: int | None = None) -> Profile:
         """On all devices of any machine; of a smaller batch, by the passes there are."""
-        from . import profiled, ruled, traced
+        from .profiling import profiled, ruled, traced
 
         size, spread = batch_size or self.job.batch_size, machine.spread()
         kind: Literal["cpu", "cuda"] = machine.device.kind

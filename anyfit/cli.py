@@ -71,7 +71,7 @@ def profile(
 ) -> None:
     """Parameters, FLOPs, seconds and bytes of every block, without running the model."""
     from . import profile as make_profile
-    from . import with_calls
+    from .profiling import with_calls
     from .targets import job_for, module_costs
 
     job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run, agree=agree)

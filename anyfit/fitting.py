@@ -124,8 +124,8 @@ def joined(hang_seconds: float | None) -> Team | None:
 
     if Rank.from_environment().count == 1:
         return None
-    from . import joined as join
     from .placing.ranks import HANG_SECONDS
+    from .starting import joined as join
 
     return join(hang_seconds or HANG_SECONDS)
 

@@ -45,6 +45,7 @@ from anyfit.planning.offload import Knobs, Offer, Space
 from anyfit.planning.search import fastest, settled
 from anyfit.planning.simulate import Candidate
 from anyfit.probing.calls import measure_calls
+from anyfit.profiling import traced
 from anyfit.running.run import Run
 from anyfit.values.graph import Graph
 from anyfit.values.machine import Device, Machine
@@ -321,13 +322,13 @@ def line_of(row: Row) -> str:
 
 
 def graphs_of(job: Job) -> list[Graph]:
-    return anyfit.traced(job.training(), "cuda")
+    return traced(job.training(), "cuda")
 
 
 def calls_of(case: str, batch: int, device: Device) -> dict[str, float]:
     """The calls worth a measurement of the micro-batches that a plan is likely to take, with their shares of a pass."""
     training = Job(case, batch).training()
-    graphs = [anyfit.traced(replace(training, micro_batch=size), "cuda")[0] for size in (batch, batch // 2, batch // 4)]
+    graphs = [traced(replace(training, micro_batch=size), "cuda")[0] for size in (batch, batch // 2, batch // 4)]
     return {call: weight for graph in graphs for call, weight in weighty_calls(graph, device).items()}
 
 

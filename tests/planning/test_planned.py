@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import anyfit
+from anyfit import profiling
 from anyfit.costing import cost
 from anyfit.planning import search
 from anyfit.planning.offload import FRAGMENTATION, Space
@@ -70,7 +70,7 @@ IDS = [f"{name}-{row['job']}-{row['plan']}" for name, row in RECORDS]
 
 @cache
 def traced(case: str, batch: int, micro_batch: int) -> Graph:
-    return anyfit.traced(replace(planned.Job(case, batch).training(), micro_batch=micro_batch), "cuda")[0]
+    return profiling.traced(replace(planned.Job(case, batch).training(), micro_batch=micro_batch), "cuda")[0]
 
 
 @cache

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import anyfit
-from anyfit import Machine, traced
+from anyfit import Machine
 from anyfit.costing import cost
 from anyfit.placing import place, updates
 from anyfit.placing.ranks import Ranks
@@ -24,6 +24,7 @@ from anyfit.placing.tiers import HostSlabs, LiveBytes
 from anyfit.planning.search import among
 from anyfit.planning.simulate import Candidate
 from anyfit.planning.weigh import weigh
+from anyfit.profiling import traced
 from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.plan import Activations, Placement
 from anyfit.values.profile import Division, Exchange

@@ -30,6 +30,7 @@ from anyfit.placing import place
 from anyfit.planning import search
 from anyfit.planning.search import forecast
 from anyfit.probing.cache import corrections_of, keep_correction
+from anyfit.profiling import traced
 from anyfit.running import engine as engines
 from anyfit.running.launch import Launch, launched
 from anyfit.running.rehearsal import Rehearsal
@@ -38,6 +39,7 @@ from anyfit.running.run import Run
 from anyfit.running.shortage import OverLimitError, Shortfall, module_at
 from anyfit.running.step import Step
 from anyfit.running.watch import HostWatch
+from anyfit.starting import rescue_for
 from anyfit.values.corrections import Correction
 from anyfit.values.profile import Profile
 from tests.machines import small_machine
@@ -318,7 +320,7 @@ def test_micro_batches_whose_rest_the_model_does_not_run_are_passed_over() -> No
     job = anyfit.Job(
         model, lambda m, x: m(x).square().mean(), OPTIMIZERS["AdamW"], torch.randn(9, 6), 9, precision="fp32", agree=AGREED
     )
-    assert [graph.micro_batch for graph in anyfit.traced(job, "cpu")] == [9, 5, 3]  # not 2, which leaves one, nor 1
+    assert [graph.micro_batch for graph in traced(job, "cpu")] == [9, 5, 3]  # not 2, which leaves one, nor 1
 
 
 def run_of(job: anyfit.Job, machine: anyfit.Machine, delay: Any = None, watch: HostWatch | None = None) -> Run:
@@ -327,7 +329,7 @@ def run_of(job: anyfit.Job, machine: anyfit.Machine, delay: Any = None, watch: H
     plan = search(profile)
     torch.manual_seed(job.seed)
     placed = place(job, plan, job.build(), torch.device("cpu"), delay)
-    return Run(job, plan, placed, anyfit._rescue(job, machine, profile, placed), watch)
+    return Run(job, plan, placed, rescue_for(job, machine, profile, placed), watch)
 
 
 @given(

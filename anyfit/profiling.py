@@ -1,0 +1,84 @@
+"""From a job to its profile: traced, priced on a machine, and held to what its loss allows."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+from .costing import cost
+from .costing.times import call_weights
+from .probing import cache
+from .probing.host import free_memory_bytes
+from .tracing import trace_all
+from .values.graph import Graph
+from .values.job import Job
+from .values.machine import Machine
+from .values.profile import Profile
+
+CALLS_SECONDS = 8.0  # for timing the ops of a model that is planned for this machine's GPU
+
+
+def profile_of(job: Job, machine: Machine, spread: tuple[int, int]) -> Profile:
+    """`spread`: ranks of each node, and nodes."""
+    return ruled(job, profiled(traced(job, machine.device.kind, math.prod(spread)), machine, job.batch_size, spread))
+
+
+def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph]:
+    """The job's passes on a device of this kind, one for every micro-batch worth considering on one of so many ranks."""
+    if job.batch_size % ranks:
+        nearest = -(-job.batch_size // ranks) * ranks
+        raise ValueError(f"batch_size is {job.batch_size}; it must be a multiple of the {ranks} ranks, such as {nearest}")
+    share = job.batch_size // ranks
+    sizes = _micro_batches(job, share)
+    return _with_rests_that_run(trace_all(job, sizes, kind, free_memory_bytes()), sizes, share)
+
+
+def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int, spread: tuple[int, int] = (1, 1)) -> Profile:
+    """What these passes cost on a machine, with what runs on it have shown."""
+    made = cost(graphs, with_calls(machine, graphs), batch_size, spread)
+    known = cache.corrections_of(machine)
+    return made.corrected(known.of(made.model)).paced(known.pace_of(made.model, made.parameters, made.precision))
+
+
+def ruled(job: Job, profile: Profile) -> Profile:
+    """The profile without what the job's loss does not allow: a batch that must not be cut, by micro-batches or by ranks."""
+    rule = profile.loss
+    if rule.may_be_cut:
+        return profile
+    if profile.ranks > 1:
+        raise ValueError(f"{profile.ranks} ranks cut the batch among them, and {rule.why}; {rule.ways_out}")
+    if job.micro_batch not in (None, job.batch_size):
+        raise ValueError(f"Job(micro_batch={job.micro_batch}) cuts the batch, and {rule.why}; {rule.ways_out}")
+    return profile.ruled(rule)
+
+
+def with_calls(machine: Machine, graphs: Sequence[Graph]) -> Machine:
+    """The machine with the seconds of the calls that the graphs make, where it is this one and has a GPU: measured once."""
+    said: list[str] = []
+
+    def say_once(_op: str, _done: float) -> None:
+        if not said:
+            said.append(f"timing the ops of {graphs[0].model} on {machine.device.name}, once: at most {CALLS_SECONDS:.0f} s")
+            print(said[0], file=sys.stderr, flush=True)
+
+    return cache.with_calls(machine, call_weights(graphs, machine.device), CALLS_SECONDS, say_once)
+
+
+def _micro_batches(job: Job, most: int) -> list[int]:
+    """The sizes worth a trace: the one asked for, or the most there is and its halves down to one sample."""
+    if job.micro_batch is not None:
+        return [job.micro_batch]
+    sizes = [most]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes
+
+
+def _with_rests_that_run(graphs: list[Graph], sizes: Sequence[int], share: int) -> list[Graph]:
+    """Without the micro-batches whose last one would be of a size that the model does not run, such as one sample for a batch
+    norm: nine samples in fours leave one."""
+    made = [graph.micro_batch for graph in graphs]
+    refused = max((size for size in sizes if size not in made and size < max(made)), default=0)
+    return [graph for graph in graphs if not 0 < share % graph.micro_batch <= refused]

@@ -1,0 +1,308 @@
+"""From a job to a run: a plan is found or checked, the model built, placed and rehearsed, and planned anew where it does not do.
+
+Of several ranks rank 0 plans, and the others are told. What all must have alike is compared before the model is built, again when
+it is, and once more with its optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .placing import Placed, place
+from .placing.mirrors import mirrored_bytes
+from .placing.ranks import ALONE, HANG_SECONDS, Ranks
+from .placing.weights import Opened, opened
+from .planning import search
+from .planning.offload import beside_bytes
+from .probing import host
+from .probing.cache import cached, keep_correction
+from .probing.memory import gpus_before_use
+from .profiling import profile_of, traced
+from .running import launch as launching
+from .running.alike import facts_of
+from .running.gradient_hooks import hooks_on_gradients
+from .running.holding import refuse_held
+from .running.meeting import MARGIN_SECONDS
+from .running.numbered import latest
+from .running.rehearsal import Rehearsal
+from .running.rescue import Rescue
+from .running.run import Run
+from .running.several import machine_of_rank, ranks_of_node, spread_of
+from .running.team import Team
+from .running.watch import HostWatch
+from .tracing.blocks import kinds_of
+from .values.demands import StaysOnDevice, StaysWhole
+from .values.job import Job
+from .values.machine import Machine
+from .values.plan import Plan
+from .values.profile import Profile
+from .values.units import show_bytes
+
+
+def joined(hang_seconds: float) -> Team | None:
+    """The other ranks, where there are any; met when first asked for."""
+    if launching.Rank.from_environment().count > 1:
+        gpus_before_use()  # means something only before this process touches a GPU, and to find its own it must
+    return launching.joined(hang_seconds)
+
+
+class Start:
+    """One start of a job. `profile` is known once it was asked for; a plan that was given is not changed."""
+
+    def __init__(self, job: Job, plan: Plan | str | Path | None, profile: Profile | None, hang_seconds: float | None) -> None:
+        if plan is not None and profile is not None:
+            raise ValueError("anyfit.start takes a plan, or a profile to make one from; leave one of them out")
+        if isinstance(job.model, nn.Module):
+            refuse_held(job.model)
+        self._job, self._launch = job, launching.current()
+        self._waits = hang_seconds or (self._launch and self._launch.hang_seconds) or HANG_SECONDS
+        self._team = joined(self._waits)
+        self._count = 1 if self._team is None else self._team.count
+        self._is_given = plan is not None or (self._launch is not None and self._launch.plan is not None)
+        self._given, self._profile = plan, profile
+
+    def run(self, machine: Machine | None, resume: str | Path | None, *, deterministic: bool) -> Run:
+        job, team, launch = self._job, self._team, self._launch
+        self._prepare(machine, resume)
+        if deterministic or (launch is not None and launch.deterministic):
+            launching.make_deterministic()
+        device = launching.device_for(self._machine, launching.Rank.from_environment())
+        found = self._built(device)
+        ranks = ALONE if team is None else Ranks.of_process_group(self._waits + MARGIN_SECONDS)
+        rehearsal = Rehearsal(job, kinds_of(found.model), hooks_on_gradients(found.model))
+        placed = self._rehearsed(self._placed(found, device, ranks), rehearsal, found)
+        if team is not None:
+            torch.manual_seed(launching.seed_of(job.seed, ranks.index))
+        rescue = None if self._is_given or team is not None else rescue_for(job, self._machine, self._profile, placed)
+        watch = HostWatch(host.left_memory_bytes, self._plan.limit_bytes["host"])
+        run = Run(job, self._plan, placed, rescue, watch, team, rehearsal)
+        try:
+            if self._resume is not None:
+                run.resume(self._resume)
+            if launch is not None:
+                launch.follow(run, self._machine)
+        except BaseException:
+            run.give_up()  # a model of the user's own may be started again
+            raise
+        return run
+
+    # ------------------------------------------------------------------ what rank 0 finds out for all
+
+    def _prepare(self, machine: Machine | None, resume: str | Path | None) -> None:
+        """The machine, as far as a rank may use it, the plan, and where to go on from."""
+        prepared = functools.partial(self._prepared, machine, resume)
+        if self._team is None:
+            self._machine, self._plan, self._resume = prepared()
+            return
+        given, profile = _loaded(self._given), self._profile
+        self._machine, self._plan, self._resume = self._team.from_first(prepared, "the plan")
+        self._profile = profile  # what rank 0 has found besides is its own alone
+        self._team.agree(_facts(self._job, given or self._plan, self._resume))
+
+    def _prepared(self, machine: Machine | None, resume: str | Path | None) -> tuple[Machine, Plan, str | Path | None]:
+        job, launch, plan = self._job, self._launch, self._given
+        if machine is None:
+            machine = cached("quick").with_limits(**(launch.limits if launch is not None else {}))
+        if self._team is not None:
+            machine = machine_of_rank(machine, self._team.places, 0)
+        self._machine = machine
+        if launch is not None:
+            plan = plan or launch.plan_for(machine, self._count)
+            resume = resume or (launch.newest_checkpoint() if launch.resume else None)
+        if resume is not None:
+            beside = launch.checkpoints / resume if launch is not None and str(resume) == "latest" else resume
+            resume = latest(beside, self._say)
+        if self._profile is not None and self._profile.ranks != self._count:
+            raise ValueError(
+                f"the profile is for {self._profile.ranks} ranks, and {self._count} are there; make it so: "
+                f"profile(job, ranks={self._count})"
+            )
+        if not self._is_given and isinstance(job.model, nn.Module):  # of a user's own: traced while it is unplaced
+            self._known_profile()
+        found = _loaded(plan) or self._planned()
+        self._refuse_for_another_job(found)
+        return machine, found, resume
+
+    def _planned(self) -> Plan:
+        """A plan for what the host has, or, where that is not there, for what other programs leave of it to so many ranks. Each
+        has weights there already, which go as they are placed."""
+        profile, model, team = self._known_profile(), self._job.model, self._team
+        ranks = 1 if team is None else ranks_of_node(team.places, 0)
+        kept = sum(each.nbytes for each in model.parameters() if each.is_cpu) if isinstance(model, nn.Module) else 0
+        beside = _beside_bytes(self._machine)
+        found = search(profile)
+        needed = found.forecast.peak_bytes["host"] + beside(found.forecast.peak_bytes["host"])
+        free = int(host.left_memory_bytes()) // ranks + min(max(host.own_memory_bytes() - kept, 0), beside(0)) + kept
+        if needed <= free:
+            return found
+        self._say(
+            f"the plan would take {show_bytes(needed)} of the {show_bytes(profile.host_limit_bytes)} of host memory, "
+            f"of which {show_bytes(free)} are free: planning anew"
+        )
+        self._profile = replace(profile, host_limit_bytes=free)
+        return search(self._profile)
+
+    def _refuse_for_another_job(self, plan: Plan) -> None:
+        job = self._job
+        if plan.batch_size != job.batch_size or plan.precision != job.precision:
+            raise ValueError(
+                f"the plan is for batch_size {plan.batch_size} in {plan.precision}, the job is {job.batch_size} in "
+                f"{job.precision}; plan again with anyfit.plan(job)"
+            )
+        if job.micro_batch not in (None, plan.micro_batch):
+            raise ValueError(f"Job(micro_batch={job.micro_batch}), but the plan's micro_batch is {plan.micro_batch}")
+        if plan.ranks != self._count:
+            raise ValueError(f"the plan is for {plan.ranks} ranks, and {self._count} are there; plan again, or start as many")
+
+    def _known_profile(self) -> Profile:
+        if self._profile is None:
+            spread, sharing = ((1, 1), 1) if self._team is None else spread_of(self._team.places)
+            self._profile = profile_of(self._job, self._machine, spread).slowed(sharing)
+        return self._profile
+
+    def _say(self, line: str) -> None:
+        if self._launch is not None:
+            self._launch.say(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    # ------------------------------------------------------------------ the model, placed
+
+    def _built(self, device: torch.device) -> Opened:
+        """The model, which is the plan's, on all ranks the same."""
+        job, is_first = self._job, self._team is None or self._team.index == 0
+        torch.manual_seed(job.seed)
+        found = opened(job, resumes=self._resume is not None)
+        refuse_held(found.model)
+        fingerprint = job.fingerprint(found.model)
+        if self._team is not None:
+            weights = str(found.match and found.match.digest)
+            self._team.agree({"model": fingerprint, "device": device.type, "weights": weights})
+        if found.match is not None and found.match.is_partial and is_first:
+            from rich.console import Console
+
+            from .showing.terminal import show_match
+
+            show_match(found.match, Console(stderr=True))
+        from_nothing = getattr(job.model, "from_nothing", None)
+        if from_nothing is not None and job.weights is None and self._resume is None and is_first:
+            self._say(from_nothing)
+        self._plan.refuse_unless_made_for(fingerprint, self._machine.fingerprint)
+        return found
+
+    def _placed(self, found: Opened, device: torch.device, ranks: Ranks) -> Placed:
+        """As the plan says, or another that leaves on the device, and whole, what the model demands."""
+        while True:
+            try:
+                return place(self._job, self._plan, found.model, device, ranks=ranks, elements=found.elements, agreed=self._agree)
+            except (StaysOnDevice, StaysWhole) as demand:
+                if self._is_given:
+                    raise
+                profile = before = self._known_profile()
+                if isinstance(demand, StaysWhole):
+                    profile = before.undivided()
+                elif not before.state_stays:
+                    profile = before.staying(demand.reason, demand.mirrored_bytes)
+                if profile == before:
+                    raise
+                self._plan_for(profile)
+
+    def _agree(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Raises where ranks would train the same weights in different ways."""
+        if self._team is not None:
+            self._team.agree(facts_of(self._job, model, optimizer))
+
+    def _plan_for(self, profile: Profile) -> None:
+        self._profile = profile
+        team = self._team
+        self._plan = search(profile) if team is None else team.from_first(lambda: search(profile), "another plan")
+
+    def _rehearsed(self, placed: Placed, rehearsal: Rehearsal, found: Opened) -> Placed:
+        """As the plan says, or one without what was found to change the result."""
+        if self._plan.loss is None and self._plan.cuts:  # one that was made by hand, or before losses were looked at
+            graphs = traced(self._job, placed.device.type, self._count)  # type: ignore[arg-type]
+            self._plan = replace(self._plan, loss=graphs[0].loss)
+        findings = rehearsal.of(self._plan, placed)
+        while (against := findings.against(self._plan)) is not None:
+            if self._is_given:
+                placed.close()
+                raise ValueError(f"{against}; {findings.ways_out(self._plan)}")
+            self._plan_for(findings.restrict(self._known_profile()))
+            placed = _placed_again(self._job, self._plan, placed, found)
+            findings = rehearsal.of(self._plan, placed)
+        self._plan = replace(self._plan, loss=findings.loss if self._plan.cuts else self._plan.loss, rehearsed=True)
+        return placed
+
+
+def _placed_again(job: Job, plan: Plan, placed: Placed, found: Opened) -> Placed:
+    """The same weights as another plan has them; of several ranks, which divide them, from whole ones."""
+    device, ranks, model = placed.device, placed.ranks, placed.model
+    if not ranks.are_several:
+        carried = placed.lift()
+        del placed
+        gc.collect()  # the engine's parts know each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return place(job, plan, model, device, carried=carried)
+    whole = {} if job.weights is not None else placed.state.state_dict()
+    placed.close()
+    for name, parameter in model.named_parameters():
+        if name in whole:
+            parameter.data = whole[name]
+    return place(job, plan, model, device, ranks=ranks, elements=found.elements)
+
+
+def _beside_bytes(machine: Machine) -> Callable[[int], int]:
+    """What a process takes of the host besides so much that its plan does."""
+    return beside_bytes if machine.device.kind == "cuda" else lambda _host_bytes: 0
+
+
+def _loaded(plan: Plan | str | Path | None) -> Plan | None:
+    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+
+
+def _facts(job: Job, plan: Plan, resume: str | Path | None) -> dict[str, str]:
+    """What all ranks must have alike before they build the model."""
+    from . import __version__
+
+    digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+    return {
+        "version of anyfit": __version__,
+        "version of torch": str(torch.__version__),
+        "version of Python": sys.version.partition(" ")[0],
+        "plan": digest,
+        "batch_size": str(job.batch_size),
+        "precision": job.precision,
+        "seed": str(job.seed),
+        "clip_norm": str(job.clip_norm),
+        "checkpoint": str(resume),
+    }
+
+
+def rescue_for(job: Job, machine: Machine, known: Profile | None, placed: Placed) -> Rescue:
+    """What a run may do whose plan the planner made, when memory ends."""
+    stays = placed.demands.reason
+    mirrored = mirrored_bytes(placed.demands, [each.chunk for each in placed.state.chunks])  # `made` must not hold what is placed
+
+    def made() -> Profile:
+        own = known or profile_of(job, machine, machine.spread(1))
+        return own if stays is None or own.state_stays else own.staying(stays, mirrored)
+
+    return Rescue(
+        profile=made,
+        search=search,
+        keep=lambda correction: keep_correction(machine, correction),
+        context_bytes=int(machine.device.context_bytes.value),
+        beside_bytes=_beside_bytes(machine),
+    )
