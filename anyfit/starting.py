@@ -31,16 +31,15 @@ from .probing.memory import gpus_before_use
 from .profiling import profile_of, traced
 from .running import launch as launching
 from .running.alike import facts_of
-from .running.gradient_hooks import hooks_on_gradients
 from .running.holding import refuse_held
+from .running.host_memory import HostWatch
 from .running.meeting import MARGIN_SECONDS
 from .running.numbered import latest
-from .running.rehearsal import Rehearsal
+from .running.rehearsal import Rehearsal, hooks_on_gradients
 from .running.rescue import Rescue
 from .running.run import Run
 from .running.several import machine_of_rank, ranks_of_node, spread_of
 from .running.team import Team
-from .running.watch import HostWatch
 from .tracing.blocks import kinds_of
 from .values.demands import StaysOnDevice, StaysWhole
 from .values.job import Job

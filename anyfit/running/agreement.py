@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anyfit.placing.reduction import Reduction
+from anyfit.values.job import Batch
 
 from . import alike
 from .engine import Engine
@@ -70,6 +71,26 @@ class Agreement:
             gradients.count_in(sorted(wanted))
         scale = self._scale(weights if is_weighted else None, samples)
         return Agreed((squares.sum().sqrt() * scale).to(torch.float32), scale, (losses.sum() * scale).to(torch.float32))
+
+    def mean_loss(self, batch: Batch) -> Tensor:
+        """Of a batch of any size in evaluation mode; over several ranks, of all of their batches together."""
+        engine = self._engine
+        modes = [(module, module.training) for module in engine.model.modules()]
+        engine.model.eval()
+        try:
+            with self._peers.telling():
+                total, weight = engine.evaluate(batch)
+        finally:
+            for module, training in modes:
+                module.training = training
+        if not engine.ranks.are_several:
+            return total if weight is None else total / weight
+        if weight is None:
+            rows = engine.job.rows(batch) or 1  # where only the user's `split` knows, batches count alike
+            total, weight = total * rows, torch.as_tensor(float(rows))
+        mine = torch.stack([total.double(), weight.to(total.device).double()])
+        sums = engine.ranks.of_all(mine if not self._peers.is_mute else torch.zeros_like(mine)).sum(0)
+        return (sums[0] / sums[1]).to(total.dtype)
 
     def _scale(self, weights: Tensor | None, samples: Tensor) -> float:
         """Sums to means. A batch without weight is left out, as on a rank alone."""

@@ -28,14 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from anyfit.placing import Placed
 from anyfit.placing.ranks import Ranks
-from anyfit.placing.stretches import (
-    BUFFERS,
-    Stretch,
-    buffers_of,
-    copied_to_host,
-    moments_of,
-    weights_of,
-)
+from anyfit.placing.stretches import BUFFERS, Stretch, buffers_of, copied_to_host, moments_of, weights_of
 from anyfit.values.plan import Plan
 
 from .extra_state import ExtraState
@@ -80,13 +73,7 @@ def _shapes_of(tensors: Mapping[str, Saved]) -> list[tuple[Any, ...]]:
 
 
 def prepared(
-    folder: Path,
-    placed: Placed,
-    progress: Mapping[str, Any],
-    extra: ExtraState,
-    plan: Plan,
-    team: Team | None,
-    layout: Layout,
+    folder: Path, placed: Placed, progress: Mapping[str, Any], extra: ExtraState, plan: Plan, team: Team | None, layout: Layout
 ) -> tuple[Saving, Content]:
     """Everything but the writing, planned by all ranks together; and what this one writes. Moments may still be written to: a
     chunk is to be finished before it is read. `progress` is JSON."""

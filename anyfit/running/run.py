@@ -36,10 +36,9 @@ from .acts import Kind
 from .agreement import Agreement
 from .counting import Counting
 from .engine import Engine
-from .evaluation import mean_loss
 from .extra_state import ExtraState
 from .holding import hold, let_go
-from .host_memory import HostMemory
+from .host_memory import HostMemory, HostWatch
 from .launch import Launch
 from .loader import Data, Loader, Sized
 from .metrics import Metrics
@@ -53,7 +52,6 @@ from .saving import Saving
 from .settings import Settings
 from .step import Step
 from .team import Team
-from .watch import HostWatch
 
 
 class Run:
@@ -146,7 +144,7 @@ class Run:
         batches together."""
         self._progress.check_open()
         self._peers.begin(Kind.EVALUATE)
-        return mean_loss(self._engine, self._peers, batch)
+        return self._agreement.mean_loss(batch)
 
     def loader(self, dataset: Sized, *, epochs: int = 1, shuffle: bool = True, **options: Any) -> Loader:
         """Batches of the dataset in an order that depends on the seed alone; resumes where a checkpoint stood.

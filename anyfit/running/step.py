@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anyfit.placing.gradients import Gradients, clip_factor, total_norm
 from anyfit.placing.reduction import Reduction
 from anyfit.values.job import Batch
-from anyfit.values.loss_rule import MEAN
+from anyfit.values.loss_rule import MEAN, LossRule, divisors
 
 from .acts import Kind
 from .agreement import Agreement
@@ -24,7 +25,6 @@ from .peers import Peers
 from .progress import Phase, Progress
 from .shortage import module_at, shortage
 from .unwatched import refuse_unwatched
-from .weighing import as_sum
 
 NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
 
@@ -125,7 +125,7 @@ class Step:
         are_several = engine.ranks.are_several
         is_cut, rule = not alone or are_several, engine.plan.loss or MEAN
         if is_cut and weight is None and rule.kind == "divided":
-            total, weight = as_sum(total, rule, rows / count)
+            total, weight = _as_sum(total, rule, rows / count)
         if weight is not None and alone and not are_several:
             total = total / weight
         elif weight is not None:
@@ -244,3 +244,26 @@ class Step:
         placed.gradients.clear()
         self._open.clear()
         self.rows, self._weight, self._part, self._loss = 0, None, None, None
+
+
+def _as_sum(loss: Tensor, rule: LossRule, share: float) -> tuple[Tensor, Tensor]:
+    """The loss of a micro-batch, such a share of the batch, as (sum, weight), by the number that it is divided by. One in
+    which nothing counts is 0 / 0 in torch, and adds nothing here. Where all labels count, weights are the shares, and the result
+    is to the bit that of a mean."""
+    found = divisors(loss)
+    if rule.divisor >= len(found):
+        raise RuntimeError(
+            f"the loss of this micro-batch is not divided as that of Job(sample=) was ({rule.why}); return (sum, weight) from it"
+        )
+    by = found[rule.divisor]
+    weight = torch.as_tensor(by.exact, dtype=torch.float32, device=loss.device).detach().reshape(())
+    if by.most:
+        weight = weight / by.most * share
+    is_empty = weight == 0
+
+    def without_nothing(gradients: Sequence[Tensor | None], _given: Any) -> tuple[Tensor | None, ...]:
+        return tuple(None if each is None else torch.where(is_empty, torch.zeros_like(each), each) for each in gradients)
+
+    if by.counts == "given":
+        by.node.register_hook(without_nothing)  # its own division is by 0 too; a cross-entropy of no labels has no gradients
+    return torch.where(is_empty, torch.zeros_like(loss), loss * weight.to(loss.dtype)), weight

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import anyfit
-from anyfit.running.gradient_hooks import adds_up, hooks_on_gradients
+from anyfit.running.rehearsal import adds_up, hooks_on_gradients
 from anyfit.values.loss_rule import LossRule
 from tests.machines import small_machine
 from tests.plans import hand_written

@@ -32,13 +32,13 @@ from anyfit.planning.search import forecast
 from anyfit.probing.cache import corrections_of, keep_correction
 from anyfit.profiling import traced
 from anyfit.running import engine as engines
+from anyfit.running.host_memory import HostWatch
 from anyfit.running.launch import Launch, launched
 from anyfit.running.rehearsal import Rehearsal
 from anyfit.running.rescue import Rescue, let_go, said_of_device
 from anyfit.running.run import Run
 from anyfit.running.shortage import OverLimitError, Shortfall, module_at
 from anyfit.running.step import Step
-from anyfit.running.watch import HostWatch
 from anyfit.starting import rescue_for
 from anyfit.values.corrections import Correction
 from anyfit.values.profile import Profile
