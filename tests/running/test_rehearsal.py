@@ -281,12 +281,12 @@ def _clipped_in_place(gradient: Tensor) -> None:
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_batch_is_cut_under_hooks_that_add_up(name: str) -> None:
-    adds_up, hook = HOOKS[name]
+    expected, hook = HOOKS[name]
     layer = nn.Linear(6, 5)
     layer.weight.register_hook(hook)
     found = hooks_on_gradients(layer)
     assert list(found) == ["weight"]
-    assert adds_up(found["weight"][0], torch.device("cpu")) == adds_up
+    assert adds_up(found["weight"][0], torch.device("cpu")) == expected
 
 
 def test_a_hook_on_the_parameter_itself_may_do_anything() -> None:
