@@ -25,12 +25,12 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("block", blocks("python"))
-def test_every_python_block_of_the_readme_runs(block: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", blocks("python") + blocks("python", "docs/using.md"))
+def test_every_python_block_of_a_document_runs(block: str, tmp_path: Path) -> None:
     run([sys.executable, "-W", "error", "-c", block], tmp_path)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/planning.md"])
+@pytest.mark.parametrize("document", ["docs/using.md", "docs/planning.md"])
 def test_every_command_of_a_document_runs_in_order(document: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for line in "".join(blocks("bash", document)).splitlines():
@@ -38,6 +38,13 @@ def test_every_command_of_a_document_runs_in_order(document: str, tmp_path: Path
         assert words[0] == "anyfit"
         output = run([sys.executable, "-m", *words], tmp_path)
         assert output
+
+
+def test_the_plan_that_the_readme_shows_is_the_one_that_is_made(tmp_path: Path) -> None:
+    shown = next(block for block in blocks("text") if block.startswith("$ "))
+    command, _, answer = shown.partition("\n")
+    words = [sys.executable, "-m", *command.removeprefix("$ ").split()]
+    assert [line.rstrip() for line in run(words, tmp_path).splitlines()] == answer.splitlines()
 
 
 @pytest.mark.parametrize("target", re.findall(r"^make (\S+)", "\n".join(blocks("console")), re.MULTILINE))
