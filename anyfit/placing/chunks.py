@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anyfit.kernels.split import merge, split
 from anyfit.values.demands import Demands
 from anyfit.values.layout import Chunk, Slot
 from anyfit.values.plan import Placement
 
 from .lanes import Ticket
+from .masters import WRITTEN_AT_ONCE, Masters, forget_low, put
 from .ranks import ALONE, Ranks
 from .tiers import HostSlabs
 from .weights import Elements, of_tensor
 
-WRITTEN_AT_ONCE = 2**18  # elements: scratch is little, and stays in the cache
 quietly = torch._C.DisableTorchFunctionSubclass  # parameters that watch their use do not watch the engine's
 
 
@@ -99,6 +98,10 @@ class ChunkState:
         assert buffer is not None
         return buffer
 
+    def masters(self, weights: Tensor) -> Masters:
+        """With these as the high halves: weights of `own` lie in more than one place."""
+        return Masters(weights, self.low if self.is_split else None)
+
     def optimizer_zeros(self, dtype: torch.dtype, elements: int | None = None) -> Tensor:
         """A flat buffer in the tier of the optimizer's state."""
         elements = self.own.elements if elements is None else elements
@@ -163,14 +166,11 @@ class ChunkState:
 
     def _exact(self, slot: Slot | None) -> Tensor:
         """The masters of `own`, or of a parameter in it."""
-        weights, low = self.weights, self.low
+        masters = self.masters(self.weights)
         if slot is not None:
-            weights, low = self.view(weights, slot), self.view(low, slot) if self.is_split else low
-        if not self.is_split:
-            return weights.detach()
-        exact = torch.empty(weights.shape, dtype=torch.float32, device=low.device)
-        merge(weights.to(low.device), low, exact)
-        return exact
+            low = None if masters.low is None else self.view(masters.low, slot)
+            masters = Masters(self.view(masters.weights, slot), low)
+        return masters.exact()
 
     def whole(self, own: Tensor) -> Tensor:
         """A flat buffer of `own`, put together with the other ranks'."""
@@ -183,7 +183,7 @@ class ChunkState:
     def adopt(self, edited: Tensor, before: Tensor) -> None:
         """Takes over weights of `own` that the user edited: a changed bf16 weight is its own new master."""
         if self.is_split:
-            self.low.masked_fill_((edited != before.to(edited.device)).to(self.low.device), 0)
+            forget_low(self.low, edited != before.to(edited.device))
         for home in (self.own_on_device, self.on_host):
             if home is not None and home.data_ptr() != edited.data_ptr():
                 home.copy_(edited)
@@ -192,24 +192,6 @@ class ChunkState:
     def device_bytes(self) -> int:
         there = [self.on_device, self.low if self.placement.optimizer == "device" else None]
         return sum(buffer.nbytes for buffer in there if buffer is not None)
-
-
-def put(given: Tensor, homes: Sequence[Tensor], low: Tensor | None, *, is_split: bool) -> None:
-    """Sets flat buffers of weights, and the low halves beside them, to these numbers, little by little."""
-    if not is_split:
-        for home in homes:
-            home.copy_(given)
-        return
-    where = homes[0].device if low is None else low.device
-    scratch = torch.empty(min(WRITTEN_AT_ONCE, given.numel()), dtype=torch.float32, device=where)
-    halves, lows = torch.empty_like(scratch, dtype=torch.bfloat16), torch.empty_like(scratch, dtype=torch.int16)
-    for start in range(0, given.numel(), WRITTEN_AT_ONCE):
-        part = slice(start, start + WRITTEN_AT_ONCE)
-        exact, high, rest = (buffer[: len(given[part])] for buffer in (scratch, halves, lows))
-        exact.copy_(given[part])
-        split(exact, high, rest if low is None else low[part])
-        for home in homes:
-            home[part].copy_(high)
 
 
 class Absent:

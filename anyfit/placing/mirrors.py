@@ -17,6 +17,7 @@ from anyfit.values.layout import Chunk
 from anyfit.values.plan import Placement
 
 from .chunks import ChunkState, quietly
+from .masters import forget_low
 from .optimizers import refuse_apart, steps_together
 
 
@@ -65,7 +66,7 @@ class Mirrors:
             state = self.states[name]
             if state.is_split:
                 slot = next(each for each in state.chunk.slots if each.name == name)
-                state.view(state.low, slot).masked_fill_(mine != parameter, 0)  # what was edited is its own master
+                forget_low(state.view(state.low, slot), mine != parameter)
             mine.copy_(parameter)
 
     @torch.no_grad()

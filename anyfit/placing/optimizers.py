@@ -21,7 +21,7 @@ from anyfit.values.coupling import coupled_from_outside
 from anyfit.values.demands import StaysOnDevice
 from anyfit.values.plan import Placement
 
-from .optimizer_state import OptimizerState
+from .optimizer_state import Entries, OptimizerState
 
 
 def steps_together(placement: Placement) -> bool:
@@ -130,9 +130,9 @@ class UsersOptimizer:
                 each.live.pop(slot.name, None)
                 each.rest.pop(slot.name, None)
 
-    def keep(self, each: OptimizerState, made: Mapping[str, dict[str, Any]], zeros: Any) -> None:
+    def keep(self, each: OptimizerState, made: Entries) -> None:
         """Takes over what a step made for parameters that had no state yet, into flat buffers."""
-        each.keep(each.moments, made, zeros)
+        each.keep(made)
         if self.is_open:
             self._show(each, list(made))
         else:

@@ -196,8 +196,9 @@ def place(
         else:
             gradients = Gradients(state, lanes, slabs, plan.accumulation, residency.moved_gradients)
         closing.callback(gradients.close)
-        updates = Updates(optimizer, state, gradients, residency, lanes, slabs, mirrors, carried, demands.together)
-        updates.take_back = bound.take_back
+        updates = Updates(
+            optimizer, state, gradients, residency, lanes, slabs, mirrors, bound.take_back, carried, demands.together
+        )
         activations = Activations(model, stage.activations, lanes, slabs, residency)
         closing.callback(activations.close)
         slabs.prepared()

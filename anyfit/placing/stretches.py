@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anyfit.kernels.bytes import Move, move_all
 
-from .chunks import put
+from .masters import put
 from .place import Placed
 
 _cuda: Any = torch.cuda

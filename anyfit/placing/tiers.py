@@ -143,6 +143,24 @@ class HostSlabs:
             _cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
 
 
+class Scratch:
+    """Buffers by name, for chunks that are updated one after another. They grow to the largest that is asked for, and stay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def flat(self, name: str, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        size = elements * dtype.itemsize
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._buffers[name][:size].view(dtype)
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in list(self._buffers.values()))  # a lane may add one meanwhile
+
+
 class LiveBytes(TorchDispatchMode):
     """Peak bytes of all storages that ops make while active, on top of what was there before.
 

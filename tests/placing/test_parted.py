@@ -13,7 +13,7 @@ import torch
 
 import anyfit
 from anyfit.placing.lanes import Ended
-from anyfit.placing.updates import LESS, MORE
+from anyfit.placing.updates.pace import LESS, MORE
 from tests.models import byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
 from tests.plans import AWAY, ON_HOST, RESIDENT, hand_written, started
@@ -70,18 +70,18 @@ def test_adams_own_weight_decay_is_not_parted() -> None:
 def test_fewer_chunks_are_parted_while_the_host_is_not_through_in_time() -> None:
     job, batches, gate = job_for(precision="bf16"), byte_batches(12, ROWS), threading.Event()
     with started(job, hand_written(job, ON_HOST, chunk_bytes=ONE_CHUNK)) as run:
-        updates = run._placed.updates
+        pace = run._placed.updates.pace
         watch(run, lambda label: (label.startswith("finish") and gate.wait()) or None)
         run.step(batches[0])  # parted, and its second part kept from its end
-        assert updates._parted == 1.0
+        assert pace.two_phase_share == 1.0
         opening = threading.Timer(0.5, gate.set)
         opening.start()
         run.step(batches[1])
-        assert updates._parted == 1 - LESS
+        assert pace.two_phase_share == 1 - LESS
         for batch in batches[2:]:  # not parted, as the share of one chunk is none, until nothing has been late for long enough
             run.step(batch)
             run._placed.residency.settle_all()
-        assert updates._parted == pytest.approx(min(1.0, 1 - LESS + 10 * MORE))
+        assert pace.two_phase_share == pytest.approx(min(1.0, 1 - LESS + 10 * MORE))
         assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
         opening.join()
 

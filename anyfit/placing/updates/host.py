@@ -1,0 +1,140 @@
+"""Chunks that the host updates: gradients have come down, and fresh weights go up, at once where they live on the device.
+
+In a two-phase update the host makes weights first, and moments when all weights are fresh (pace.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from anyfit.kernels.adamw import Begun, Part, can_be_parted
+
+from ..lanes import Over, Ticket, Work
+from ..masters import Masters
+from ..optimizer_state import Entries, OptimizerState
+from ..tiers import Scratch
+from .pace import Pace
+from .route import BROKEN_OFF, Context, Inputs
+from .stepper import Groups, adam_state, widened
+
+AFTER_ALL_WEIGHTS = 2**30  # urgency of what can wait for these
+
+
+class OnHost:
+    def __init__(self, context: Context, pace: Pace) -> None:
+        self._context, self._pace = context, pace
+        self._scratch = Scratch(torch.device("cpu"))
+
+    @property
+    def device_bytes(self) -> int:
+        return 0
+
+    def furnish(self, chunk: OptimizerState) -> None:
+        if self._context.stepper.one_pass(chunk.state) is None:
+            self._scratch.flat("exact", chunk.state.own.elements)
+            self._scratch.flat("gradient", chunk.state.own.elements)
+
+    def update(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
+        state, lanes = chunk.state, self._context.lanes
+        part: Part = "masters" if self._is_two_phase(chunk, inputs.groups) else "all"
+        job = functools.partial(self._update, chunk, inputs, part)
+        updated = self._run(chunk, job, inputs.arrived, f"update chunk {state.index}")
+        state.left = None
+        if part == "masters":
+            job = functools.partial(self._finish, chunk, inputs)
+            label = f"finish chunk {state.index}"  # the last first: their next gradients come first
+            state.left = chunk.home = lanes.host.run(job, (updated,), label, order=AFTER_ALL_WEIGHTS - state.index)
+        if state.on_device is None:
+            return updated
+        return lanes.fresh.run(chunk.upload, (updated, inputs.before), f"upload chunk {state.index}")
+
+    def _run(self, chunk: OptimizerState, job: Work, arrived: Ticket | None, label: str) -> Ticket:
+        """After the chunk's last, which may be one that does not count any more."""
+        home = None if chunk.home is None else Over(chunk.home)
+        chunk.home = self._context.lanes.host.run(job, (arrived, home), label, order=chunk.state.index)
+        return chunk.home
+
+    def _is_two_phase(self, chunk: OptimizerState, groups: Groups) -> bool:
+        settings = self._context.stepper.one_pass(chunk.state, groups)
+        if self._context.gradients.adds_up or settings is None or not can_be_parted(settings):
+            return False  # to add gradients up keeps the host at work all through backward
+        return self._pace.is_two_phase(chunk.state.index)
+
+    def _update(self, chunk: OptimizerState, inputs: Inputs, part: Part) -> Begun | None:
+        if self._context.stepper.one_pass(chunk.state, inputs.groups) is not None:  # one pass, that cannot fail half-way
+            known, begun = self._in_one_pass(chunk, inputs, part)
+            chunk.rest |= known
+            return begun
+        before = {}
+        for key, flat in chunk.moments.items():
+            before[key] = self._scratch.flat(f"{key} before", flat.numel())
+            before[key].copy_(flat)
+        try:
+            exact, made = self._step_by_torch(chunk, chunk.moments, inputs)
+        except BaseException:
+            for key, flat in before.items():
+                chunk.moments[key].copy_(flat)
+            raise
+        chunk.keep(made)
+        self._masters(chunk).write(exact)
+        return None
+
+    def _finish(self, chunk: OptimizerState, inputs: Inputs) -> Begun | None:
+        """The moments of a chunk whose weights are fresh."""
+        try:
+            return self._in_one_pass(chunk, inputs, "moments")[1]
+        except BaseException:
+            self._context.integrity.broken = BROKEN_OFF
+            raise
+
+    def speculate(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
+        job = functools.partial(self._speculate, chunk, inputs)
+        return self._run(chunk, job, inputs.arrived, f"speculate on chunk {chunk.state.index}")
+
+    def lift_ahead(self, chunk: OptimizerState) -> None:
+        """It is there."""
+
+    def _speculate(self, chunk: OptimizerState, inputs: Inputs) -> Begun | None:
+        second = chunk.second
+        assert second is not None
+        self._context.readers.before_speculation(chunk)
+        if self._context.stepper.one_pass(chunk.state, inputs.groups) is not None:
+            second.made, begun = self._in_one_pass(chunk, inputs, into_second=True)
+            return begun
+        for key, flat in chunk.moments.items():
+            if key not in second.moments:
+                second.moments[key] = chunk.zeros()
+            second.moments[key].copy_(flat)
+        exact, second.made = self._step_by_torch(chunk, second.moments, inputs)
+        second.masters.write(exact)
+        return None
+
+    def _in_one_pass(
+        self, chunk: OptimizerState, inputs: Inputs, part: Part = "all", *, into_second: bool = False
+    ) -> tuple[Entries, Begun | None]:
+        """In place, or into the second generation."""
+        context, second = self._context, chunk.second
+        settings, flat = context.stepper.one_pass(chunk.state, inputs.groups), context.gradients.flat(chunk.state)
+        assert settings is not None
+        assert flat is not None
+        now = adam_state(self._masters(chunk), chunk.moments)
+        out = adam_state(second.masters, second.moments) if into_second and second is not None else None
+        names, factor = inputs.gradients, inputs.factor
+        return context.stepper.in_one_pass(chunk, names, now, out, flat, factor, settings, part, waits=False)
+
+    def _step_by_torch(self, chunk: OptimizerState, moments: Mapping[str, Tensor], inputs: Inputs) -> tuple[Tensor, Entries]:
+        """The masters after the step, in scratch; moments are updated where they lie."""
+        state, own = chunk.state, inputs.gradients
+        exact = self._scratch.flat("exact", state.own.elements)
+        self._masters(chunk).read(exact)
+        wide, entries = widened(state, own, self._scratch), chunk.entries(moments, own)
+        return exact, self._context.stepper.by_torch(chunk, exact, wide, entries, inputs.factor, inputs.groups)
+
+    @staticmethod
+    def _masters(chunk: OptimizerState) -> Masters:
+        assert chunk.state.on_host is not None
+        return chunk.state.masters(chunk.state.on_host)

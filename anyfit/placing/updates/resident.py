@@ -1,0 +1,149 @@
+"""Resident chunks: the optimizer's state is on the device, and the computation updates it in place, at the end of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..lanes import Ticket
+from ..masters import Masters
+from ..mirrors import Mirrors
+from ..optimizer_state import Entries, OptimizerState
+from ..optimizers import UsersOptimizer
+from ..tiers import Scratch
+from .route import Context, Inputs
+from .stepper import Groups, adam_state, gathered, views, widened
+
+
+class Resident:
+    def __init__(self, context: Context, users: UsersOptimizer) -> None:
+        self._context, self._users = context, users
+        self._scratch = Scratch(context.device)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._scratch.bytes
+
+    def furnish(self, chunk: OptimizerState) -> None:
+        state, elements = chunk.state, chunk.state.own.elements
+        flat, from_host = self._context.gradients.flat(state), state.placement.gradients == "host"
+        if self._context.stepper.one_pass(state) is not None:
+            if flat is None:
+                self._scratch.flat("gathered", elements, state.dtype)
+        else:
+            # Chunks that are stepped at once have each their own.
+            suffix = "" if self._context.stepper.coupled is None else f" {state.index}"
+            if state.is_split:
+                self._scratch.flat(f"exact{suffix}", elements)
+            if state.is_split or from_host:
+                self._scratch.flat(f"gradient{suffix}", elements)
+        if from_host and self._context.device.type != "cpu":
+            self._scratch.flat("landed", elements, state.dtype if flat is None else flat.dtype)
+
+    def can_begin(self, chunk: OptimizerState, groups: Groups) -> bool:
+        """Before the host knows the norm: a kernel on the GPU finds the factor in its own memory."""
+        on_device = chunk.state.placement.route == "resident" and chunk.state.placement.gradients == "device"
+        return (
+            on_device and self._context.device.type == "cuda" and self._context.stepper.one_pass(chunk.state, groups) is not None
+        )
+
+    def begin(self, chunk: OptimizerState, gradients: Mapping[str, Tensor], factor: Tensor, groups: Groups) -> None:
+        """Gives the update to the GPU: one that changes nothing where the factor is no number."""
+        chunk.begun = self._updated(chunk, gradients, None, factor, groups)
+
+    def update(self, chunk: OptimizerState, inputs: Inputs) -> None:
+        chunk.rest |= self._updated(chunk, inputs.gradients, inputs.arrived, inputs.factor, inputs.groups)
+
+    def _updated(
+        self,
+        chunk: OptimizerState,
+        own: Mapping[str, Tensor],
+        arrived: Ticket | None,
+        factor: float | Tensor | None,
+        groups: Groups,
+    ) -> Entries:
+        """What is then known of parameters and not kept yet."""
+        context, state = self._context, chunk.state
+        with context.lanes.computing(f"update chunk {state.index}"):
+            context.lanes.hold_computation(arrived)
+            with context.integrity.in_place():
+                flat = context.gradients.flat(state)
+                if flat is not None and flat.device != context.device:
+                    flat = self._scratch.flat("landed", state.own.elements, flat.dtype).copy_(flat, non_blocking=True)
+                    own = views(state, own, flat)
+                settings = context.stepper.one_pass(state, groups)
+                if settings is None:
+                    assert not isinstance(factor, Tensor)
+                    self._by_torch(chunk, own, factor, groups)
+                    return {}
+                flat = gathered(state, own, self._scratch) if flat is None else flat
+                now = adam_state(self._masters(chunk), chunk.moments)
+                return context.stepper.in_one_pass(chunk, own, now, None, flat, factor, settings)[0]
+
+    def _by_torch(self, chunk: OptimizerState, own: Mapping[str, Tensor], factor: float | None, groups: Groups) -> None:
+        state, masters = chunk.state, self._masters(chunk)
+        exact = masters.weights
+        if state.is_split:
+            exact = self._scratch.flat("exact", state.own.elements)
+            masters.read(exact)
+        if state.is_split or state.placement.gradients == "host":
+            own = widened(state, own, self._scratch)
+        self._users.collect(chunk)
+        missing = [name for name in own if name not in chunk.live]
+        entries = chunk.live | chunk.entries(chunk.moments, missing)
+        made = self._context.stepper.by_torch(chunk, exact, own, entries, factor, groups, missing)
+        if missing:
+            self._users.keep(chunk, made)
+        if state.is_split:
+            masters.write(exact)
+
+    @staticmethod
+    def _masters(chunk: OptimizerState) -> Masters:
+        on_device = chunk.state.own_on_device
+        assert on_device is not None
+        return chunk.state.masters(on_device)
+
+    # ------------------------------------------------------------------ all chunks at once
+
+    def update_together(self, chunks: Sequence[OptimizerState], mirrors: Mirrors, factor: float | None) -> None:
+        """One call of the optimizer itself for all parameters."""
+        context = self._context
+        gradients: dict[str, Tensor] = {}
+        parameters: dict[str, Tensor] = {}
+        exact: dict[int, Tensor] = {}
+        with context.lanes.computing("update"):
+            for chunk in chunks:
+                state = chunk.state
+                own, arrived = context.gradients.of(state)
+                context.lanes.hold_computation(arrived)
+                context.readers.wait_for(state.index)
+                self._users.collect(chunk)
+                if state.is_split and own:
+                    merged = exact[state.index] = self._scratch.flat(f"exact {state.index}", state.own.elements)
+                    state.masters(state.weights).read(merged)
+                    parameters |= views(state, own, merged)
+                    own = self._widened(chunk, own)
+                gradients |= own
+            with context.integrity.in_place():
+                self._users.step_together(gradients, parameters, factor)
+            for chunk in chunks:
+                self._keep_new(chunk)
+                if chunk.state.index in exact:
+                    chunk.state.masters(chunk.state.weights).write(exact[chunk.state.index])
+                    mirrors.spread()
+            mirrors.collect()
+
+    def _widened(self, chunk: OptimizerState, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """In fp32, each as dense as it was."""
+        dense = {name: each for name, each in own.items() if each.layout == torch.strided}
+        found = widened(chunk.state, dense, self._scratch, f"gradient {chunk.state.index}")
+        return {name: found[name] if name in dense else each.float() for name, each in own.items()}
+
+    def _keep_new(self, chunk: OptimizerState) -> None:
+        """What the optimizer itself has made for parameters of which nothing was known."""
+        entries = {slot.name: self._users.entry(slot.name) for slot in chunk.own_slots if slot.name not in chunk.live}
+        made = {name: entry for name, entry in entries.items() if entry}
+        if made:
+            self._users.keep(chunk, made)

@@ -1,0 +1,108 @@
+"""The route of an update, which follows from the placement of its chunk, and what all routes work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..gradients import Gradients
+from ..lanes import Lanes, Ticket
+from ..optimizer_state import OptimizerState
+from ..ranks import Ranks
+from ..reduction import Reduction
+from .stepper import Groups, Stepper
+
+BROKEN_OFF = "the update was broken off half-way"
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What the update of one chunk starts from."""
+
+    gradients: dict[str, Tensor]  # by parameter that has one; emptied when the update needs them no more
+    arrived: Ticket | None  # of those that are on their way
+    factor: float | None  # that scales them
+    groups: Groups  # settings, as they were when the update was asked for
+    before: Ticket | None = None  # the old weights have been read
+
+
+class Route(Protocol):
+    """Where a chunk is updated."""
+
+    def furnish(self, chunk: OptimizerState) -> None:
+        """Takes the scratch that the chunk's update will want, so that a step takes nothing."""
+
+    def update(self, chunk: OptimizerState, inputs: Inputs) -> Ticket | None:
+        """Starts the update; the ticket of its weights, or None where the computation itself makes them."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Of scratch."""
+
+
+class SpeculatingRoute(Route, Protocol):
+    def update(self, chunk: OptimizerState, inputs: Inputs) -> Ticket: ...
+
+    def speculate(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
+        """Starts the same into the chunk's second generation."""
+
+    def lift_ahead(self, chunk: OptimizerState) -> None:
+        """Where nothing is updated before the norm is known: brings the state to where it will be, if that is elsewhere."""
+
+
+class Integrity:
+    """Whether the state is that of whole steps. Where an update in place is broken off it is not, and the run cannot go on."""
+
+    def __init__(self) -> None:
+        self.broken: str | None = None  # why
+
+    def check(self) -> None:
+        if self.broken is not None:
+            raise RuntimeError(f"{self.broken}; go on from the last checkpoint: anyfit.start(job, resume=...)")
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.broken = f"the update failed half-way ({type(error).__name__}: {error})"
+            raise
+
+
+class Readers:
+    """Whoever reads chunks beside the steps, as a save does: it is waited for before what it reads is overwritten."""
+
+    def __init__(self) -> None:
+        self.wait_for: Callable[[int], None] = lambda _chunk: None
+
+    def begin(self, wait_for: Callable[[int], None], chunks: Iterable[OptimizerState]) -> None:
+        """Somebody reads the state as it is now. From here on `wait_for` is asked before any of a chunk's is overwritten."""
+        self.wait_for = wait_for
+        for chunk in chunks:
+            if chunk.second is not None:
+                chunk.second.may_be_read = False
+
+    def before_speculation(self, chunk: OptimizerState) -> None:
+        """On a lane, before the second generation is overwritten."""
+        assert chunk.second is not None
+        if chunk.second.may_be_read:
+            self.wait_for(chunk.state.index)
+            chunk.second.may_be_read = False
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What all routes work with."""
+
+    device: torch.device
+    ranks: Ranks
+    lanes: Lanes
+    gradients: Gradients | Reduction
+    stepper: Stepper
+    integrity: Integrity = field(default_factory=Integrity)
+    readers: Readers = field(default_factory=Readers)

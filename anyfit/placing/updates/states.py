@@ -1,0 +1,142 @@
+"""The optimizer's state of all chunks by parameter name: read, set, adopted from the optimizer object or from another placing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..chunks import Carried, ChunkState
+from ..optimizer_state import Entries, Flat, OptimizerState
+from ..optimizers import UsersOptimizer
+from .stepper import Stepper
+from .streamed import moved
+
+
+class OptimizerStates:
+    def __init__(self, chunks: Sequence[OptimizerState], users: UsersOptimizer, stepper: Stepper, device: torch.device) -> None:
+        self._chunks, self._users, self._stepper, self._device = chunks, users, stepper, device
+        self.names = {slot.name: chunk for chunk in chunks for slot in chunk.state.chunk.slots}
+
+    def make(self, carried: Carried | None) -> None:
+        """What is known at the start: the optimizer's constructor made it (Adagrad's does), it has stepped or loaded before, or
+        it was lifted from another placing."""
+        for chunk in self._chunks:
+            self._stepper.make_adam(chunk)
+            self._adopt(chunk)
+            if carried is not None:
+                self._take_over(chunk, carried)
+
+    def _adopt(self, chunk: OptimizerState) -> None:
+        state, parameters = self._users.optimizer.state, self._users.parameters
+        known = {slot.name: state.pop(parameters[slot.name], None) for slot in chunk.state.chunk.slots}
+        self.load({name: entry for name, entry in known.items() if entry})
+
+    def _take_over(self, chunk: OptimizerState, carried: Carried) -> None:
+        names = [slot.name for slot in chunk.own_slots if slot.name in carried.optimizer_state]
+        self.load({name: carried.optimizer_state[name] for name in names})
+        carried.optimizer_state.update(chunk.entries(chunk.moments, names, cloned=False))
+
+    def replace(self, given: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Takes over a state that user code has put in the place of this one."""
+        names = {id(parameter): name for name, parameter in self._users.parameters.items()}
+        self.forget_all()
+        for chunk in self._chunks:
+            for flat in chunk.moments.values():
+                flat.zero_()
+            self._stepper.make_adam(chunk)
+        self.load({names[id(parameter)]: entry for parameter, entry in given.items() if names.get(id(parameter)) in self.names})
+
+    def read(self) -> Entries:
+        """The state of every parameter that has any, as far as it is this rank's."""
+        found: Entries = {}
+        for chunk in self._chunks:
+            found |= chunk.entries(chunk.moments, [slot.name for slot in chunk.own_slots if slot.name in chunk.rest])
+        return found
+
+    def settle(self) -> None:
+        """All that is known of parameters is in flat buffers, and beside them. An optimizer may have put other tensors, or
+        numbers, in the place of those that a resident chunk gave it."""
+        for chunk in self._chunks:
+            self._users.collect(chunk)
+            chunk.keep(chunk.live)
+
+    def forget_all(self) -> None:
+        self._users.hide(self.names)
+        for chunk in self._chunks:
+            chunk.rest.clear()
+            chunk.live.clear()
+
+    def home(self, name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[OptimizerState, Tensor] | None:
+        chunk = self.names[name]
+        mine = next((slot for slot in chunk.own_slots if slot.name == name), None)
+        if mine is None:
+            return None
+        whole = next(slot for slot in chunk.state.chunk.slots if slot.name == name)
+        rest = chunk.rest.setdefault(name, {})
+        if shape == whole.shape and dtype == torch.float32:
+            if key not in chunk.moments:
+                chunk.moments[key] = chunk.zeros()
+            rest[key] = Flat()
+            return chunk, chunk.state.view(chunk.moments[key], mine)
+        rest[key] = torch.zeros(mine.shape if shape == whole.shape else shape, dtype=dtype, device=self._device_of(chunk))
+        return chunk, rest[key]
+
+    def load_scalars(self, name: str, entries: Mapping[str, Any]) -> None:
+        chunk = self.names[name]
+        mine = next((slot for slot in chunk.own_slots if slot.name == name), None)
+        if mine is None:
+            return
+        counts, rest = self._stepper.counts_device(chunk.state), chunk.rest.setdefault(name, {})
+        for key, value in entries.items():
+            if key in chunk.moments and isinstance(value, Tensor):  # of a parameter that is one number
+                chunk.state.view(chunk.moments[key], mine).fill_(value)
+                rest[key] = Flat()
+            else:
+                rest[key] = _scalar_on(value, counts)
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Of whole parameters."""
+        for name, entries in state.items():
+            chunk = self.names[name]
+            made = moved(_pieces(chunk.state, {name: dict(entries)}), self._device_of(chunk))
+            if not made:
+                continue
+            counts = self._stepper.counts_device(chunk.state)
+            made[name] = {key: _scalar_on(_exact(value), counts) for key, value in made[name].items()}
+            self._users.hide([name])
+            chunk.keep(made)
+            chunk.live.pop(name, None)
+
+    def _device_of(self, chunk: OptimizerState) -> torch.device:
+        return self._device if chunk.state.placement.optimizer == "device" else torch.device("cpu")
+
+    @property
+    def device_bytes(self) -> int:
+        on_device: Iterable[OptimizerState] = (each for each in self._chunks if each.state.placement.optimizer == "device")
+        return sum(tensor.nbytes for chunk in on_device for tensor in chunk.tensors)
+
+
+def _pieces(state: ChunkState, entries: Entries) -> Entries:
+    """What this rank has of the state of whole parameters."""
+    if state.shards == 1:
+        return dict(entries)
+    shapes = {slot.name: slot.shape for slot in state.chunk.slots}
+    found: Entries = {}
+    for slot in state.own.slots:
+        for key, value in entries.get(slot.name, {}).items():
+            is_array = isinstance(value, Tensor) and value.dim() > 0 and value.shape == shapes[slot.name]
+            found.setdefault(slot.name, {})[key] = state.piece(slot, value) if is_array else value
+    return found
+
+
+def _exact(value: Any) -> Any:
+    """Moments of bf16 parameters, as the masters have them."""
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+
+
+def _scalar_on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) and not value.dim() else value

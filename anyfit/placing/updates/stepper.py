@@ -1,0 +1,215 @@
+"""The arithmetic of one chunk's update, wherever its numbers are.
+
+For torch's own Adam and AdamW it is one pass of a kernel over flat buffers (kernels/). For other optimizers, a copy of the user's
+optimizer that sees the chunk's parameters alone steps their masters in scratch: no fp32 copy of the model ever exists. Moments of a
+parameter's own shape lie in flat buffers that share the chunk's offsets.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from anyfit.kernels.adamw import Begun, Part, Settings, State, adamw
+from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
+from anyfit.values.machine import update_threads
+
+from ..chunks import ChunkState
+from ..masters import Masters
+from ..optimizer_state import Entries, Flat, OptimizerState
+from ..tiers import Scratch
+
+ADAM_KEYS = ("exp_avg", "exp_avg_sq")
+Groups = list[dict[str, Any]]
+
+
+class Stepper:
+    def __init__(self, optimizer: Optimizer, device: torch.device, coupled: str | None) -> None:
+        self._optimizer, self._device = optimizer, device
+        self.coupled = coupled  # why all parameters are stepped at once, if they are
+        self._threads = update_threads(torch.get_num_threads())
+        self._parameters: dict[int, list[nn.Parameter]] = {}  # by chunk, of its masters in scratch
+
+    def groups(self) -> Groups:
+        """Learning rates and the like of every group as they are now: a scheduler may change them while an update runs."""
+        return [
+            {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
+    def one_pass(self, state: ChunkState, groups: Sequence[Mapping[str, Any]] | None = None) -> Settings | None:
+        """Where a one-pass kernel steps the chunk: its group's settings."""
+        route = state.placement.route
+        if self.coupled is not None or state.dtype.is_complex:
+            return None
+        if route == "resident" and self._device.type == "cpu":  # forecasts of the CPU device rest on torch's own
+            return None
+        if route != "host" and self._device.type == "cuda" and not can_run_on_gpu(self._device):
+            return None
+        return _adam(self._optimizer, (groups or self._optimizer.param_groups)[state.chunk.group])
+
+    def counts_device(self, state: ChunkState) -> torch.device:
+        """Where torch's optimizer wants its step counts."""
+        group = self._optimizer.param_groups[state.chunk.group]
+        wanted = group.get("fused") or group.get("capturable")
+        on_device = bool(wanted) and state.placement.update == "device" and self.one_pass(state) is None
+        return self._device if on_device else torch.device("cpu")
+
+    def make_adam(self, chunk: OptimizerState) -> None:
+        """Moments as torch's Adam makes them in its first step, taken at the start instead."""
+        if type(self._optimizer) not in (Adam, AdamW) or chunk.state.dtype.is_complex:
+            return
+        group = self._optimizer.param_groups[chunk.state.chunk.group]
+        keys = (*ADAM_KEYS, "max_exp_avg_sq") if group["amsgrad"] else ADAM_KEYS
+        for key in keys:
+            if key not in chunk.moments:
+                chunk.moments[key] = chunk.zeros()
+        where = self.counts_device(chunk.state)
+        for slot in chunk.own_slots:
+            chunk.rest[slot.name] = {"step": torch.zeros((), device=where), **{key: Flat() for key in keys}}
+
+    def in_one_pass(
+        self,
+        chunk: OptimizerState,
+        names: Iterable[str],
+        now: State,
+        out: State | None,
+        gradient: Tensor,
+        factor: float | Tensor | None,
+        settings: Settings,
+        part: Part = "all",
+        *,
+        waits: bool = True,
+    ) -> tuple[Entries, Begun | None]:
+        """Steps these parameters of a chunk by the kernel of where they lie; what is then known of each, and, where it is not
+        waited for, the host's update that is still under way."""
+        made: Entries = {}
+        ranges: dict[int, list[tuple[int, int]]] = {}  # by step count: a parameter without a gradient has stayed behind
+        slots = chunk.own_slots
+        for slot in slots:
+            if slot.name in names:
+                entry = chunk.rest[slot.name]
+                step = int(entry["step"]) + 1
+                made[slot.name] = {**entry, "step": _count(step)}
+                ranges.setdefault(step, []).append((slot.offset, slot.offset + slot.elements))
+        begun, last = None, next(reversed(ranges), None)
+        for step, stretches in ranges.items():
+            own_ranges = stretches if len(stretches) < len(slots) else None  # all of it, and the padding between
+            if now.weights.is_cuda:
+                adamw_on_gpu(now, gradient, settings, step, out=out, scale=factor, ranges=own_ranges)
+            else:
+                assert not isinstance(factor, Tensor)
+                on_gpu = self._device.type == "cuda"  # the same bits, wherever it is updated
+                how = functools.partial(adamw, part=part, threads=self._threads, as_on_gpu=on_gpu, waits=waits or step != last)
+                begun = how(now, gradient, settings, step, out=out, scale=factor, ranges=own_ranges)
+            now, out = out or now, None
+        return made, begun
+
+    def by_torch(
+        self,
+        chunk: OptimizerState,
+        exact: Tensor,
+        gradients: Mapping[str, Tensor],
+        entries: Mapping[str, dict[str, Any]],
+        factor: float | None,
+        groups: Groups,
+        asked: Collection[str] | None = None,
+    ) -> Entries:
+        """Steps the optimizer, which sees these parameters alone, on their masters in `exact`; what it then knows of each, or of
+        those that are asked for."""
+        if factor is not None:
+            _scale(list(gradients.values()), factor)
+        working = zip(chunk.own_slots, self._masters(chunk.state, exact), strict=True)
+        parameters = {slot.name: parameter for slot, parameter in working if slot.name in gradients}
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name]
+        narrowed: Any = object.__new__(type(self._optimizer))
+        narrowed.__dict__.update({key: value for key, value in vars(self._optimizer).items() if key != "step"})
+        narrowed.param_groups = [{**group, "params": []} for group in groups]
+        narrowed.param_groups[chunk.state.chunk.group]["params"] = list(parameters.values())
+        narrowed.state = defaultdict(dict, {parameters[name]: entries[name] for name in parameters if entries[name]})
+        try:
+            narrowed.step()
+        finally:
+            for parameter in parameters.values():
+                parameter.grad = None
+        _refuse_coupled(groups, narrowed.param_groups, type(self._optimizer).__name__)
+        return {name: dict(narrowed.state[parameters[name]]) for name in (parameters if asked is None else asked)}
+
+    def _masters(self, state: ChunkState, exact: Tensor) -> list[nn.Parameter]:
+        known = self._parameters.get(state.index)
+        if known is None or known[0].data_ptr() != state.view(exact, state.own.slots[0]).data_ptr():
+            known = self._parameters[state.index] = [nn.Parameter(state.view(exact, slot)) for slot in state.own.slots]
+        return known
+
+
+def adam_state(masters: Masters, moments: Mapping[str, Tensor]) -> State:
+    """One generation of a chunk, as the one-pass kernels take it."""
+    return State(masters.weights, masters.low, *(moments[key] for key in ADAM_KEYS))
+
+
+def gathered(state: ChunkState, gradients: Mapping[str, Tensor], scratch: Scratch) -> Tensor:
+    """Gradients that autograd made, side by side at the chunk's offsets."""
+    flat = scratch.flat("gathered", state.own.elements, next(iter(gradients.values())).dtype)
+    torch._foreach_copy_(list(views(state, gradients, flat).values()), list(gradients.values()), non_blocking=True)
+    return flat
+
+
+def widened(state: ChunkState, gradients: Mapping[str, Tensor], scratch: Scratch, name: str = "gradient") -> dict[str, Tensor]:
+    """The gradients in fp32 on the scratch's device, free to be scaled."""
+    found = views(state, gradients, scratch.flat(name, state.own.elements))
+    if gradients:
+        torch._foreach_copy_(list(found.values()), list(gradients.values()), non_blocking=True)
+    return found
+
+
+def views(state: ChunkState, names: Iterable[str], flat: Tensor) -> dict[str, Tensor]:
+    slots = {slot.name: slot for slot in state.own.slots}
+    return {name: state.view(flat, slots[name]) for name in names}
+
+
+@functools.lru_cache(8)
+def _count(step: int) -> Tensor:
+    """As torch keeps it, one for all: it is replaced and not changed."""
+    return torch.tensor(float(step))
+
+
+def _adam(optimizer: Optimizer, group: Mapping[str, Any]) -> Settings | None:
+    """The settings of torch's own Adam or AdamW, where the one-pass kernel does what it does."""
+    if type(optimizer) not in (Adam, AdamW):
+        return None
+    if group["amsgrad"] or group["capturable"] or group["differentiable"] or isinstance(group["lr"], Tensor):
+        return None
+    return Settings(
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))),
+        maximize=group["maximize"],
+    )
+
+
+def _scale(gradients: list[Tensor], factor: float) -> None:
+    if any(each.layout != torch.strided for each in gradients):  # which foreach does not know
+        for each in gradients:
+            each.mul_(factor)
+    else:
+        torch._foreach_mul_(gradients, factor)
+
+
+def _refuse_coupled(before: Groups, after: Sequence[Mapping[str, Any]], name: str) -> None:
+    for old, new in zip(before, after, strict=True):
+        for key, value in old.items():
+            if new[key] is not value and new[key] != value:
+                raise RuntimeError(
+                    f"{name} changes its group's {key!r} in a step, so its parameters do not stand by themselves and cannot be "
+                    "updated chunk by chunk; use an optimizer that keeps its state by parameter, such as AdamW"
+                )

@@ -1,0 +1,181 @@
+"""Streamed chunks: the optimizer's state lives on the host, comes up to be stepped on the device, and goes down again.
+
+Up, step and down are on streams of their own, and three carriers hold the state meanwhile: one chunk comes up while another is
+stepped and a third goes down.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch
+
+from ..lanes import STREAMED_DEPTH, Over, Ticket
+from ..masters import Masters
+from ..optimizer_state import Entries, Load, OptimizerState, Second
+from ..tiers import Scratch
+from .route import Context, Inputs
+from .stepper import adam_state, gathered, views, widened
+
+
+class Streamed:
+    def __init__(self, context: Context) -> None:
+        self._context, self._lane = context, context.lanes.streamed
+        self._scratch = Scratch(context.device)
+        self._carriers = [Scratch(context.device) for _ in range(STREAMED_DEPTH)]
+        self._next_carrier = itertools.cycle(range(STREAMED_DEPTH))
+        self._loads: dict[int, Load] = {}  # by carrier, the last that it took
+        self._first: list[OptimizerState] = []  # of the layout, as many as there are carriers: they are needed first
+
+    @property
+    def device_bytes(self) -> int:
+        return self._scratch.bytes + sum(carrier.bytes for carrier in self._carriers)
+
+    def furnish(self, chunk: OptimizerState) -> None:
+        state, elements = chunk.state, chunk.state.own.elements
+        if len(self._first) < STREAMED_DEPTH:
+            self._first.append(chunk)
+        flat = self._context.gradients.flat(state)
+        if self._context.stepper.one_pass(state) is None:
+            self._scratch.flat("exact", elements)
+            self._scratch.flat("gradient", elements)
+        elif flat is None:
+            self._scratch.flat("gathered", elements, state.dtype)
+        for carrier in self._carriers:
+            carrier.flat("low", elements if state.is_split else 0, torch.int16)
+            if state.on_device is None or chunk.second is not None:
+                carrier.flat("weights", elements, state.dtype)
+            if state.placement.gradients == "host" and self._context.device.type != "cpu":
+                carrier.flat("landed", elements, state.dtype if flat is None else flat.dtype)
+            for key in chunk.moments:
+                carrier.flat(key, elements)
+
+    def update(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
+        load, chunk.lifted = chunk.lifted, None
+        return self._start(chunk, load or Load(inputs.gradients, None), inputs, f"update chunk {chunk.state.index}")
+
+    def speculate(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
+        inputs = replace(inputs, before=self._context.lanes.so_far())
+        load, label = Load(inputs.gradients, chunk.second), f"speculate on chunk {chunk.state.index}"
+        return self._start(chunk, load, inputs, label)
+
+    def _start(self, chunk: OptimizerState, load: Load, inputs: Inputs, label: str) -> Ticket:
+        index = chunk.state.index
+        load.gradients = inputs.gradients
+        home = None if chunk.home is None else Over(chunk.home)
+
+        def lift() -> None:
+            load.is_ahead = False
+            if load.carrier is None:
+                self._lift(chunk, load)
+
+        parts = (
+            (lift, f"lift state of chunk {index}"),
+            (lambda: self._step(chunk, load, inputs), label),
+            (lambda: self._lower(chunk, load), f"lower state of chunk {index}"),
+        )
+        after = (home, load.ticket, inputs.arrived, inputs.before)
+        chunk.home = load.ticket = self._lane.run_parts(parts, after, order=index)
+        return chunk.home
+
+    def lift_ahead(self, chunk: OptimizerState) -> None:
+        """Of the streamed chunks that are needed first, as many as there are carriers."""
+        if chunk not in self._first:
+            return
+        load = chunk.lifted = Load({}, None)
+        after = (None if chunk.home is None else Over(chunk.home), self._context.gradients.of(chunk.state)[1])
+
+        def lift() -> None:
+            self._lift(chunk, load)
+            load.is_ahead = True
+
+        load.ticket = self._lane.run(lift, after, f"lift state of chunk {chunk.state.index}", chunk.state.index)
+
+    def _lift(self, chunk: OptimizerState, load: Load) -> None:
+        state, elements = chunk.state, chunk.state.own.elements
+        which = next(self._next_carrier)
+        before, self._loads[which] = self._loads.get(which), load
+        if before is not None and before.is_ahead:  # the lane comes to its update later, if it does: it is lifted again then
+            before.carrier = None
+        elif before is not None and before.ticket is not None:
+            Over(before.ticket).wait()
+        carrier = load.carrier = self._carriers[which]
+        load.weights, load.flat = state.own_on_device, self._context.gradients.flat(state)
+        load.moments = {key: carrier.flat(key, elements) for key in chunk.moments}
+        copies = [(load.moments[key], flat) for key, flat in chunk.moments.items()]
+        if load.weights is None:
+            load.weights = carrier.flat("weights", elements, state.dtype)
+            copies.append((load.weights, state.weights))
+        if state.is_split:
+            copies.append((carrier.flat("low", elements, torch.int16), state.low))
+        if load.flat is not None and load.flat.device != self._context.device:
+            copies.append((carrier.flat("landed", elements, load.flat.dtype), load.flat))
+            load.flat = copies[-1][0]
+        self._lane.tracks[0].copy(copies, yields=True)  # to weights that the computation waits for
+
+    def _step(self, chunk: OptimizerState, load: Load, inputs: Inputs) -> None:
+        state, carrier, own = chunk.state, load.carrier, load.gradients
+        assert carrier is not None
+        assert load.weights is not None
+        self._lane.tracks[1].uses(own.values())
+        low = carrier.flat("low", state.own.elements, torch.int16) if state.is_split else None
+        old = Masters(load.weights, low)
+        if load.second is not None:  # the old weights stay
+            load.weights = carrier.flat("weights", state.own.elements, state.dtype)
+        new = Masters(load.weights, low)
+        settings = self._context.stepper.one_pass(state, inputs.groups)
+        if settings is not None:
+            flat = gathered(state, own, self._scratch) if load.flat is None else load.flat
+            now, out = (adam_state(masters, load.moments) for masters in (old, new))
+            load.rest, _ = self._context.stepper.in_one_pass(chunk, own, now, out, flat, inputs.factor, settings)
+        else:
+            self._step_by_torch(chunk, load, inputs, old, new)
+
+    def _step_by_torch(self, chunk: OptimizerState, load: Load, inputs: Inputs, old: Masters, new: Masters) -> None:
+        state, carrier, elements = chunk.state, load.carrier, chunk.state.own.elements
+        assert carrier is not None
+        own = load.gradients if load.flat is None else views(state, load.gradients, load.flat)
+        exact = self._scratch.flat("exact", elements)
+        old.read(exact)
+        entries = moved(chunk.entries(load.moments, own), self._context.device)
+        wide = widened(state, own, self._scratch)
+        made = self._context.stepper.by_torch(chunk, exact, wide, entries, inputs.factor, inputs.groups)
+        after = OptimizerState(state)
+        after.keep(made, load.moments, lambda key: carrier.flat(key, elements).zero_())
+        load.rest = moved(after.rest, torch.device("cpu"))
+        # Nothing has changed so far that counts; from here on nothing can fail.
+        new.write(exact)
+
+    def _lower(self, chunk: OptimizerState, load: Load) -> None:
+        state, second, carrier = chunk.state, load.second, load.carrier
+        assert load.weights is not None
+        assert carrier is not None
+        if second is not None:
+            self._context.readers.before_speculation(chunk)
+        home: OptimizerState | Second = chunk if second is None else second
+        for key in load.moments:
+            if key not in home.moments:
+                home.moments[key] = chunk.zeros()
+        copies = [(home.moments[key], flat) for key, flat in load.moments.items()]
+        if state.is_split:
+            low = state.low if second is None else second.low
+            copies.append((low, carrier.flat("low", state.own.elements, torch.int16)))
+        weights = state.on_host if second is None else second.weights
+        if weights is not None:
+            copies.append((weights, load.weights))
+        self._lane.tracks[2].copy(copies)
+        if second is not None:
+            second.made = load.rest
+        else:
+            chunk.rest |= load.rest
+        load.gradients.clear()  # the carrier knows this load until it takes another, which may be in the next step
+
+
+def moved(entries: Entries, device: torch.device) -> Entries:
+    """The same with arrays on the device; single numbers (step counts) stay where torch keeps them."""
+
+    def at(value: object) -> object:
+        return value.to(device) if isinstance(value, torch.Tensor) and value.dim() else value
+
+    return {name: {key: at(value) for key, value in entry.items()} for name, entry in entries.items()}
