@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anyfit.kernels.adamw import Begun, Part, can_be_parted
+from anyfit.values.engine import LATER
 
 from ..lanes import Over, Ticket, Work
 from ..masters import Masters
@@ -20,8 +21,6 @@ from ..tiers import Scratch
 from .pace import Pace
 from .route import BROKEN_OFF, Context, Inputs
 from .stepper import Groups, adam_state, widened
-
-AFTER_ALL_WEIGHTS = 2**30  # urgency of what can wait for these
 
 
 class OnHost:
@@ -47,7 +46,7 @@ class OnHost:
         if part == "masters":
             job = functools.partial(self._finish, chunk, inputs)
             label = f"finish chunk {state.index}"  # the last first: their next gradients come first
-            state.left = chunk.home = lanes.host.run(job, (updated,), label, order=AFTER_ALL_WEIGHTS - state.index)
+            state.left = chunk.home = lanes.host.run(job, (updated,), label, order=LATER - state.index)
         if state.on_device is None:
             return updated
         return lanes.fresh.run(chunk.upload, (updated, inputs.before), f"upload chunk {state.index}")

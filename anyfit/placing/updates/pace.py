@@ -7,6 +7,8 @@ through with before their next gradients come, which shows in whether it was in 
 
 from __future__ import annotations
 
+from anyfit.values.engine import is_two_phase
+
 MOST_CLIPPED = 0.5  # with a larger share of late steps that clipped, no update begins before the norm is known
 LATE_STEPS = 8  # about so many count in that share
 LESS, MORE = 1 / 8, 1 / 32  # share of chunks, fewer or more of which are then updated in two phases
@@ -27,6 +29,5 @@ class Pace:
     def may_speculate(self) -> bool:
         return self.clipped_share <= MOST_CLIPPED
 
-    def is_two_phase(self, index: int) -> bool:
-        """Spread evenly over the chunks."""
-        return int((index + 1) * self.two_phase_share) > int(index * self.two_phase_share)
+    def is_two_phase(self, chunk: int) -> bool:
+        return is_two_phase(chunk, self.two_phase_share)

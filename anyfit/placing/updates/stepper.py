@@ -1,7 +1,7 @@
 """The arithmetic of one chunk's update, wherever its numbers are.
 
-For torch's own Adam and AdamW it is one pass of a kernel over flat buffers (kernels/). For other optimizers, a copy of the user's
-optimizer that sees the chunk's parameters alone steps their masters in scratch: no fp32 copy of the model ever exists. Moments of a
+For torch's own Adam and AdamW it is one pass of a kernel over flat buffers (kernels/). Any other optimizer steps the masters of a
+chunk in scratch, through a copy of it that sees these parameters alone: no fp32 copy of the model ever exists. Moments of a
 parameter's own shape lie in flat buffers that share the chunk's offsets.
 """
 
