@@ -3,7 +3,7 @@ activations. A placed model can be lifted and placed again, as another plan says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from anyfit.values.demands import Demands, demands_of
 from anyfit.values.job import Job
-from anyfit.values.layout import lay_out
+from anyfit.values.layout import Chunk, lay_out
 from anyfit.values.plan import Placement, Plan
 from anyfit.values.record import nearest
 
@@ -24,10 +24,11 @@ from .compiled import watch_compiled
 from .edits import Bound
 from .gradients import Gradients
 from .lanes import Lanes
+from .local_gradients import LocalGradients
 from .mirrors import Mirrors, casts, refuse_elsewhere
 from .pieces import refuse_unless_by_element
 from .ranks import ALONE, Ranks
-from .reduction import Reduction
+from .reduction import ReducedGradients
 from .residency import Residency
 from .tiers import HostSlabs, let_segments_grow
 from .updates import Updates
@@ -41,7 +42,7 @@ class Placed:
     model: nn.Module
     state: ModelState
     residency: Residency
-    gradients: Gradients | Reduction
+    gradients: Gradients
     updates: Updates
     activations: Activations
     lanes: Lanes
@@ -143,35 +144,13 @@ def place(
     """
     if plan.ranks != ranks.count:
         raise ValueError(f"the plan is for {plan.ranks} ranks, and {ranks.count} are there; plan again with anyfit.plan(job)")
-    if carried is None:
-        optimizer, group_of = job.build_optimizer(model)
-        agreed(model, optimizer)
-    else:
-        optimizer = carried.optimizer
-        group_of = {id(each): index for index, group in enumerate(optimizer.param_groups) for each in group["params"]}
+    optimizer, group_of = _optimizer_for(job, model, carried, agreed)
     layout = lay_out(job.placeables(model, group_of), plan.chunk_bytes, ranks.count)
-    placements = plan.chunks or (Placement(),)
-    if len(placements) == 1:
-        placements *= len(layout)
-    if len(placements) != len(layout):
-        raise ValueError(
-            f"the plan places {len(placements)} chunks, and this model makes {len(layout)} of about {plan.chunk_bytes} bytes"
-        )
-    if device.type == "cpu" and any(group.get("capturable") for group in optimizer.param_groups):
-        raise ValueError(f"{type(optimizer).__name__}(capturable=True) steps on a GPU alone; leave capturable out")
-    if carried is None:
-        demands = demands_of(model, optimizer, casts=casts(job.precision, device), elsewhere=elements or ())
-    else:
-        demands = carried.demands
-    refuse_elsewhere(demands, layout, placements, job.precision, device)
-    if any(each.optimizer_shards > 1 for each in placements):
-        refuse_unless_by_element(optimizer)
+    placements = _placements(plan, len(layout))
+    demands = _checked_demands(job, model, optimizer, layout, placements, device, carried, elements)
     if plan.chunks and device.type == "cuda":
         let_segments_grow()
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+    _move_buffers(model, device)
     with ExitStack() as closing:
         slabs = HostSlabs(device, plan.limit_bytes["host"], arena)
         closing.callback(slabs.close)
@@ -185,27 +164,85 @@ def place(
         residency = Residency(state, lanes, plan.slots, plan.prefetch)
         closing.callback(residency.close)
         bound = Bound(model, state, residency.watched)
-        stage = plan.stages[0]
-        undo = [_compile(model, block) for block in stage.compiled]
-        watch_compiled(residency, model)
-        residency.undo += undo + [_keep_unflattened(module) for module in model.modules() if _flattens(module)]
-        gradients: Gradients | Reduction
-        if ranks.are_several:
-            reduced_in = torch.float32 if plan.reduction == "fp32" else None
-            gradients = Reduction(state, lanes, slabs, plan.accumulation, residency.moved_gradients, reduced_in)
-        else:
-            gradients = Gradients(state, lanes, slabs, plan.accumulation, residency.moved_gradients)
+        _compile_blocks(model, plan.stages[0].compiled, residency)
+        gradients = _gradients_for(plan, state, lanes, slabs, residency.moved_gradients)
         closing.callback(gradients.close)
         updates = Updates(
             optimizer, state, gradients, residency, lanes, slabs, mirrors, bound.take_back, carried, demands.together
         )
-        activations = Activations(model, stage.activations, lanes, slabs, residency)
+        activations = Activations(model, plan.stages[0].activations, lanes, slabs, residency)
         closing.callback(activations.close)
         slabs.prepared()
         closing.pop_all()
     return Placed(
         model, state, residency, gradients, updates, activations, lanes, slabs, device, mirrors, bound, demands, delay, ranks
     )
+
+
+def _optimizer_for(
+    job: Job, model: nn.Module, carried: Carried | None, agreed: Callable[[nn.Module, Optimizer], None]
+) -> tuple[Optimizer, dict[int, int]]:
+    """The optimizer, and by parameter the group that it is in."""
+    if carried is None:
+        optimizer, group_of = job.build_optimizer(model)
+        agreed(model, optimizer)
+        return optimizer, group_of
+    groups = enumerate(carried.optimizer.param_groups)
+    return carried.optimizer, {id(each): index for index, group in groups for each in group["params"]}
+
+
+def _placements(plan: Plan, chunks: int) -> tuple[Placement, ...]:
+    """One for each chunk."""
+    placements = plan.chunks or (Placement(),)
+    if len(placements) == 1:
+        placements *= chunks
+    if len(placements) != chunks:
+        raise ValueError(
+            f"the plan places {len(placements)} chunks, and this model makes {chunks} of about {plan.chunk_bytes} bytes"
+        )
+    return placements
+
+
+def _checked_demands(
+    job: Job,
+    model: nn.Module,
+    optimizer: Optimizer,
+    layout: Sequence[Chunk],
+    placements: Sequence[Placement],
+    device: torch.device,
+    carried: Carried | None,
+    elements: Mapping[str, Elements] | None,
+) -> Demands:
+    """What the model and its optimizer demand. Raises where the plan cannot honour it."""
+    if device.type == "cpu" and any(group.get("capturable") for group in optimizer.param_groups):
+        raise ValueError(f"{type(optimizer).__name__}(capturable=True) steps on a GPU alone; leave capturable out")
+    if carried is not None:
+        demands = carried.demands
+    else:
+        demands = demands_of(model, optimizer, casts=casts(job.precision, device), elsewhere=elements or ())
+    refuse_elsewhere(demands, layout, placements, job.precision, device)
+    if any(each.optimizer_shards > 1 for each in placements):
+        refuse_unless_by_element(optimizer)
+    return demands
+
+
+def _gradients_for(plan: Plan, state: ModelState, lanes: Lanes, slabs: HostSlabs, moved: set[str]) -> Gradients:
+    if not state.ranks.are_several:
+        return LocalGradients(state, lanes, slabs, plan.accumulation, moved)
+    return ReducedGradients(state, lanes, slabs, plan.accumulation, moved, torch.float32 if plan.reduction == "fp32" else None)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def _compile_blocks(model: nn.Module, blocks: Sequence[str], residency: Residency) -> None:
+    undo = [_compile(model, block) for block in blocks]
+    watch_compiled(residency, model)
+    residency.undo += undo + [_keep_unflattened(module) for module in model.modules() if _flattens(module)]
 
 
 def _flattens(module: nn.Module) -> bool:

@@ -16,24 +16,20 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from anyfit.kernels.sums import add, norm, root
 from anyfit.values.engine import REDUCTION_STAGES
 from anyfit.values.layout import Slot
-from anyfit.values.machine import update_threads
 
 from .chunks import ChunkState, ModelState, quietly
-from .gradients import refuse_sparse
+from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, refuse_sparse
 from .lanes import Lanes, Over, Ticket
 from .tiers import HostSlabs
 
 
 @dataclass(eq=False)
-class Stage:
-    flat: Tensor  # bytes, on the device, of a whole chunk
-    own: Tensor  # the same of a stretch, where it does not go straight home
-    ticket: Ticket | None = None  # of the last that used it
+class Stage(StagingBuffer):
+    own: Tensor = field(kw_only=True)  # bytes of a stretch, where it does not go straight home
 
 
 @dataclass(eq=False)
@@ -42,9 +38,9 @@ class Home:
 
     state: ChunkState
     flat: Tensor  # of `own`
-    is_divided: bool  # every micro-batch is reduced by itself
-    sums: Tensor | None = None  # of the whole chunk, fp32, over the micro-batches of this rank
-    summed: set[str] = field(default_factory=set)  # of parameters in them
+    dtype: torch.dtype  # in which ranks sum
+    by_micro_batch: bool  # each of them is reduced by itself
+    sums: DeviceSums | None = None  # of the whole chunk, over the micro-batches of this rank
     there: set[str] = field(default_factory=set)  # of this micro-batch: autograd has made them
     names: set[str] = field(default_factory=set)  # of parameters that have had one in this step
     given: int = 0  # reductions in this step
@@ -53,74 +49,53 @@ class Home:
     reduced: Ticket | None = None
     ticket: Ticket | None = None  # it is at home
 
+    @property
+    def lands(self) -> bool:
+        """Whether a reduced stretch does not go straight home."""
+        return self.by_micro_batch or self.state.placement.gradients == "host"
 
-class Reduction:
-    """What `Gradients` is for a rank alone. `last` is to say whether the micro-batch that goes backward is the step's last."""
+    @property
+    def landing_bytes(self) -> int:
+        return self.state.own.elements * self.dtype.itemsize if self.lands else 0
 
+
+class ReducedGradients(Gradients):
     def __init__(
         self, state: ModelState, lanes: Lanes, slabs: HostSlabs, accumulation: int, moved: set[str], dtype: torch.dtype | None
     ) -> None:
-        self._state, self._lanes, self._ranks, self._parameters = state, lanes, state.ranks, state.parameters
-        self.adds_up = accumulation > 1
-        self.last = True
-        self.is_weighted = False  # sums are divided by a weight that is not known yet
-        self._threads = update_threads(torch.get_num_threads())
-        self._moved = moved
-        self.on_complete: Callable[[ChunkState], None] = lambda _state: None
-        self.on_late: Callable[[ChunkState], None] = lambda _state: None
-        self.device_bytes = 0
-        self._hooks: list[RemovableHandle] = []
-        self._homes = {each.index: self._home(each, slabs, dtype) for each in state.chunks if each.chunk.trainable}
+        super().__init__(state, lanes, accumulation, moved)
+        self._ranks = state.ranks
+        self._is_last, self._is_weighted = True, False
+        self._homes = {each.index: self._home(each, slabs, dtype or each.dtype) for each in state.chunks if each.chunk.trainable}
         self._order = sorted(self._homes, reverse=True)  # as backward comes to them, where modules are used as they are defined
         self._turn = 0  # in it
-        self._dtypes = {index: self._dtype_of(home.state, dtype) for index, home in self._homes.items()}
-        whole = max((each.state.chunk.elements * self._dtypes[index].itemsize for index, each in self._homes.items()), default=0)
-        landing = {
-            index: home.state.own.elements * self._dtypes[index].itemsize
-            for index, home in self._homes.items()
-            if self._lands(home)
-        }
-        own = max(landing.values(), default=0)
-        down = max((size for index, size in landing.items() if self._homes[index].state.placement.gradients == "host"), default=0)
+        homes = self._homes.values()
+        whole = max((home.state.chunk.elements * home.dtype.itemsize for home in homes), default=0)
+        own = max((home.landing_bytes for home in homes), default=0)
+        down = max((home.landing_bytes for home in homes if home.state.placement.gradients == "host"), default=0)
         self._stages = []
-        for _ in range(min(REDUCTION_STAGES, len(self._homes))):
+        for _ in range(min(REDUCTION_STAGES, len(homes))):
             buffers = [torch.empty(size, dtype=torch.uint8, device=state.device) for size in (whole, own)]
-            self._stages.append(Stage(buffers[0], buffers[1]))
+            self._stages.append(Stage(buffers[0], own=buffers[1]))
         self.device_bytes += sum(stage.flat.nbytes + stage.own.nbytes for stage in self._stages)
-        self._landings: list[tuple[Tensor, Ticket | None]] = [
-            (slabs.zeros(down, torch.uint8, crosses=True), None) for _ in self._stages if self.adds_up and down
-        ]
-        for home in self._homes.values():
+        self._landings = Landings(lanes, slabs, down, len(self._stages) if self.adds_up and down else 0)
+        for home in homes:
             for slot in home.state.chunk.slots:
-                hook = self._taker(home, slot)
-                self._hooks.append(self._parameters[slot.name].register_post_accumulate_grad_hook(hook))
+                self._hook(slot.name, self._taker(home, slot))
 
-    @staticmethod
-    def _dtype_of(state: ChunkState, dtype: torch.dtype | None) -> torch.dtype:
-        return dtype or state.dtype
-
-    def _home(self, state: ChunkState, slabs: HostSlabs, dtype: torch.dtype | None) -> Home:
+    def _home(self, state: ChunkState, slabs: HostSlabs, dtype: torch.dtype) -> Home:
         is_on_host = state.placement.gradients == "host"
-        is_divided = self.adds_up and (is_on_host or state.placement.gradient_shards > 1)
-        kept = torch.float32 if is_divided else self._dtype_of(state, dtype)
+        by_micro_batch = self.adds_up and (is_on_host or state.placement.gradient_shards > 1)
+        kept = torch.float32 if by_micro_batch else dtype
         elements = state.own.elements
         if is_on_host:
-            return Home(state, slabs.zeros(elements, kept, crosses=not self.adds_up), is_divided)
-        home = Home(state, torch.zeros(elements, dtype=kept, device=self._state.device), is_divided)
+            return Home(state, slabs.zeros(elements, kept, crosses=not self.adds_up), dtype, by_micro_batch)
+        home = Home(state, torch.zeros(elements, dtype=kept, device=self._state.device), dtype, by_micro_batch)
         self.device_bytes += home.flat.nbytes
-        if self.adds_up and not is_divided and state.dtype != torch.float32:
-            home.sums = torch.zeros(state.chunk.elements, dtype=torch.float32, device=self._state.device)
-            self.device_bytes += home.sums.nbytes
+        if self.adds_up and not by_micro_batch and state.dtype != torch.float32:
+            home.sums = DeviceSums.of(state, self._state.device)
+            self.device_bytes += home.sums.flat.nbytes
         return home
-
-    def _lands(self, home: Home) -> bool:
-        """Whether a reduced stretch does not go straight home."""
-        return home.is_divided or home.state.placement.gradients == "host"
-
-    def close(self) -> None:
-        """Gradients are autograd's again."""
-        while self._hooks:
-            self._hooks.pop().remove()
 
     # ------------------------------------------------------------------ while backward runs
 
@@ -131,16 +106,14 @@ class Reduction:
                     return
                 refuse_sparse(slot.name, parameter.grad)
                 home.names.add(slot.name)
-                if slot.name in home.there and (home.is_divided or self.last):
+                if slot.name in home.there and (home.by_micro_batch or self._is_last):
                     self._refuse_late(home, slot)
                 home.there.add(slot.name)
                 if home.sums is not None:
-                    total = home.state.view(home.sums, slot)
-                    total.add_(parameter.grad) if slot.name in home.summed else total.copy_(parameter.grad)
-                    home.summed.add(slot.name)
+                    home.sums.add(slot.name, parameter.grad)
                     parameter.grad = None
                     self._moved.add(slot.name)
-                if home.is_divided or self.last:
+                if home.by_micro_batch or self._is_last:
                     self._advance()
 
         return take
@@ -156,18 +129,20 @@ class Reduction:
         """Reduces what is complete, in the order that all ranks keep."""
         while self._turn < len(self._order):
             home = self._homes[self._order[self._turn]]
-            if home.is_divided or self.last:
+            if home.by_micro_batch or self._is_last:
                 if len(home.there) < len(home.state.chunk.slots):
                     return
                 self._reduce(home)
             self._turn += 1
 
+    def begin_backward(self, *, is_last: bool, is_weighted: bool) -> None:
+        self._is_last, self._is_weighted = is_last, is_weighted
+
     def end_backward(self) -> None:
-        """Of one micro-batch: what was not complete goes too."""
         with quietly(), torch.no_grad():
             for index in self._order[self._turn :]:
                 home = self._homes[index]
-                if home.is_divided or self.last:
+                if home.by_micro_batch or self._is_last:
                     self._reduce(home)
         self._turn = 0
         for home in self._homes.values():
@@ -178,8 +153,7 @@ class Reduction:
         stage = self._stages.pop(0)
         self._stages.append(stage)
         self._lanes.hold_computation(stage.ticket)
-        dtype = self._dtypes[index]
-        goes_home = not self._lands(home)
+        dtype, goes_home = home.dtype, not home.lands
         is_direct = goes_home and state.shards == 1  # summed where it stays
         whole = home.flat if is_direct else stage.flat[: state.chunk.elements * dtype.itemsize].view(dtype)
         own = home.flat if goes_home else stage.own[: state.own.elements * dtype.itemsize].view(dtype)
@@ -201,7 +175,7 @@ class Reduction:
         home.reduced = self._lanes.reduce.run(work, (self._lanes.so_far(), state.fresh, home.ticket), label)
         home.ticket = stage.ticket = home.reduced if goes_home else self._land(home, own, home.reduced)
         home.given += 1
-        if not self.adds_up and not self.is_weighted:
+        if not self.adds_up and not self._is_weighted:
             self.on_complete(state)
 
     def _fill(self, home: Home, whole: Tensor) -> None:
@@ -209,9 +183,7 @@ class Reduction:
         state = home.state
         filled, taken = [], []
         for slot in state.chunk.slots:
-            gradient = self._parameters[slot.name].grad
-            if home.sums is not None:
-                gradient = state.view(home.sums, slot) if slot.name in home.summed else None
+            gradient = self._parameters[slot.name].grad if home.sums is None else home.sums.get(slot.name)
             if gradient is not None:
                 filled.append(slot)
                 taken.append(gradient)
@@ -231,53 +203,43 @@ class Reduction:
             return self._lanes.reduce.run(lambda: _take(home.flat, own, is_first=is_first), (reduced,), f"add {label}")
         if not self.adds_up:
             return self._lanes.down.run(lambda: _take(home.flat, own, is_first=True), (reduced, state.left), label)
-        landing, taken = self._landings.pop(0)
-        summand = landing[: own.nbytes].view(own.dtype)
-        down = self._lanes.down.run(lambda: _take(summand, own, is_first=True), (reduced, taken), label)
-        threads = self._threads
 
-        def add_up() -> None:
-            home.squares = add(home.flat, summand, is_first=is_first, threads=threads)
+        def add_up(summand: Tensor) -> None:
+            home.squares = add(home.flat, summand, is_first=is_first, threads=self._threads)
 
-        added = self._lanes.host.run(add_up, (down, home.ticket, state.left), f"add {label}")
-        self._landings.append((landing, added))
-        return added
+        def copy(summand: Tensor) -> None:
+            _take(summand, own, is_first=True)
+
+        return self._landings.add_up(state, own, copy, add_up, (reduced,), home.ticket)[1]
 
     # ------------------------------------------------------------------ at the end of a step
 
-    def finish(self) -> Tensor:
-        """The sum of the squares of this rank's part of all gradients, on the device; parts of all ranks add up to the whole."""
+    def finish(self) -> Norms:
+        """By chunk, of this rank's stretch."""
         self._state.refuse_thawed()
-        parts: list[Tensor] = []
-        for home in self._homes.values():
-            if not home.given:
-                continue
-            if self.adds_up and self._lands(home):
-                self._lanes.hold_computation(home.ticket)
-                if home.flat.device != self._state.device:
-                    self._lanes.wait(home.ticket)
-                part = norm(home.flat, threads=self._threads) if home.squares is None else root(home.squares)
-            else:
-                self._lanes.hold_computation(home.reduced)
-                assert home.norm is not None
-                part = home.norm
-            share = home.state.shards / self._ranks.count  # so many ranks have the same
-            parts.append(part.to(self._state.device, torch.float64).square() * share)
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self._state.device)
+        given = [home for home in self._homes.values() if home.given]
+        return Norms([self._norm(home) for home in given], [home.state.shards / self._ranks.count for home in given])
+
+    def _norm(self, home: Home) -> Tensor:
+        if not (self.adds_up and home.lands):
+            self._lanes.hold_computation(home.reduced)
+            assert home.norm is not None
+            return home.norm
+        self._lanes.hold_computation(home.ticket)
+        if home.flat.device != self._state.device:
+            self._lanes.wait(home.ticket)
+        return norm(home.flat, threads=self._threads) if home.squares is None else root(home.squares)
 
     def missing(self) -> list[str]:
-        """Trainable parameters without a gradient on this rank."""
         return [slot.name for home in self._homes.values() for slot in home.state.chunk.slots if slot.name not in home.names]
 
     def count_out(self) -> None:
-        """This rank's gradients are zeros that stand for none."""
         for home in self._homes.values():
             if home.names:
                 home.names.clear()
                 self.on_late(home.state)
 
     def count_in(self, names: Sequence[str]) -> None:
-        """These have a gradient on another rank. An update that began without them does not count."""
         wanted = set(names)
         for home in self._homes.values():
             found = wanted.intersection(slot.name for slot in home.state.chunk.slots) - home.names
@@ -286,7 +248,6 @@ class Reduction:
                 self.on_late(home.state)
 
     def of(self, state: ChunkState) -> tuple[dict[str, Tensor], Ticket | None]:
-        """This rank's part of a chunk's gradients by name, in the tier its placement says; the ticket of what is under way."""
         home = self._homes.get(state.index)
         if home is None:
             return {}, None
@@ -297,17 +258,14 @@ class Reduction:
         return None if home is None else home.flat
 
     def clear(self) -> None:
-        """Forgets the step's gradients. Those that an update still works with are kept by it."""
-        self._moved.clear()
-        self._turn, self.last, self.is_weighted = 0, True, False
+        self._turn, self._is_last, self._is_weighted = 0, True, False
         for home in self._homes.values():
-            home.summed.clear()
+            if home.sums is not None:
+                home.sums.names.clear()
             home.there.clear()
             home.names.clear()
             home.given, home.norm = 0, None
-        with quietly():
-            for parameter in self._parameters.values():
-                parameter.grad = None
+        super().clear()
 
 
 def _take(target: Tensor, source: Tensor, *, is_first: bool) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anyfit.placing.reduction import Reduction
 from anyfit.values.job import Batch
 
 from . import alike
@@ -34,9 +33,10 @@ class Agreement:
         self._saves, self._host, self._data = saves, host, data
         self.signal = 0  # that some rank was sent, as all know after the step
 
-    def reach(self, gradients: Reduction, loss: Tensor | None, weight: Tensor | None, rows: int) -> Agreed:
+    def reach(self, loss: Tensor | None, weight: Tensor | None, rows: int) -> Agreed:
         """`loss` and `weight` are this rank's sums, of so many samples. Tells ranks that went different ways."""
         engine, ranks, is_mute = self._engine, self._engine.ranks, self._peers.is_mute
+        gradients = engine.placed.gradients
         nothing = torch.zeros((), device=engine.device)
         is_weighted = weight is not None
         if is_mute:
@@ -54,7 +54,8 @@ class Agreement:
             alike.number_of_settings(engine.optimizer),
             alike.NOWHERE if is_mute else alike.number_of(data),
         ]
-        figures = [gradients.finish(), *(nothing if each is None else each for each in (weight, loss))]
+        squares = gradients.finish().squares(engine.device)
+        figures = [squares, *(nothing if each is None else each for each in (weight, loss))]
         figures = [each.detach().to(engine.device, torch.float64).reshape(1) for each in figures]
         lanes = engine.placed.lanes
         rows_of = lanes.reading(ranks.of_all(torch.cat([*figures, lanes.send(torch.tensor(known, dtype=torch.float64))])))()

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from anyfit.placing.gradients import Gradients, clip_factor, total_norm
-from anyfit.placing.reduction import Reduction
+from anyfit.placing.gradients import clip_factor
 from anyfit.values.job import Batch
 from anyfit.values.loss_rule import MEAN, LossRule, divisors
 
@@ -135,13 +134,11 @@ class Step:
         self.rows += rows
         self._progress.enter(Phase.BACKWARD)
         gradients = engine.placed.gradients
-        if isinstance(gradients, Reduction):
-            gradients.last, gradients.is_weighted = self.rows == engine.plan.share, weight is not None
+        gradients.begin_backward(is_last=self.rows == engine.plan.share, is_weighted=weight is not None)
         # The user's own checkpoints run forwards in backward, whose saved weights are to be replaced too.
         with engine.placed.lanes.computing("backward"), engine.placed.residency.watching():
             total.backward()
-            if isinstance(gradients, Reduction):
-                gradients.end_backward()
+            gradients.end_backward()
         return total.detach()
 
     # ------------------------------------------------------------------ in parts, for a loop of the user's own
@@ -183,14 +180,14 @@ class Step:
             )
         self._progress.enter(Phase.UPDATE)
         loss = self._loss
-        if isinstance(placed.gradients, Reduction):
+        if engine.ranks.are_several:
             with placed.lanes.computing("norm"):
-                agreed = self._agreement.reach(placed.gradients, self._loss, self._weight, self.rows)
+                agreed = self._agreement.reach(self._loss, self._weight, self.rows)
             loss, norm, scale = agreed.loss, agreed.norm, agreed.scale
         else:
             if self._loss is not None and self._weight is not None:
                 loss = self._loss / self._weight
-            norm, scale = self._norm(placed.gradients)
+            norm, scale = self._norm()
         self._apply(norm, scale)
         placed.residency.end()
         self.abandon()
@@ -201,14 +198,14 @@ class Step:
         self.last, self._clock = Figures(loss, norm, now - self._clock), now
         return self.last
 
-    def _norm(self, gradients: Gradients) -> tuple[Tensor, float]:
+    def _norm(self) -> tuple[Tensor, float]:
         """On a rank alone: the norm of the gradients, and what they still are to be scaled by."""
         placed = self._engine.placed
         with placed.lanes.computing("norm"):
-            norms = gradients.finish()
-            if not norms:
+            norms = placed.gradients.finish()
+            if not norms.parts:
                 raise RuntimeError(NO_GRADIENT)
-            total = total_norm(norms, placed.device)
+            total = norms.together(placed.device)
             shrinks = None if self._weight is None else 1.0 / self._weight  # sums to means, in the update itself
             if shrinks is not None:
                 total = total * shrinks

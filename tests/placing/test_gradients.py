@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anyfit.kernels.adamw import is_native
-from anyfit.placing import gradients
-from anyfit.placing.gradients import HostGradients
+from anyfit.placing import local_gradients
+from anyfit.placing.local_gradients import HostGradients
 from anyfit.values.layout import ALIGN_ELEMENTS, Slot
 
 Passes = list[list[list[int]]]  # of each, which parameters' gradients came together
@@ -71,5 +71,5 @@ def test_it_is_not_read_once_more_when_every_part_is_known(monkeypatch: pytest.M
     home.views[slot.name] = home.flat
     home.names.add(slot.name)
     home.add([slot], torch.ones(3000), is_first=True, threads=1)
-    monkeypatch.setattr(gradients, "norm", refuse)
+    monkeypatch.setattr(local_gradients, "norm", refuse)
     assert float(home.norm(1)) == pytest.approx(3000**0.5)

@@ -14,7 +14,6 @@ from ..gradients import Gradients
 from ..lanes import Lanes, Ticket
 from ..optimizer_state import OptimizerState
 from ..ranks import Ranks
-from ..reduction import Reduction
 from .stepper import Groups, Stepper
 
 BROKEN_OFF = "the update was broken off half-way"
@@ -102,7 +101,7 @@ class Context:
     device: torch.device
     ranks: Ranks
     lanes: Lanes
-    gradients: Gradients | Reduction
+    gradients: Gradients
     stepper: Stepper
     integrity: Integrity = field(default_factory=Integrity)
     readers: Readers = field(default_factory=Readers)

@@ -15,7 +15,6 @@ from ..lanes import Lanes
 from ..mirrors import Mirrors
 from ..optimizer_state import Entries, OptimizerState
 from ..optimizers import UsersOptimizer, steps_together
-from ..reduction import Reduction
 from ..residency import Residency
 from ..tiers import HostSlabs
 from .host import OnHost
@@ -36,7 +35,7 @@ class Updates:
         self,
         optimizer: Optimizer,
         state: ModelState,
-        gradients: Gradients | Reduction,
+        gradients: Gradients,
         residency: Residency,
         lanes: Lanes,
         slabs: HostSlabs,

@@ -1,0 +1,321 @@
+"""Gradients of a rank that trains alone.
+
+On the device: with one micro-batch autograd's own gradient is used as it is. With several, fp32 gradients add up where autograd
+put them; bf16 ones are added in fp32 to a buffer beside the chunk as soon as each is complete, and freed.
+
+On the host: gradients of a chunk are gathered in a staging buffer, which goes down in one copy when all are there, or when
+another chunk needs the buffer. With several micro-batches the host adds them up in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from anyfit.kernels.sums import add, norm, root
+from anyfit.values.engine import GRADIENT_STAGES
+from anyfit.values.layout import ALIGN_ELEMENTS, Slot
+
+from .chunks import ChunkState, ModelState, quietly
+from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, Views, refuse_sparse, views_of
+from .lanes import Lanes, Ticket
+from .tiers import HostSlabs
+
+Hook = Callable[[Tensor], None]
+
+
+@dataclass(eq=False)
+class Stage(StagingBuffer):
+    state: ChunkState | None = None
+    slots: dict[str, Slot] = field(default_factory=dict)  # of parameters whose gradient is in it
+    _known: dict[int, tuple[Tensor, Views]] = field(default_factory=dict)
+
+    def filled_by(self, state: ChunkState) -> tuple[Tensor, Views]:
+        """The buffer as a chunk's gradients fill it: all of them, and each by name."""
+        if state.index not in self._known:
+            filled = self.flat[: state.chunk.bytes].view(state.dtype)
+            self._known[state.index] = filled, views_of(state, filled)
+        return self._known[state.index]
+
+
+@dataclass(eq=False)
+class HostGradients:
+    """What one chunk's gradients come to on the host."""
+
+    flat: Tensor  # as they came, or in fp32 where micro-batches add up
+    views: Views  # of it, by name
+    stretches: tuple[tuple[int, int], ...]  # that all of them take
+    names: set[str] = field(default_factory=set)  # of parameters that have one
+    ticket: Ticket | None = None  # of the last that came
+    squares: dict[tuple[int, int], float] = field(default_factory=dict)  # sums of them, by stretch, as far as they are known
+
+    def there(self) -> Views:
+        """Those that came, for the caller to keep."""
+        if len(self.names) == len(self.views):
+            return dict(self.views)
+        return {name: view for name, view in self.views.items() if name in self.names}
+
+    def add(self, slots: Sequence[Slot], summand: Tensor, *, is_first: bool, threads: int) -> None:
+        """To the gradients of these parameters, or in their place, from a buffer with the same offsets."""
+        for start, end in _stretches(slots, apart=1):  # what lies in the padding is nobody's
+            squares = add(self.flat[start:end], summand[start:end], is_first=is_first, threads=threads)
+            for known in [each for each in self.squares if each[0] < end and start < each[1]]:
+                del self.squares[known]
+            if squares is not None:
+                self.squares[start, end] = squares
+
+    def norm(self, threads: int) -> Tensor:
+        """Of all that are there, together."""
+        own = self.there()
+        if sum(end - start for start, end in self.squares) == sum(each.numel() for each in own.values()):
+            return root(math.fsum(self.squares.values()))
+        vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
+        return vector_norm(torch.stack([norm(each, threads=threads) for each in own.values()]))
+
+
+class LocalGradients(Gradients):
+    def __init__(self, state: ModelState, lanes: Lanes, slabs: HostSlabs, accumulation: int, moved: set[str]) -> None:
+        super().__init__(state, lanes, accumulation, moved)
+        self._sums: dict[str, DeviceSums] = {}  # by parameter
+        self._counted: dict[int, set[str]] = {}  # by chunk that speculates, gradients that are there
+        self._norms: dict[str, Tensor] = {}  # of final gradients that have left the device
+        self._on_host: dict[int, HostGradients] = {}
+        takers: list[tuple[ChunkState, Callable[[ChunkState, Slot], Hook]]] = []
+        for chunk in state.chunks:
+            if not chunk.chunk.trainable:
+                continue
+            if chunk.placement.gradients == "host":
+                dtype = torch.float32 if self.adds_up else chunk.dtype
+                flat = slabs.zeros(chunk.chunk.elements, dtype, crosses=not self.adds_up)
+                self._on_host[chunk.index] = HostGradients(flat, views_of(chunk, flat), tuple(_stretches(chunk.chunk.slots)))
+                takers.append((chunk, self._sender))
+            elif self.adds_up and chunk.is_split:
+                sums = DeviceSums.of(chunk, state.device)
+                self._sums |= dict.fromkeys(sums.views, sums)
+                self.device_bytes += sums.flat.nbytes
+                takers.append((chunk, self._collector))
+            elif chunk.placement.speculates and not self.adds_up:
+                takers.append((chunk, self._counter))
+        largest = max((state.chunks[index].chunk.bytes for index in self._on_host), default=0)
+        count = min(GRADIENT_STAGES, len(self._on_host))
+        self._stages = [Stage(torch.empty(largest, dtype=torch.uint8, device=state.device)) for _ in range(count)]
+        self._landings = Landings(lanes, slabs, largest, count if self.adds_up else 0)
+        self.device_bytes += sum(stage.flat.nbytes for stage in self._stages)
+        for chunk, taker in takers:
+            for slot in chunk.chunk.slots:
+                self._hook(slot.name, taker(chunk, slot))
+
+    # ------------------------------------------------------------------ on the device
+
+    def _collector(self, _state: ChunkState, slot: Slot) -> Hook:
+        def collect(parameter: Tensor) -> None:
+            with quietly():
+                if parameter.grad is None:  # a hook of the user's has taken it
+                    return
+                refuse_sparse(slot.name, parameter.grad)
+                self._sums[slot.name].add(slot.name, parameter.grad)
+                parameter.grad = None
+                self._moved.add(slot.name)
+
+        return collect
+
+    def _counter(self, state: ChunkState, slot: Slot) -> Hook:
+        """Counts the gradients of a chunk that stay on the device."""
+
+        def count(parameter: Tensor) -> None:
+            with quietly():
+                if parameter.grad is None:  # a hook of the user's has taken it
+                    return
+            there = self._counted.setdefault(state.index, set())
+            if slot.name in there:
+                self.on_late(state)
+                return
+            there.add(slot.name)
+            if len(there) == len(state.chunk.slots):
+                self.on_complete(state)
+
+        return count
+
+    # ------------------------------------------------------------------ on the way to the host
+
+    def _sender(self, state: ChunkState, slot: Slot) -> Hook:
+        def send(parameter: Tensor) -> None:
+            with quietly(), torch.no_grad():
+                gradient, parameter.grad = parameter.grad, None
+                if gradient is None:  # a hook of the user's has taken it
+                    return
+                refuse_sparse(slot.name, gradient)
+                self._moved.add(slot.name)
+                if not self.adds_up and slot.name in self._on_host[state.index].names:
+                    self._add_late(state, slot, gradient)
+                    return
+                stage = self._stage_for(state)
+                if slot.name in stage.slots and self.adds_up:  # of the micro-batch before, in which the chunk was not complete
+                    self._go_down(stage)
+                    stage = self._stage_for(state)
+                staged = stage.filled_by(state)[1][slot.name]
+                if slot.name in stage.slots:
+                    staged.add_(gradient)
+                    return
+                staged.copy_(gradient)
+                stage.slots[slot.name] = slot
+                if len(stage.slots) == len(state.chunk.slots):
+                    self._go_down(stage)
+
+        return send
+
+    def _add_late(self, state: ChunkState, slot: Slot, gradient: Tensor) -> None:
+        """Backward may give a parameter a gradient more than once: where reentrant checkpoints share it. It is added to the
+        one that has already left."""
+        self.on_late(state)
+        home = self._on_host[state.index]
+        if home.ticket is not None:
+            home.ticket.wait()
+        total = home.views[slot.name]
+        total.add_(gradient.to(total.device))
+        on_cpu = self._state.device.type == "cpu"
+        self._norms |= _norms({slot.name: total}) if on_cpu else {slot.name: norm(total, threads=self._threads)}
+
+    def _stage_for(self, state: ChunkState) -> Stage:
+        for stage in self._stages:
+            if stage.state is state:
+                return stage
+        stage = next((each for each in self._stages if each.state is None), self._stages[0])
+        if stage.state is not None:  # the one that has waited longest for its chunk's other gradients
+            self._go_down(stage)
+        self._stages.remove(stage)
+        self._stages.append(stage)
+        self._lanes.hold_computation(stage.ticket)
+        stage.state, stage.ticket = state, None
+        return stage
+
+    def _go_down(self, stage: Stage) -> None:
+        state, slots = stage.state, list(stage.slots.values())
+        assert state is not None
+        stage.state, stage.slots = None, {}
+        home = self._on_host[state.index]
+        filled, views = stage.filled_by(state)
+        if self.adds_up:
+            stage.ticket = self._add_up(home, state, slots, filled)
+            return
+        flat = home.flat
+        self._norms |= _norms({slot.name: views[slot.name] for slot in slots})
+        stretches = home.stretches if len(slots) == len(home.views) else tuple(_stretches(slots))
+        after = (self._lanes.so_far(), state.fresh, state.left)
+        down = self._lanes.down.run(lambda: _copy(flat, filled, stretches), after, f"gradients of chunk {state.index}")
+        home.ticket = stage.ticket = down
+        home.names.update(slot.name for slot in slots)
+        if len(home.names) == len(state.chunk.slots):
+            self.on_complete(state)
+
+    def _add_up(self, home: HostGradients, state: ChunkState, slots: Sequence[Slot], filled: Tensor) -> Ticket:
+        known = set(home.names)
+
+        def add(summand: Tensor) -> None:
+            for is_first in (True, False):
+                now = [slot for slot in slots if (slot.name not in known) == is_first]
+                home.add(now, summand, is_first=is_first, threads=self._threads)
+
+        after = (self._lanes.so_far(), state.fresh)
+        down, home.ticket = self._landings.add_up(
+            state, filled, lambda summand: _copy(summand, filled, tuple(_stretches(slots))), add, after, home.ticket
+        )
+        home.names.update(slot.name for slot in slots)
+        return down
+
+    # ------------------------------------------------------------------ at the end of a step
+
+    def finish(self) -> Norms:
+        """By parameter; of gradients that a GPU's host has added up, by chunk, in the place of its first."""
+        for stage in self._stages:
+            if stage.state is not None:
+                self._go_down(stage)
+        self._state.refuse_thawed()
+        with quietly():
+            on_device = {name: each for name in self._parameters if (each := self._on_device(name)) is not None}
+        norms = self._norms | _norms(on_device)
+        if self.adds_up:
+            norms |= self._finish_sums()
+        return Norms([norms[name] for name in self._parameters if name in norms])
+
+    def _finish_sums(self) -> dict[str, Tensor]:
+        on_cpu = self._state.device.type == "cpu"  # has torch's bits, which are those of the same model in plain PyTorch
+
+        def finish(home: HostGradients) -> dict[str, Tensor]:
+            if home.ticket is not None:
+                home.ticket.wait()
+            own = home.there()
+            return {} if on_cpu or not own else {next(iter(own)): home.norm(self._threads)}
+
+        found: dict[str, Tensor] = {}
+        with ThreadPoolExecutor(self._threads, "anyfit gradients") as pool:
+            for home, together in zip(self._on_host.values(), pool.map(finish, self._on_host.values()), strict=True):
+                found |= _norms(home.there()) if on_cpu else together
+        return found
+
+    def _on_device(self, name: str) -> Tensor | None:
+        total = self._sums[name].get(name) if name in self._sums else None
+        return self._parameters[name].grad if total is None else total
+
+    def of(self, state: ChunkState) -> tuple[dict[str, Tensor], Ticket | None]:
+        home = self._on_host.get(state.index)
+        if home is not None:
+            return home.there(), home.ticket
+        with quietly():
+            names = [slot.name for slot in state.chunk.slots]
+            return {name: each for name in names if (each := self._on_device(name)) is not None}, None
+
+    def flat(self, state: ChunkState) -> Tensor | None:
+        home = self._on_host.get(state.index) or self._sums.get(state.chunk.slots[0].name)
+        return None if home is None else home.flat
+
+    def clear(self) -> None:
+        for sums in self._sums.values():
+            sums.names.clear()
+        self._counted.clear()
+        self._norms.clear()
+        for stage in self._stages:
+            stage.state, stage.slots = None, {}
+        for home in self._on_host.values():
+            home.names.clear()
+            home.squares.clear()
+        super().clear()
+
+
+def _copy(target: Tensor, source: Tensor, stretches: Sequence[tuple[int, int]]) -> None:
+    for start, end in stretches:
+        target[start:end].copy_(source[start:end], non_blocking=True)
+
+
+def _norms(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not gradients:
+        return {}
+    norms = torch._foreach_norm([_plain(each) for each in gradients.values()], 2, dtype=torch.float32)
+    return dict(zip(gradients, norms, strict=True))
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    """Real numbers with the same norm: of a sparse gradient those that there are, of complex ones their parts."""
+    if gradient.layout != torch.strided:
+        gradient = gradient.coalesce().values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def _stretches(slots: Sequence[Slot], apart: int = ALIGN_ELEMENTS) -> Iterator[tuple[int, int]]:
+    """(start, end) of runs of neighbouring parameters: one copy each. The padding between them, if less than `apart`, goes
+    along."""
+    start = end = None
+    for slot in sorted(slots, key=lambda slot: slot.offset):
+        if end is not None and start is not None and slot.offset - end >= apart:  # more than padding lies between
+            yield start, end
+            start = None
+        if start is None:
+            start = slot.offset
+        end = slot.offset + slot.elements
+    if start is not None and end is not None:
+        yield start, end
