@@ -6,7 +6,6 @@ In a two-phase update the host makes weights first, and moments when all weights
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,14 +17,13 @@ from ..lanes import Over, Ticket, Work
 from ..masters import Masters
 from ..optimizer_state import Entries, OptimizerState
 from ..tiers import Scratch
-from .pace import Pace
-from .route import BROKEN_OFF, Context, Inputs
-from .stepper import Groups, adam_state, widened
+from .route import BROKEN_OFF, Context
+from .stepper import Groups, Inputs, Views, adam_state
 
 
 class OnHost:
-    def __init__(self, context: Context, pace: Pace) -> None:
-        self._context, self._pace = context, pace
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._scratch = Scratch(torch.device("cpu"))
 
     @property
@@ -61,7 +59,7 @@ class OnHost:
         settings = self._context.stepper.one_pass(chunk.state, groups)
         if self._context.gradients.adds_up or settings is None or not can_be_parted(settings):
             return False  # to add gradients up keeps the host at work all through backward
-        return self._pace.is_two_phase(chunk.state.index)
+        return self._context.pace.is_two_phase(chunk.state.index)
 
     def _update(self, chunk: OptimizerState, inputs: Inputs, part: Part) -> Begun | None:
         if self._context.stepper.one_pass(chunk.state, inputs.groups) is not None:  # one pass, that cannot fail half-way
@@ -73,7 +71,7 @@ class OnHost:
             before[key] = self._scratch.flat(f"{key} before", flat.numel())
             before[key].copy_(flat)
         try:
-            exact, made = self._step_by_torch(chunk, chunk.moments, inputs)
+            exact, made = self._in_scratch(chunk, inputs, chunk.moments)
         except BaseException:
             for key, flat in before.items():
                 chunk.moments[key].copy_(flat)
@@ -108,7 +106,7 @@ class OnHost:
             if key not in second.moments:
                 second.moments[key] = chunk.zeros()
             second.moments[key].copy_(flat)
-        exact, second.made = self._step_by_torch(chunk, second.moments, inputs)
+        exact, second.made = self._in_scratch(chunk, inputs, second.moments)
         second.masters.write(exact)
         return None
 
@@ -116,22 +114,15 @@ class OnHost:
         self, chunk: OptimizerState, inputs: Inputs, part: Part = "all", *, into_second: bool = False
     ) -> tuple[Entries, Begun | None]:
         """In place, or into the second generation."""
-        context, second = self._context, chunk.second
-        settings, flat = context.stepper.one_pass(chunk.state, inputs.groups), context.gradients.flat(chunk.state)
-        assert settings is not None
+        second, flat = chunk.second, self._context.gradients.flat(chunk.state)
         assert flat is not None
         now = adam_state(self._masters(chunk), chunk.moments)
         out = adam_state(second.masters, second.moments) if into_second and second is not None else None
-        names, factor = inputs.gradients, inputs.factor
-        return context.stepper.in_one_pass(chunk, names, now, out, flat, factor, settings, part, waits=False)
+        return self._context.stepper.in_one_pass(chunk, inputs, flat, now, out, part)
 
-    def _step_by_torch(self, chunk: OptimizerState, moments: Mapping[str, Tensor], inputs: Inputs) -> tuple[Tensor, Entries]:
-        """The masters after the step, in scratch; moments are updated where they lie."""
-        state, own = chunk.state, inputs.gradients
-        exact = self._scratch.flat("exact", state.own.elements)
-        self._masters(chunk).read(exact)
-        wide, entries = widened(state, own, self._scratch), chunk.entries(moments, own)
-        return exact, self._context.stepper.by_torch(chunk, exact, wide, entries, inputs.factor, inputs.groups)
+    def _in_scratch(self, chunk: OptimizerState, inputs: Inputs, moments: Views) -> tuple[Tensor, Entries]:
+        stepper, masters = self._context.stepper, self._masters(chunk)
+        return stepper.in_scratch(chunk, inputs, inputs.gradients, masters, moments, self._scratch)
 
     @staticmethod
     def _masters(chunk: OptimizerState) -> Masters:

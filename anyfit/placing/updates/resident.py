@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor
 
-from ..lanes import Ticket
 from ..masters import Masters
-from ..mirrors import Mirrors
 from ..optimizer_state import Entries, OptimizerState
-from ..optimizers import UsersOptimizer
 from ..tiers import Scratch
-from .route import Context, Inputs
-from .stepper import Groups, adam_state, gathered, views, widened
+from .route import Context
+from .stepper import Groups, Inputs, Views, adam_state, gathered, views, widened
 
 
 class Resident:
-    def __init__(self, context: Context, users: UsersOptimizer) -> None:
-        self._context, self._users = context, users
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._scratch = Scratch(context.device)
 
     @property
@@ -49,53 +44,44 @@ class Resident:
             on_device and self._context.device.type == "cuda" and self._context.stepper.one_pass(chunk.state, groups) is not None
         )
 
-    def begin(self, chunk: OptimizerState, gradients: Mapping[str, Tensor], factor: Tensor, groups: Groups) -> None:
+    def begin(self, chunk: OptimizerState, inputs: Inputs) -> None:
         """Gives the update to the GPU: one that changes nothing where the factor is no number."""
-        chunk.begun = self._updated(chunk, gradients, None, factor, groups)
+        chunk.begun = self._updated(chunk, inputs)
 
     def update(self, chunk: OptimizerState, inputs: Inputs) -> None:
-        chunk.rest |= self._updated(chunk, inputs.gradients, inputs.arrived, inputs.factor, inputs.groups)
+        chunk.rest |= self._updated(chunk, inputs)
 
-    def _updated(
-        self,
-        chunk: OptimizerState,
-        own: Mapping[str, Tensor],
-        arrived: Ticket | None,
-        factor: float | Tensor | None,
-        groups: Groups,
-    ) -> Entries:
+    def _updated(self, chunk: OptimizerState, inputs: Inputs) -> Entries:
         """What is then known of parameters and not kept yet."""
-        context, state = self._context, chunk.state
+        context, state, own = self._context, chunk.state, inputs.gradients
         with context.lanes.computing(f"update chunk {state.index}"):
-            context.lanes.hold_computation(arrived)
+            context.lanes.hold_computation(inputs.arrived)
             with context.integrity.in_place():
                 flat = context.gradients.flat(state)
                 if flat is not None and flat.device != context.device:
                     flat = self._scratch.flat("landed", state.own.elements, flat.dtype).copy_(flat, non_blocking=True)
                     own = views(state, own, flat)
-                settings = context.stepper.one_pass(state, groups)
-                if settings is None:
-                    assert not isinstance(factor, Tensor)
-                    self._by_torch(chunk, own, factor, groups)
+                if context.stepper.one_pass(state, inputs.groups) is None:
+                    self._by_torch(chunk, inputs, own)
                     return {}
                 flat = gathered(state, own, self._scratch) if flat is None else flat
                 now = adam_state(self._masters(chunk), chunk.moments)
-                return context.stepper.in_one_pass(chunk, own, now, None, flat, factor, settings)[0]
+                return context.stepper.in_one_pass(chunk, inputs, flat, now)[0]
 
-    def _by_torch(self, chunk: OptimizerState, own: Mapping[str, Tensor], factor: float | None, groups: Groups) -> None:
-        state, masters = chunk.state, self._masters(chunk)
+    def _by_torch(self, chunk: OptimizerState, inputs: Inputs, own: Views) -> None:
+        state, masters, users = chunk.state, self._masters(chunk), self._context.users
         exact = masters.weights
         if state.is_split:
             exact = self._scratch.flat("exact", state.own.elements)
             masters.read(exact)
         if state.is_split or state.placement.gradients == "host":
             own = widened(state, own, self._scratch)
-        self._users.collect(chunk)
+        users.collect(chunk)
         missing = [name for name in own if name not in chunk.live]
         entries = chunk.live | chunk.entries(chunk.moments, missing)
-        made = self._context.stepper.by_torch(chunk, exact, own, entries, factor, groups, missing)
+        made = self._context.stepper.by_torch(chunk, inputs, own, exact, entries, missing)
         if missing:
-            self._users.keep(chunk, made)
+            users.keep(chunk, made)
         if state.is_split:
             masters.write(exact)
 
@@ -107,19 +93,19 @@ class Resident:
 
     # ------------------------------------------------------------------ all chunks at once
 
-    def update_together(self, chunks: Sequence[OptimizerState], mirrors: Mirrors, factor: float | None) -> None:
+    def update_together(self, factor: float | None) -> None:
         """One call of the optimizer itself for all parameters."""
-        context = self._context
-        gradients: dict[str, Tensor] = {}
-        parameters: dict[str, Tensor] = {}
+        context, users = self._context, self._context.users
+        gradients: Views = {}
+        parameters: Views = {}
         exact: dict[int, Tensor] = {}
         with context.lanes.computing("update"):
-            for chunk in chunks:
+            for chunk in context.chunks:
                 state = chunk.state
                 own, arrived = context.gradients.of(state)
                 context.lanes.hold_computation(arrived)
                 context.readers.wait_for(state.index)
-                self._users.collect(chunk)
+                users.collect(chunk)
                 if state.is_split and own:
                     merged = exact[state.index] = self._scratch.flat(f"exact {state.index}", state.own.elements)
                     state.masters(state.weights).read(merged)
@@ -127,15 +113,15 @@ class Resident:
                     own = self._widened(chunk, own)
                 gradients |= own
             with context.integrity.in_place():
-                self._users.step_together(gradients, parameters, factor)
-            for chunk in chunks:
+                users.step_together(gradients, parameters, factor)
+            for chunk in context.chunks:
                 self._keep_new(chunk)
                 if chunk.state.index in exact:
                     chunk.state.masters(chunk.state.weights).write(exact[chunk.state.index])
-                    mirrors.spread()
-            mirrors.collect()
+                    context.mirrors.spread()
+            context.mirrors.collect()
 
-    def _widened(self, chunk: OptimizerState, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _widened(self, chunk: OptimizerState, own: Views) -> Views:
         """In fp32, each as dense as it was."""
         dense = {name: each for name, each in own.items() if each.layout == torch.strided}
         found = widened(chunk.state, dense, self._scratch, f"gradient {chunk.state.index}")
@@ -143,7 +129,8 @@ class Resident:
 
     def _keep_new(self, chunk: OptimizerState) -> None:
         """What the optimizer itself has made for parameters of which nothing was known."""
-        entries = {slot.name: self._users.entry(slot.name) for slot in chunk.own_slots if slot.name not in chunk.live}
+        users = self._context.users
+        entries = {slot.name: users.entry(slot.name) for slot in chunk.own_slots if slot.name not in chunk.live}
         made = {name: entry for name, entry in entries.items() if entry}
         if made:
-            self._users.keep(chunk, made)
+            users.keep(chunk, made)

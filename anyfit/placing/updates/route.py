@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from ..gradients import Gradients
 from ..lanes import Lanes, Ticket
+from ..mirrors import Mirrors
 from ..optimizer_state import OptimizerState
+from ..optimizers import UsersOptimizer
 from ..ranks import Ranks
-from .stepper import Groups, Stepper
+from ..residency import Residency
+from .pace import Pace
+from .stepper import Inputs, Stepper
 
 BROKEN_OFF = "the update was broken off half-way"
-
-
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """What the update of one chunk starts from."""
-
-    gradients: dict[str, Tensor]  # by parameter that has one; emptied when the update needs them no more
-    arrived: Ticket | None  # of those that are on their way
-    factor: float | None  # that scales them
-    groups: Groups  # settings, as they were when the update was asked for
-    before: Ticket | None = None  # the old weights have been read
 
 
 class Route(Protocol):
@@ -96,12 +88,17 @@ class Readers:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What all routes work with."""
+    """What the parts of the update work with."""
 
     device: torch.device
     ranks: Ranks
     lanes: Lanes
     gradients: Gradients
+    residency: Residency
+    mirrors: Mirrors
+    chunks: Sequence[OptimizerState]
+    users: UsersOptimizer
     stepper: Stepper
+    pace: Pace = field(default_factory=Pace)
     integrity: Integrity = field(default_factory=Integrity)
     readers: Readers = field(default_factory=Readers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,39 +18,25 @@ from torch import Tensor
 from ..chunks import ChunkState
 from ..gradients import clip_factor
 from ..lanes import Ticket
-from ..mirrors import Mirrors
 from ..optimizer_state import OptimizerState, Phase
-from ..optimizers import UsersOptimizer
-from ..residency import Residency
-from .pace import Pace
 from .resident import Resident
-from .route import BROKEN_OFF, Context, Inputs, SpeculatingRoute
+from .route import BROKEN_OFF, Context, SpeculatingRoute
 from .speculation import Speculation, keeps_generations
-from .stepper import Groups
+from .stepper import Groups, Inputs
 
 
 class Schedule:
     def __init__(
-        self,
-        context: Context,
-        chunks: Sequence[OptimizerState],
-        users: UsersOptimizer,
-        resident: Resident,
-        others: Mapping[str, SpeculatingRoute],
-        speculation: Speculation,
-        pace: Pace,
-        residency: Residency,
-        mirrors: Mirrors,
+        self, context: Context, resident: Resident, others: Mapping[str, SpeculatingRoute], speculation: Speculation
     ) -> None:
-        self._context, self._users, self._pace, self._mirrors = context, users, pace, mirrors
-        self._chunks, self._residency = chunks, residency
+        self._context, self._chunks, self._residency = context, context.chunks, context.residency
         self._resident, self._others, self._speculation = resident, others, speculation
         self._before: Ticket | None = None  # what was computed before the GPU was given resident chunks
 
     def begin(self, norm: Tensor, clip_norm: float | None, scale: Tensor | None) -> None:
         context, groups = self._context, self._context.stepper.groups()
         begun = [chunk for chunk in self._chunks if self._resident.can_begin(chunk, groups)]
-        if not begun or self._users.must_step_together(context.stepper.coupled):
+        if not begun or self._context.users.must_step_together(context.stepper.coupled):
             return
         self._before = context.lanes.so_far()
         factor = torch.ones_like(norm) if clip_norm is None else clip_factor(norm, clip_norm)
@@ -60,7 +46,7 @@ class Schedule:
             own, _ = context.gradients.of(chunk.state)
             context.readers.wait_for(chunk.state.index)
             if own:
-                self._resident.begin(chunk, own, factor, groups)
+                self._resident.begin(chunk, Inputs(own, None, factor, groups))
 
     def leave_out(self) -> None:
         for chunk in self._chunks:
@@ -68,15 +54,15 @@ class Schedule:
 
     def apply(self, factor: float | None) -> None:
         groups = self._context.stepper.groups()
-        self._pace.note(clips=factor is not None, is_late=any(chunk.moments_pending for chunk in self._chunks))
+        self._context.pace.note(clips=factor is not None, is_late=any(chunk.moments_pending for chunk in self._chunks))
         if self._context.ranks.are_several:
             for chunk in self._chunks:
                 self._residency.settle(chunk.state)  # one that only other ranks used may still be at its last update
         before = self._before or self._context.lanes.so_far()  # the old weights have been read
         integrity = self._context.integrity
         integrity.broken = BROKEN_OFF  # unless it comes to its end
-        if self._users.must_step_together(self._context.stepper.coupled):
-            self._resident.update_together(self._chunks, self._mirrors, factor)
+        if self._context.users.must_step_together(self._context.stepper.coupled):
+            self._resident.update_together(factor)
         else:
             for chunk in self._chunks:
                 if chunk.state.placement.route == "resident":
@@ -84,7 +70,7 @@ class Schedule:
             for chunk in self._chunks:
                 if chunk.state.placement.route != "resident":
                     self._hand_out(chunk, factor, groups, before)
-            self._mirrors.spread()
+            self._context.mirrors.spread()
         integrity.broken = None
 
     def _update_resident(self, chunk: OptimizerState, factor: float | None, groups: Groups) -> None:

@@ -7,28 +7,19 @@ the norm, and only the states of the first streamed chunks are lifted before.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ..chunks import ChunkState
 from ..lanes import Ticket
 from ..optimizer_state import OptimizerState, Phase, Second
-from ..residency import Residency
 from ..tiers import HostSlabs
-from .pace import Pace
-from .route import Context, Inputs, SpeculatingRoute
+from .route import Context, SpeculatingRoute
+from .stepper import Inputs
 
 
 class Speculation:
-    def __init__(
-        self,
-        context: Context,
-        chunks: Sequence[OptimizerState],
-        routes: Mapping[str, SpeculatingRoute],
-        residency: Residency,
-        pace: Pace,
-        slabs: HostSlabs,
-    ) -> None:
-        self._context, self._routes, self._residency, self._pace = context, routes, residency, pace
+    def __init__(self, context: Context, routes: Mapping[str, SpeculatingRoute], slabs: HostSlabs) -> None:
+        self._context, self._routes, chunks = context, routes, context.chunks
         self._by_index = {chunk.state.index: chunk for chunk in chunks}
         for chunk in chunks:
             if chunk.state.placement.speculates and not context.gradients.adds_up:  # sums are not known before the last part
@@ -36,7 +27,7 @@ class Speculation:
                 chunk.second.moments = {key: chunk.zeros() for key in chunk.moments}
         if any(chunk.second is not None for chunk in chunks):
             context.gradients.on_complete, context.gradients.on_late = self._speculate, self._revoke
-            residency.on_edit = self._revoke
+            context.residency.on_edit = self._revoke
 
     def _speculate(self, state: ChunkState) -> None:
         """All gradients of the chunk are there, or on their way: steps it, out of place, as if nothing were clipped."""
@@ -44,10 +35,10 @@ class Speculation:
         if chunk is None or chunk.second is None or len(chunk.rest) != len(state.own.slots):
             return  # a first step makes state, which is taken over in place
         route = self._routes[state.placement.route]
-        if not self._pace.may_speculate:
+        if not self._context.pace.may_speculate:
             route.lift_ahead(chunk)
             return
-        self._residency.heed(state.index)
+        self._context.residency.heed(state.index)
         own, arrived = self._context.gradients.of(state)
         chunk.second.ticket = route.speculate(chunk, Inputs(own, arrived, None, self._context.stepper.groups()))
 
@@ -84,7 +75,7 @@ class Speculation:
 
     def comes_later(self, chunk: OptimizerState) -> bool:
         """The chunk's state of now is not overwritten before the next step speculates."""
-        return chunk.second is not None and keeps_generations(chunk.state) and self._pace.may_speculate
+        return chunk.second is not None and keeps_generations(chunk.state) and self._context.pace.may_speculate
 
 
 def keeps_generations(state: ChunkState) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,15 +10,14 @@ from torch import Tensor
 
 from ..chunks import Carried, ChunkState
 from ..optimizer_state import Entries, Flat, OptimizerState
-from ..optimizers import UsersOptimizer
-from .stepper import Stepper
-from .streamed import moved
+from .route import Context
+from .stepper import moved
 
 
 class OptimizerStates:
-    def __init__(self, chunks: Sequence[OptimizerState], users: UsersOptimizer, stepper: Stepper, device: torch.device) -> None:
-        self._chunks, self._users, self._stepper, self._device = chunks, users, stepper, device
-        self.names = {slot.name: chunk for chunk in chunks for slot in chunk.state.chunk.slots}
+    def __init__(self, context: Context) -> None:
+        self._chunks, self._users, self._stepper, self._device = context.chunks, context.users, context.stepper, context.device
+        self.names = {slot.name: chunk for chunk in self._chunks for slot in chunk.state.chunk.slots}
 
     def make(self, carried: Carried | None) -> None:
         """What is known at the start: the optimizer's constructor made it (Adagrad's does), it has stepped or loaded before, or

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +22,25 @@ from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
 from anyfit.values.machine import update_threads
 
 from ..chunks import ChunkState
+from ..lanes import Ticket
 from ..masters import Masters
 from ..optimizer_state import Entries, Flat, OptimizerState
 from ..tiers import Scratch
 
 ADAM_KEYS = ("exp_avg", "exp_avg_sq")
 Groups = list[dict[str, Any]]
+Views = dict[str, Tensor]  # of flat buffers, by name
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What the update of one chunk starts from."""
+
+    gradients: dict[str, Tensor]  # by parameter that has one; emptied when the update needs them no more
+    arrived: Ticket | None  # of those that are on their way
+    factor: float | Tensor | None  # that scales them; on the GPU, where the host does not know it yet
+    groups: Groups  # settings, as they were when the update was asked for
+    before: Ticket | None = None  # the old weights have been read
 
 
 class Stepper:
@@ -75,25 +89,17 @@ class Stepper:
             chunk.rest[slot.name] = {"step": torch.zeros((), device=where), **{key: Flat() for key in keys}}
 
     def in_one_pass(
-        self,
-        chunk: OptimizerState,
-        names: Iterable[str],
-        now: State,
-        out: State | None,
-        gradient: Tensor,
-        factor: float | Tensor | None,
-        settings: Settings,
-        part: Part = "all",
-        *,
-        waits: bool = True,
+        self, chunk: OptimizerState, inputs: Inputs, gradient: Tensor, now: State, out: State | None = None, part: Part = "all"
     ) -> tuple[Entries, Begun | None]:
-        """Steps these parameters of a chunk by the kernel of where they lie; what is then known of each, and, where it is not
-        waited for, the host's update that is still under way."""
+        """Steps parameters that have a gradient by the kernel of where they lie; what is then known of each, and, of a
+        chunk that the host updates, what is still under way."""
+        settings, factor = self.one_pass(chunk.state, inputs.groups), inputs.factor
+        assert settings is not None
         made: Entries = {}
         ranges: dict[int, list[tuple[int, int]]] = {}  # by step count: a parameter without a gradient has stayed behind
         slots = chunk.own_slots
         for slot in slots:
-            if slot.name in names:
+            if slot.name in inputs.gradients:
                 entry = chunk.rest[slot.name]
                 step = int(entry["step"]) + 1
                 made[slot.name] = {**entry, "step": _count(step)}
@@ -105,30 +111,26 @@ class Stepper:
                 adamw_on_gpu(now, gradient, settings, step, out=out, scale=factor, ranges=own_ranges)
             else:
                 assert not isinstance(factor, Tensor)
+                waits = chunk.state.placement.route != "host" or step != last
                 on_gpu = self._device.type == "cuda"  # the same bits, wherever it is updated
-                how = functools.partial(adamw, part=part, threads=self._threads, as_on_gpu=on_gpu, waits=waits or step != last)
+                how = functools.partial(adamw, part=part, threads=self._threads, as_on_gpu=on_gpu, waits=waits)
                 begun = how(now, gradient, settings, step, out=out, scale=factor, ranges=own_ranges)
             now, out = out or now, None
         return made, begun
 
     def by_torch(
-        self,
-        chunk: OptimizerState,
-        exact: Tensor,
-        gradients: Mapping[str, Tensor],
-        entries: Mapping[str, dict[str, Any]],
-        factor: float | None,
-        groups: Groups,
-        asked: Collection[str] | None = None,
+        self, chunk: OptimizerState, inputs: Inputs, own: Views, exact: Tensor, entries: Entries, asked: list[str] | None = None
     ) -> Entries:
         """Steps the optimizer, which sees these parameters alone, on their masters in `exact`; what it then knows of each, or of
         those that are asked for."""
+        factor, groups = inputs.factor, inputs.groups
+        assert not isinstance(factor, Tensor)
         if factor is not None:
-            _scale(list(gradients.values()), factor)
+            _scale(list(own.values()), factor)
         working = zip(chunk.own_slots, self._masters(chunk.state, exact), strict=True)
-        parameters = {slot.name: parameter for slot, parameter in working if slot.name in gradients}
+        parameters = {slot.name: parameter for slot, parameter in working if slot.name in own}
         for name, parameter in parameters.items():
-            parameter.grad = gradients[name]
+            parameter.grad = own[name]
         narrowed: Any = object.__new__(type(self._optimizer))
         narrowed.__dict__.update({key: value for key, value in vars(self._optimizer).items() if key != "step"})
         narrowed.param_groups = [{**group, "params": []} for group in groups]
@@ -142,6 +144,15 @@ class Stepper:
         _refuse_coupled(groups, narrowed.param_groups, type(self._optimizer).__name__)
         return {name: dict(narrowed.state[parameters[name]]) for name in (parameters if asked is None else asked)}
 
+    def in_scratch(
+        self, chunk: OptimizerState, inputs: Inputs, own: Views, masters: Masters, moments: Views, scratch: Scratch
+    ) -> tuple[Tensor, Entries]:
+        """The same of masters that stay as they are: what they are after the step, in scratch. Moments are updated in place."""
+        exact = scratch.flat("exact", chunk.state.own.elements)
+        masters.read(exact)
+        entries = moved(chunk.entries(moments, own), scratch.device)
+        return exact, self.by_torch(chunk, inputs, widened(chunk.state, own, scratch), exact, entries)
+
     def _masters(self, state: ChunkState, exact: Tensor) -> list[nn.Parameter]:
         known = self._parameters.get(state.index)
         if known is None or known[0].data_ptr() != state.view(exact, state.own.slots[0]).data_ptr():
@@ -149,12 +160,12 @@ class Stepper:
         return known
 
 
-def adam_state(masters: Masters, moments: Mapping[str, Tensor]) -> State:
+def adam_state(masters: Masters, moments: Views) -> State:
     """One generation of a chunk, as the one-pass kernels take it."""
     return State(masters.weights, masters.low, *(moments[key] for key in ADAM_KEYS))
 
 
-def gathered(state: ChunkState, gradients: Mapping[str, Tensor], scratch: Scratch) -> Tensor:
+def gathered(state: ChunkState, gradients: Views, scratch: Scratch) -> Tensor:
     """Gradients that autograd made, side by side at the chunk's offsets."""
     flat = scratch.flat("gathered", state.own.elements, next(iter(gradients.values())).dtype)
     torch._foreach_copy_(list(views(state, gradients, flat).values()), list(gradients.values()), non_blocking=True)
@@ -169,9 +180,18 @@ def widened(state: ChunkState, gradients: Mapping[str, Tensor], scratch: Scratch
     return found
 
 
-def views(state: ChunkState, names: Iterable[str], flat: Tensor) -> dict[str, Tensor]:
+def views(state: ChunkState, names: Iterable[str], flat: Tensor) -> Views:
     slots = {slot.name: slot for slot in state.own.slots}
     return {name: state.view(flat, slots[name]) for name in names}
+
+
+def moved(entries: Entries, device: torch.device) -> Entries:
+    """The same with arrays on the device; single numbers (step counts) stay where torch keeps them."""
+
+    def at(value: object) -> object:
+        return value.to(device) if isinstance(value, Tensor) and value.dim() else value
+
+    return {name: {key: at(value) for key, value in entry.items()} for name, entry in entries.items()}
 
 
 @functools.lru_cache(8)

@@ -13,10 +13,10 @@ import torch
 
 from ..lanes import STREAMED_DEPTH, Over, Ticket
 from ..masters import Masters
-from ..optimizer_state import Entries, Load, OptimizerState, Second
+from ..optimizer_state import Load, OptimizerState, Second
 from ..tiers import Scratch
-from .route import Context, Inputs
-from .stepper import adam_state, gathered, views, widened
+from .route import Context
+from .stepper import Inputs, adam_state, gathered, moved, views
 
 
 class Streamed:
@@ -124,25 +124,16 @@ class Streamed:
         if load.second is not None:  # the old weights stay
             load.weights = carrier.flat("weights", state.own.elements, state.dtype)
         new = Masters(load.weights, low)
-        settings = self._context.stepper.one_pass(state, inputs.groups)
-        if settings is not None:
+        stepper = self._context.stepper
+        if stepper.one_pass(state, inputs.groups) is not None:
             flat = gathered(state, own, self._scratch) if load.flat is None else load.flat
             now, out = (adam_state(masters, load.moments) for masters in (old, new))
-            load.rest, _ = self._context.stepper.in_one_pass(chunk, own, now, out, flat, inputs.factor, settings)
-        else:
-            self._step_by_torch(chunk, load, inputs, old, new)
-
-    def _step_by_torch(self, chunk: OptimizerState, load: Load, inputs: Inputs, old: Masters, new: Masters) -> None:
-        state, carrier, elements = chunk.state, load.carrier, chunk.state.own.elements
-        assert carrier is not None
-        own = load.gradients if load.flat is None else views(state, load.gradients, load.flat)
-        exact = self._scratch.flat("exact", elements)
-        old.read(exact)
-        entries = moved(chunk.entries(load.moments, own), self._context.device)
-        wide = widened(state, own, self._scratch)
-        made = self._context.stepper.by_torch(chunk, exact, wide, entries, inputs.factor, inputs.groups)
+            load.rest, _ = stepper.in_one_pass(chunk, inputs, flat, now, out)
+            return
+        own = own if load.flat is None else views(state, own, load.flat)
+        exact, made = stepper.in_scratch(chunk, inputs, own, old, load.moments, self._scratch)
         after = OptimizerState(state)
-        after.keep(made, load.moments, lambda key: carrier.flat(key, elements).zero_())
+        after.keep(made, load.moments, lambda key: carrier.flat(key, state.own.elements).zero_())
         load.rest = moved(after.rest, torch.device("cpu"))
         # Nothing has changed so far that counts; from here on nothing can fail.
         new.write(exact)
@@ -170,12 +161,3 @@ class Streamed:
         else:
             chunk.rest |= load.rest
         load.gradients.clear()  # the carrier knows this load until it takes another, which may be in the next step
-
-
-def moved(entries: Entries, device: torch.device) -> Entries:
-    """The same with arrays on the device; single numbers (step counts) stay where torch keeps them."""
-
-    def at(value: object) -> object:
-        return value.to(device) if isinstance(value, torch.Tensor) and value.dim() else value
-
-    return {name: {key: at(value) for key, value in entry.items()} for name, entry in entries.items()}

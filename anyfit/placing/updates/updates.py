@@ -18,7 +18,6 @@ from ..optimizers import UsersOptimizer, steps_together
 from ..residency import Residency
 from ..tiers import HostSlabs
 from .host import OnHost
-from .pace import Pace
 from .resident import Resident
 from .route import Context, Route, SpeculatingRoute
 from .schedule import Schedule
@@ -44,24 +43,24 @@ class Updates:
         carried: Carried | None = None,
         coupled: str | None = None,
     ) -> None:
-        self.optimizer, self.pace = optimizer, Pace()
-        self._residency, self._mirrors, self._take_back = residency, mirrors, take_back
+        self.optimizer, self._take_back = optimizer, take_back
         self.chunks = [OptimizerState(chunk) for chunk in state.chunks if chunk.chunk.is_updated]
         self._by_index = {chunk.state.index: chunk for chunk in self.chunks}
         stepper = Stepper(optimizer, state.device, coupled)
         together = all(steps_together(chunk.state.placement) for chunk in self.chunks)
         by_torch = all(stepper.one_pass(chunk.state) is None for chunk in self.chunks)
         self.users = UsersOptimizer(optimizer, self.chunks, state.parameters, is_open=together and by_torch)
-        context = Context(state.device, state.ranks, lanes, gradients, stepper)
-        self._integrity, self._readers = context.integrity, context.readers
-        self._states = OptimizerStates(self.chunks, self.users, stepper, state.device)
+        context = self._context = Context(
+            state.device, state.ranks, lanes, gradients, residency, mirrors, self.chunks, self.users, stepper
+        )
+        self.pace = context.pace
+        self._states = OptimizerStates(context)
         self.names = self._states.names
         self._states.make(carried)
-        resident = Resident(context, self.users)
-        others: dict[str, SpeculatingRoute] = {"streamed": Streamed(context), "host": OnHost(context, self.pace)}
-        speculation = Speculation(context, self.chunks, others, residency, self.pace, slabs)
+        resident = Resident(context)
+        others: dict[str, SpeculatingRoute] = {"streamed": Streamed(context), "host": OnHost(context)}
         self._routes: dict[str, Route] = {"resident": resident, **others}
-        self._schedule = Schedule(context, self.chunks, self.users, resident, others, speculation, self.pace, residency, mirrors)
+        self._schedule = Schedule(context, resident, others, Speculation(context, others, slabs))
         self.users.show()
         for chunk in self.chunks:
             self._routes[chunk.state.placement.route].furnish(chunk)
@@ -73,7 +72,7 @@ class Updates:
         self.users.refuse_changed()
         given = self.users.replaced()
         if given is not None:
-            self._residency.settle_all()
+            self._context.residency.settle_all()
             self._states.replace(given)
         self.users.show_hidden()
 
@@ -92,9 +91,9 @@ class Updates:
         """One optimizer step with the gradients at hand (times `factor`) on every parameter that has one."""
         self.check()
         self._take_back()
-        self._residency.heed_all()
-        self._residency.refuse_kept()
-        self._mirrors.collect()
+        self._context.residency.heed_all()
+        self._context.residency.refuse_kept()
+        self._context.mirrors.collect()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers, which would warn
         self._schedule.apply(factor)
 
@@ -104,7 +103,7 @@ class Updates:
 
     def check(self) -> None:
         """Raises where the state is not that of whole steps."""
-        self._integrity.check()
+        self._context.integrity.check()
 
     # ------------------------------------------------------------------ read beside the steps
 
@@ -115,7 +114,7 @@ class Updates:
 
     def let_read(self, wait_for: Callable[[int], None]) -> None:
         """Somebody reads the state as it is now. From here on `wait_for` is asked before any of a chunk's is overwritten."""
-        self._readers.begin(wait_for, self.chunks)
+        self._context.readers.begin(wait_for, self.chunks)
 
     # ------------------------------------------------------------------ state, by parameter name
 
@@ -127,7 +126,7 @@ class Updates:
     def settle(self) -> None:
         """All that is known of parameters is in chunks."""
         self.check()
-        self._mirrors.collect()
+        self._context.mirrors.collect()
         self._states.settle()
 
     def forget_all(self) -> None:
