@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from anyfit.values.demands import Demands, demands_of
 from anyfit.values.job import Job
-from anyfit.values.layout import Chunk, lay_out
+from anyfit.values.layout import lay_out
 from anyfit.values.plan import Placement, Plan
 from anyfit.values.record import nearest
 
@@ -144,13 +144,15 @@ def place(
     """
     if plan.ranks != ranks.count:
         raise ValueError(f"the plan is for {plan.ranks} ranks, and {ranks.count} are there; plan again with anyfit.plan(job)")
-    optimizer, group_of = _optimizer_for(job, model, carried, agreed)
+    optimizer, group_of = _optimizer_for(job, model, device, carried, agreed)
     layout = lay_out(job.placeables(model, group_of), plan.chunk_bytes, ranks.count)
     placements = _placements(plan, len(layout))
-    demands = _checked_demands(job, model, optimizer, layout, placements, device, carried, elements)
-    if plan.chunks and device.type == "cuda":
-        let_segments_grow()
-    _move_buffers(model, device)
+    moves = casts(job.precision, device)
+    demands = carried.demands if carried else demands_of(model, optimizer, casts=moves, elsewhere=elements or ())
+    refuse_elsewhere(demands, layout, placements, job.precision, device)
+    if any(each.optimizer_shards > 1 for each in placements):
+        refuse_unless_by_element(optimizer)
+    _make_ready(model, plan, device)
     with ExitStack() as closing:
         slabs = HostSlabs(device, plan.limit_bytes["host"], arena)
         closing.callback(slabs.close)
@@ -180,15 +182,18 @@ def place(
 
 
 def _optimizer_for(
-    job: Job, model: nn.Module, carried: Carried | None, agreed: Callable[[nn.Module, Optimizer], None]
+    job: Job, model: nn.Module, device: torch.device, carried: Carried | None, agreed: Callable[[nn.Module, Optimizer], None]
 ) -> tuple[Optimizer, dict[int, int]]:
     """The optimizer, and by parameter the group that it is in."""
     if carried is None:
         optimizer, group_of = job.build_optimizer(model)
         agreed(model, optimizer)
-        return optimizer, group_of
-    groups = enumerate(carried.optimizer.param_groups)
-    return carried.optimizer, {id(each): index for index, group in groups for each in group["params"]}
+    else:
+        optimizer = carried.optimizer
+        group_of = {id(each): index for index, group in enumerate(optimizer.param_groups) for each in group["params"]}
+    if device.type == "cpu" and any(group.get("capturable") for group in optimizer.param_groups):
+        raise ValueError(f"{type(optimizer).__name__}(capturable=True) steps on a GPU alone; leave capturable out")
+    return optimizer, group_of
 
 
 def _placements(plan: Plan, chunks: int) -> tuple[Placement, ...]:
@@ -203,36 +208,16 @@ def _placements(plan: Plan, chunks: int) -> tuple[Placement, ...]:
     return placements
 
 
-def _checked_demands(
-    job: Job,
-    model: nn.Module,
-    optimizer: Optimizer,
-    layout: Sequence[Chunk],
-    placements: Sequence[Placement],
-    device: torch.device,
-    carried: Carried | None,
-    elements: Mapping[str, Elements] | None,
-) -> Demands:
-    """What the model and its optimizer demand. Raises where the plan cannot honour it."""
-    if device.type == "cpu" and any(group.get("capturable") for group in optimizer.param_groups):
-        raise ValueError(f"{type(optimizer).__name__}(capturable=True) steps on a GPU alone; leave capturable out")
-    if carried is not None:
-        demands = carried.demands
-    else:
-        demands = demands_of(model, optimizer, casts=casts(job.precision, device), elsewhere=elements or ())
-    refuse_elsewhere(demands, layout, placements, job.precision, device)
-    if any(each.optimizer_shards > 1 for each in placements):
-        refuse_unless_by_element(optimizer)
-    return demands
-
-
 def _gradients_for(plan: Plan, state: ModelState, lanes: Lanes, slabs: HostSlabs, moved: set[str]) -> Gradients:
     if not state.ranks.are_several:
         return LocalGradients(state, lanes, slabs, plan.accumulation, moved)
     return ReducedGradients(state, lanes, slabs, plan.accumulation, moved, torch.float32 if plan.reduction == "fp32" else None)
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
+def _make_ready(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """The allocator for what comes, and the model's buffers."""
+    if plan.chunks and device.type == "cuda":
+        let_segments_grow()
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
