@@ -11,7 +11,7 @@ A parameter counts when its gradient came; which ones a step uses may change fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,8 @@ from .lanes import Lanes, Ticket
 from .tiers import HostSlabs
 
 Views = dict[str, Tensor]  # made once: a step has many, and each costs the thread that launches
+Stretches = Iterable[tuple[int, int]]  # (start, end) in elements
+After = Sequence[Ticket | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,20 +88,15 @@ class Landings:
         ]
 
     def add_up(
-        self,
-        state: ChunkState,
-        staged: Tensor,
-        copy: Callable[[Tensor], None],
-        add: Callable[[Tensor], None],
-        after: Sequence[Ticket | None],
-        last: Ticket | None,
+        self, state: ChunkState, staged: Tensor, stretches: Stretches, add: Callable[[Tensor], None], after: After, last: After
     ) -> tuple[Ticket, Ticket]:
-        """Brings what is staged down by `copy`, then adds it by `add`, when all before has been added. The tickets of both."""
+        """Brings these stretches of what is staged down, after the first tickets, and adds them up, after the last ones. The
+        tickets of both."""
         buffer, taken = self._buffers.pop(0)
         summand = buffer[: staged.nbytes].view(staged.dtype)
         label = f"gradients of chunk {state.index}"
-        down = self._lanes.down.run(lambda: copy(summand), (*after, taken), label)
-        added = self._lanes.host.run(lambda: add(summand), (down, last, state.left), f"add {label}")
+        down = self._lanes.down.run(lambda: copy_stretches(summand, staged, stretches), (*after, taken), label)
+        added = self._lanes.host.run(lambda: add(summand), (down, *last, state.left), f"add {label}")
         self._buffers.append((buffer, added))
         return down, added
 
@@ -166,6 +163,11 @@ class Gradients:
 
 def views_of(state: ChunkState, flat: Tensor) -> Views:
     return {slot.name: state.view(flat, slot) for slot in state.chunk.slots}
+
+
+def copy_stretches(target: Tensor, source: Tensor, stretches: Stretches) -> None:
+    for start, end in stretches:
+        target[start:end].copy_(source[start:end], non_blocking=True)
 
 
 def refuse_sparse(name: str, gradient: Tensor) -> None:

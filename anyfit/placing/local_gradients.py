@@ -22,7 +22,7 @@ from anyfit.values.engine import GRADIENT_STAGES
 from anyfit.values.layout import ALIGN_ELEMENTS, Slot
 
 from .chunks import ChunkState, ModelState, quietly
-from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, Views, refuse_sparse, views_of
+from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, Views, copy_stretches, refuse_sparse, views_of
 from .lanes import Lanes, Ticket
 from .tiers import HostSlabs
 
@@ -207,7 +207,7 @@ class LocalGradients(Gradients):
         self._norms |= _norms({slot.name: views[slot.name] for slot in slots})
         stretches = home.stretches if len(slots) == len(home.views) else tuple(_stretches(slots))
         after = (self._lanes.so_far(), state.fresh, state.left)
-        down = self._lanes.down.run(lambda: _copy(flat, filled, stretches), after, f"gradients of chunk {state.index}")
+        down = self._lanes.down.run(lambda: copy_stretches(flat, filled, stretches), after, f"gradients of chunk {state.index}")
         home.ticket = stage.ticket = down
         home.names.update(slot.name for slot in slots)
         if len(home.names) == len(state.chunk.slots):
@@ -222,9 +222,7 @@ class LocalGradients(Gradients):
                 home.add(now, summand, is_first=is_first, threads=self._threads)
 
         after = (self._lanes.so_far(), state.fresh)
-        down, home.ticket = self._landings.add_up(
-            state, filled, lambda summand: _copy(summand, filled, tuple(_stretches(slots))), add, after, home.ticket
-        )
+        down, home.ticket = self._landings.add_up(state, filled, _stretches(slots), add, after, (home.ticket,))
         home.names.update(slot.name for slot in slots)
         return down
 
@@ -285,11 +283,6 @@ class LocalGradients(Gradients):
             home.names.clear()
             home.squares.clear()
         super().clear()
-
-
-def _copy(target: Tensor, source: Tensor, stretches: Sequence[tuple[int, int]]) -> None:
-    for start, end in stretches:
-        target[start:end].copy_(source[start:end], non_blocking=True)
 
 
 def _norms(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -207,10 +207,7 @@ class ReducedGradients(Gradients):
         def add_up(summand: Tensor) -> None:
             home.squares = add(home.flat, summand, is_first=is_first, threads=self._threads)
 
-        def copy(summand: Tensor) -> None:
-            _take(summand, own, is_first=True)
-
-        return self._landings.add_up(state, own, copy, add_up, (reduced,), home.ticket)[1]
+        return self._landings.add_up(state, own, [(0, own.numel())], add_up, (reduced,), (home.ticket,))[1]
 
     # ------------------------------------------------------------------ at the end of a step
 

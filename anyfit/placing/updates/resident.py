@@ -39,10 +39,9 @@ class Resident:
 
     def can_begin(self, chunk: OptimizerState, groups: Groups) -> bool:
         """Before the host knows the norm: a kernel on the GPU finds the factor in its own memory."""
-        on_device = chunk.state.placement.route == "resident" and chunk.state.placement.gradients == "device"
-        return (
-            on_device and self._context.device.type == "cuda" and self._context.stepper.one_pass(chunk.state, groups) is not None
-        )
+        context, placed = self._context, chunk.state.placement
+        is_there = placed.route == "resident" and placed.gradients == "device" and context.device.type == "cuda"
+        return is_there and context.stepper.one_pass(chunk.state, groups) is not None
 
     def begin(self, chunk: OptimizerState, inputs: Inputs) -> None:
         """Gives the update to the GPU: one that changes nothing where the factor is no number."""
