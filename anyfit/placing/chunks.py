@@ -9,7 +9,7 @@ may be whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from anyfit.values.demands import Demands
 from anyfit.values.layout import Chunk, Slot
 from anyfit.values.plan import Placement
 
-from .lanes import Ticket
+from .chunk_update import ChunkUpdate
 from .masters import WRITTEN_AT_ONCE, Masters, forget_low, put
 from .ranks import ALONE, Ranks
 from .tiers import HostSlabs
@@ -64,14 +64,7 @@ class ChunkState:
         if on_host:
             self.on_host = slabs.zeros(self.own.elements, self.dtype, crosses=True)
         self.low = self.optimizer_zeros(torch.int16, elements=self.own.elements if self.is_split else 0)
-        self.fresh: Ticket | None = None  # of the update under way
-        self.again: Callable[[], Ticket] | None = None  # starts that update once more, should it have failed
-        self.left: Ticket | None = None  # of what is left of it when weights are fresh, and still reads the host's gradients
-
-    def finish(self) -> None:
-        """Waits for what is left of its update."""
-        if self.left is not None:
-            self.left.wait()
+        self.update = ChunkUpdate()
 
     @property
     def is_gathered(self) -> bool:

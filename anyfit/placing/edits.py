@@ -115,6 +115,6 @@ def _kind(tensor: Tensor) -> str:
 
 def take_over(state: ChunkState, edited: Tensor) -> None:
     """Weights of a chunk as they were edited on the device, to where they live."""
-    state.finish()
+    state.update.finish()
     if state.on_host is not None:
         state.adopt(edited if state.on_device is not None else edited.to(state.on_host.device, copy=True), state.on_host)

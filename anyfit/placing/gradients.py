@@ -96,7 +96,7 @@ class Landings:
         summand = buffer[: staged.nbytes].view(staged.dtype)
         label = f"gradients of chunk {state.index}"
         down = self._lanes.down.run(lambda: copy_stretches(summand, staged, stretches), (*after, taken), label)
-        added = self._lanes.host.run(lambda: add(summand), (down, *last, state.left), f"add {label}")
+        added = self._lanes.host.run(lambda: add(summand), (down, *last, state.update.moments), f"add {label}")
         self._buffers.append((buffer, added))
         return down, added
 

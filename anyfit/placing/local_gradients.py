@@ -206,7 +206,7 @@ class LocalGradients(Gradients):
         flat = home.flat
         self._norms |= _norms({slot.name: views[slot.name] for slot in slots})
         stretches = home.stretches if len(slots) == len(home.views) else tuple(_stretches(slots))
-        after = (self._lanes.so_far(), state.fresh, state.left)
+        after = (self._lanes.so_far(), state.update.fresh, state.update.moments)
         down = self._lanes.down.run(lambda: copy_stretches(flat, filled, stretches), after, f"gradients of chunk {state.index}")
         home.ticket = stage.ticket = down
         home.names.update(slot.name for slot in slots)
@@ -221,7 +221,7 @@ class LocalGradients(Gradients):
                 now = [slot for slot in slots if (slot.name not in known) == is_first]
                 home.add(now, summand, is_first=is_first, threads=self._threads)
 
-        after = (self._lanes.so_far(), state.fresh)
+        after = (self._lanes.so_far(), state.update.fresh)
         down, home.ticket = self._landings.add_up(state, filled, _stretches(slots), add, after, (home.ticket,))
         home.names.update(slot.name for slot in slots)
         return down

@@ -1,10 +1,9 @@
-"""One chunk that the optimizer updates: what it knows of the chunk's parameters, and how far the update under way is."""
+"""What the optimizer knows of one chunk: flat moments in its tier, and by parameter what is not an array of its shape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -12,24 +11,13 @@ from torch import Tensor
 
 from anyfit.values.layout import Slot
 
+from .chunk_update import ChunkUpdate
 from .chunks import ChunkState
 from .lanes import Ticket
 from .masters import Masters
 from .tiers import HostSlabs, Scratch
 
 Entries = dict[str, dict[str, Any]]  # by parameter, as in `optimizer.state`
-
-
-class Phase(Enum):
-    """How far the update of a chunk is. docs/architecture.md draws the way from one to the next."""
-
-    SETTLED = auto()  # weights and moments are those of the last step; gradients are waited for, and their norm
-    LIFTED = auto()  # streamed: its state is on the device, or on its way there, and the norm is not known
-    SPECULATED = auto()  # updated into its second generation, as if nothing were clipped, and the norm is not known
-    BEGUN = auto()  # resident: the GPU updates it, if the norm is a number, which the host does not know
-    UPDATING = auto()  # its weights are old ones until the ticket `fresh`
-    FAILED = auto()  # its update raised an error; whoever asks for the chunk next starts it again
-    FINISHING = auto()  # two-phase: its weights are fresh, and its moments are still to come
 
 
 class OptimizerState:
@@ -40,35 +28,11 @@ class OptimizerState:
         self.moments: dict[str, Tensor] = {}
         self.rest: Entries = {}  # also says which parameters have been stepped before
         self.second: Second | None = None
-        self.home: Ticket | None = None  # of the last update of a state that is on the host
         self.live: Entries = {}  # entries of a resident chunk, whose arrays never move
-        self.lifted: Load | None = None
-        self.begun: Entries | None = None  # what will be known of its parameters, if the norm is a number
 
     @property
-    def phase(self) -> Phase:
-        if self.begun is not None:
-            return Phase.BEGUN
-        if self.second is not None and self.second.ticket is not None:
-            return Phase.SPECULATED
-        if self.lifted is not None:
-            return Phase.LIFTED
-        if self.state.fresh is not None:
-            return Phase.UPDATING
-        if self.state.again is not None:
-            return Phase.FAILED
-        return Phase.FINISHING if self.moments_pending else Phase.SETTLED
-
-    @property
-    def moments_pending(self) -> bool:
-        """Also while its weights are on their way."""
-        return self.state.left is not None and not self.state.left.is_over
-
-    def forget_step(self) -> None:
-        """The step is over: what was begun before its norm was known is not to be used by another."""
-        self.begun = self.lifted = None
-        if self.second is not None:
-            self.second.ticket = None
+    def update(self) -> ChunkUpdate:
+        return self.state.update
 
     def upload(self) -> None:
         """Fresh weights to the device: from the host's copy, or, of a streamed update, from the generation taken over."""
@@ -185,7 +149,6 @@ class Second:
         self.low = state.optimizer_zeros(torch.int16, elements=elements if state.is_split else 0)
         self.moments: dict[str, Tensor] = {}
         self.made: Entries = {}
-        self.ticket: Ticket | None = None  # of the update that fills it; None: not begun in this step
         self.may_be_read = False  # it was the state when somebody began to read that
 
     @property

@@ -161,7 +161,7 @@ class ReducedGradients(Gradients):
             own = whole
         if is_direct:
             self._lanes.hold_computation(home.ticket)
-            self._lanes.hold_computation(None if state.fresh is None else Over(state.fresh))  # who updates from it
+            self._lanes.hold_computation(None if (fresh := state.update.fresh) is None else Over(fresh))  # who updates from it
         self._fill(home, whole)
         label = f"reduce chunk {index}"
         self._ranks.ask("reduce", label)
@@ -172,7 +172,7 @@ class ReducedGradients(Gradients):
             if takes_norm:
                 home.norm = norm(own)
 
-        home.reduced = self._lanes.reduce.run(work, (self._lanes.so_far(), state.fresh, home.ticket), label)
+        home.reduced = self._lanes.reduce.run(work, (self._lanes.so_far(), state.update.fresh, home.ticket), label)
         home.ticket = stage.ticket = home.reduced if goes_home else self._land(home, own, home.reduced)
         home.given += 1
         if not self.adds_up and not self._is_weighted:
@@ -202,7 +202,7 @@ class ReducedGradients(Gradients):
         if state.placement.gradients == "device":
             return self._lanes.reduce.run(lambda: _take(home.flat, own, is_first=is_first), (reduced,), f"add {label}")
         if not self.adds_up:
-            return self._lanes.down.run(lambda: _take(home.flat, own, is_first=True), (reduced, state.left), label)
+            return self._lanes.down.run(lambda: _take(home.flat, own, is_first=True), (reduced, state.update.moments), label)
 
         def add_up(summand: Tensor) -> None:
             home.squares = add(home.flat, summand, is_first=is_first, threads=self._threads)

@@ -87,7 +87,7 @@ class Residency:
                 f"{name} is edited, and its chunk is divided over ranks, where the edit would be lost; edit weights inside `with "
                 "run.weights():`"
             )
-        if (index in self._fetched and slot is None) or (state.fresh is not None and index not in self._fetched):
+        if (index in self._fetched and slot is None) or (state.update.fresh is not None and index not in self._fetched):
             raise RuntimeError(
                 f"{name} is edited through a view that was kept while its weights were updated elsewhere, so the edit is lost; "
                 "take the view anew (parameter.data, parameter[...]), or edit inside `with run.weights():`"
@@ -124,19 +124,20 @@ class Residency:
 
     def settle(self, state: ChunkState) -> None:
         """The computation waits for the chunk's update. A failed one is raised once, and started again by the next to ask."""
-        if state.fresh is None and state.again is not None:
-            state.fresh = state.again()
-        if state.fresh is None:
+        update = state.update
+        if update.fresh is None and update.restart is not None:
+            update.fresh = update.restart()
+        if update.fresh is None:
             if state.index in self._parted:
                 self._rejoin(state)
             return
-        fresh, state.fresh = state.fresh, None
+        fresh, update.fresh = update.fresh, None
         try:
             self._lanes.hold_computation(fresh)
         except BaseException:
             self.drop(state)  # what was fetched ahead rested on it
             raise
-        state.again = None
+        update.restart = None
         if state.index in self._parted:
             self._rejoin(state)
 
@@ -172,7 +173,7 @@ class Residency:
         """The host waits until every update is done."""
         self.settle_weights()
         for state in self._state.chunks:
-            state.finish()
+            state.update.finish()
 
     def drop_all(self) -> None:
         """No update is under way and no slot holds weights: their homes may be written."""
@@ -211,7 +212,7 @@ class Residency:
         for index, alone in self._alone.items():
             state = self._state.chunks[index]
             bound = 0 if index in self._parted else len(state.chunk.slots)
-            if state.fresh is not None and state.on_device is not None and uses_of(state.on_device) != alone + bound:
+            if state.update.fresh is not None and state.on_device is not None and uses_of(state.on_device) != alone + bound:
                 self.settle(state)
 
     def end(self) -> None:

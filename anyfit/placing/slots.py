@@ -113,7 +113,7 @@ class DeviceSlots:
         slot.state, self.of_chunk[state.index] = state, slot
         whole = slot.to_fill()
         # Which buffer is the home is asked when the job runs: an update before it may put another in its place.
-        label, after = f"fetch chunk {state.index}", (self._lanes.so_far(), state.fresh)
+        label, after = f"fetch chunk {state.index}", (self._lanes.so_far(), state.update.fresh)
         own = whole[state.stretch] if state.is_gathered else whole
         slot.ticket = self._lanes.up.run(lambda: _copy(own, state.weights), after, label)
         if state.is_gathered:

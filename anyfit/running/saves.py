@@ -56,7 +56,7 @@ class Saves:
             has_room = all(engine.ranks.objects(has_room))
         if has_room:
             chunks = engine.placed.state.chunks
-            copies.begin(content, engine.placed.updates.turn_of, lambda chunk: chunks[chunk].finish())
+            copies.begin(content, engine.placed.updates.turn_of, lambda chunk: chunks[chunk].update.finish())
             engine.placed.updates.let_read(copies.wait_for)
             self.saving.begin(copies)
         else:

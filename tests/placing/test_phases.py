@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import anyfit
+from anyfit.placing.chunk_update import Phase
 from anyfit.placing.lanes import Ended, Track
-from anyfit.placing.optimizer_state import Phase
 from anyfit.values.plan import Placement
 from tests.models import byte_batches, next_byte_loss, tiny_gpt
 from tests.plans import ON_HOST, RESIDENT, STREAMED, hand_written, started
@@ -41,7 +41,7 @@ def run_of(placement: Placement, optimizer: Any = torch.optim.AdamW, clip_norm: 
 
 
 def phases(run: anyfit.Run) -> set[Phase]:
-    return {chunk.phase for chunk in run._placed.updates.chunks}
+    return {chunk.update.phase for chunk in run._placed.updates.chunks}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 from anyfit.kernels.adamw import Begun, Part, can_be_parted
 from anyfit.values.engine import LATER
 
-from ..lanes import Over, Ticket, Work
+from ..lanes import Ticket, Work
 from ..masters import Masters
 from ..optimizer_state import Entries, OptimizerState
 from ..tiers import Scratch
@@ -40,20 +40,20 @@ class OnHost:
         part: Part = "masters" if self._is_two_phase(chunk, inputs.groups) else "all"
         job = functools.partial(self._update, chunk, inputs, part)
         updated = self._run(chunk, job, inputs.arrived, f"update chunk {state.index}")
-        state.left = None
+        chunk.update.moments = None
         if part == "masters":
             job = functools.partial(self._finish, chunk, inputs)
             label = f"finish chunk {state.index}"  # the last first: their next gradients come first
-            state.left = chunk.home = lanes.host.run(job, (updated,), label, order=LATER - state.index)
+            ticket = lanes.host.run(job, (updated,), label, order=LATER - state.index)
+            chunk.update.moments = chunk.update.last = ticket
         if state.on_device is None:
             return updated
         return lanes.fresh.run(chunk.upload, (updated, inputs.before), f"upload chunk {state.index}")
 
     def _run(self, chunk: OptimizerState, job: Work, arrived: Ticket | None, label: str) -> Ticket:
-        """After the chunk's last, which may be one that does not count any more."""
-        home = None if chunk.home is None else Over(chunk.home)
-        chunk.home = self._context.lanes.host.run(job, (arrived, home), label, order=chunk.state.index)
-        return chunk.home
+        after = (arrived, chunk.update.last_over)
+        chunk.update.last = ticket = self._context.lanes.host.run(job, after, label, order=chunk.state.index)
+        return ticket
 
     def _is_two_phase(self, chunk: OptimizerState, groups: Groups) -> bool:
         settings = self._context.stepper.one_pass(chunk.state, groups)

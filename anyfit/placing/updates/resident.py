@@ -45,7 +45,7 @@ class Resident:
 
     def begin(self, chunk: OptimizerState, inputs: Inputs) -> None:
         """Gives the update to the GPU: one that changes nothing where the factor is no number."""
-        chunk.begun = self._updated(chunk, inputs)
+        chunk.update.begun = self._updated(chunk, inputs)
 
     def update(self, chunk: OptimizerState, inputs: Inputs) -> None:
         chunk.rest |= self._updated(chunk, inputs)

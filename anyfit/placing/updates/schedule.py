@@ -15,10 +15,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..chunk_update import Phase
 from ..chunks import ChunkState
 from ..gradients import clip_factor
 from ..lanes import Ticket
-from ..optimizer_state import OptimizerState, Phase
+from ..optimizer_state import OptimizerState
 from .resident import Resident
 from .route import BROKEN_OFF, Context, SpeculatingRoute
 from .speculation import Speculation, keeps_generations
@@ -50,11 +51,11 @@ class Schedule:
 
     def leave_out(self) -> None:
         for chunk in self._chunks:
-            chunk.begun = None
+            chunk.update.begun = None
 
     def apply(self, factor: float | None) -> None:
         groups = self._context.stepper.groups()
-        self._context.pace.note(clips=factor is not None, is_late=any(chunk.moments_pending for chunk in self._chunks))
+        self._context.pace.note(clips=factor is not None, is_late=any(chunk.update.moments_pending for chunk in self._chunks))
         if self._context.ranks.are_several:
             for chunk in self._chunks:
                 self._residency.settle(chunk.state)  # one that only other ranks used may still be at its last update
@@ -74,9 +75,9 @@ class Schedule:
         integrity.broken = None
 
     def _update_resident(self, chunk: OptimizerState, factor: float | None, groups: Groups) -> None:
-        if chunk.begun is not None:
-            chunk.rest |= chunk.begun
-            chunk.begun = None
+        if chunk.update.begun is not None:
+            chunk.rest |= chunk.update.begun
+            chunk.update.begun = None
             return
         own, arrived = self._context.gradients.of(chunk.state)
         self._context.readers.wait_for(chunk.state.index)
@@ -86,9 +87,9 @@ class Schedule:
 
     def _hand_out(self, chunk: OptimizerState, factor: float | None, groups: Groups, before: Ticket) -> None:
         """To its lane."""
-        state = chunk.state
+        state, update = chunk.state, chunk.update
         own, arrived = self._context.gradients.of(state)
-        is_taken_over = factor is None and chunk.phase is Phase.SPECULATED
+        is_taken_over = factor is None and update.phase is Phase.SPECULATED
         if not (is_taken_over and keeps_generations(state)):
             self._context.readers.wait_for(state.index)
         if not own:
@@ -96,8 +97,8 @@ class Schedule:
             return
         self._residency.drop(state)  # the weights that are there will be old
         inputs = Inputs(own, arrived, factor, groups, before)
-        state.again = functools.partial(self._others[state.placement.route].update, chunk, inputs)
-        state.fresh = self._speculation.commit(chunk, inputs) if is_taken_over else state.again()
+        update.restart = functools.partial(self._others[state.placement.route].update, chunk, inputs)
+        update.fresh = self._speculation.commit(chunk, inputs) if is_taken_over else update.restart()
         self._residency.part(state)
         self._share(state, before)
 
@@ -118,11 +119,11 @@ class Schedule:
             assert own is not None
             ranks.gather("spread", state.shards, whole, own, label)
 
-        state.fresh = lanes.spread.run(all_gather, (lanes.so_far(), before, state.fresh), label)
+        state.update.fresh = lanes.spread.run(all_gather, (lanes.so_far(), before, state.update.fresh), label)
         self._residency.part(state)
 
     def turn_of(self, chunk: OptimizerState | None, index: int) -> tuple[int, int]:
-        if chunk is not None and chunk.moments_pending:
+        if chunk is not None and chunk.update.moments_pending:
             return 1, -index
         if chunk is not None and self._speculation.comes_later(chunk):
             return 2, -index
@@ -130,8 +131,8 @@ class Schedule:
 
     def forget(self) -> None:
         integrity = self._context.integrity
-        if any(chunk.phase is Phase.BEGUN for chunk in self._chunks):
+        if any(chunk.update.phase is Phase.BEGUN for chunk in self._chunks):
             integrity.broken = integrity.broken or BROKEN_OFF
         self._before = None
         for chunk in self._chunks:
-            chunk.forget_step()
+            chunk.update.forget_step()

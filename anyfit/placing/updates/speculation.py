@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ..chunks import ChunkState
 from ..lanes import Ticket
-from ..optimizer_state import OptimizerState, Phase, Second
+from ..optimizer_state import OptimizerState, Second
 from ..tiers import HostSlabs
 from .route import Context, SpeculatingRoute
 from .stepper import Inputs
@@ -40,20 +40,18 @@ class Speculation:
             return
         self._context.residency.heed(state.index)
         own, arrived = self._context.gradients.of(state)
-        chunk.second.ticket = route.speculate(chunk, Inputs(own, arrived, None, self._context.stepper.groups()))
+        chunk.update.speculated = route.speculate(chunk, Inputs(own, arrived, None, self._context.stepper.groups()))
 
     def _revoke(self, state: ChunkState) -> None:
         """The chunk's gradients, or its weights, have changed after all."""
         chunk = self._by_index.get(state.index)
         if chunk is None:
             return
-        chunk.lifted = None  # its gradients may have been lifted with it
-        if chunk.phase is Phase.SPECULATED:
-            assert chunk.second is not None
-            assert chunk.second.ticket is not None
+        chunk.update.lifted = None  # its gradients may have been lifted with it
+        if chunk.update.speculated is not None:
             with contextlib.suppress(BaseException):  # of an update that does not count
-                chunk.second.ticket.wait()
-            chunk.second.ticket = None
+                chunk.update.speculated.wait()
+            chunk.update.speculated = None
 
     def commit(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
         """Takes over what was speculated, and sends its weights to where they live."""
@@ -71,7 +69,7 @@ class Speculation:
             if state.on_device is not None:
                 chunk.upload()
 
-        return self._context.lanes.fresh.run(take_over, (second.ticket, inputs.before), f"commit chunk {state.index}")
+        return self._context.lanes.fresh.run(take_over, (chunk.update.speculated, inputs.before), f"commit chunk {state.index}")
 
     def comes_later(self, chunk: OptimizerState) -> bool:
         """The chunk's state of now is not overwritten before the next step speculates."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from ..chunk_update import Phase
 from ..lanes import STREAMED_DEPTH, Over, Ticket
 from ..masters import Masters
 from ..optimizer_state import Load, OptimizerState, Second
@@ -26,6 +27,7 @@ class Streamed:
         self._carriers = [Scratch(context.device) for _ in range(STREAMED_DEPTH)]
         self._next_carrier = itertools.cycle(range(STREAMED_DEPTH))
         self._loads: dict[int, Load] = {}  # by carrier, the last that it took
+        self._ahead: dict[int, Load] = {}  # by chunk, what is lifted before the norm is known
         self._first: list[OptimizerState] = []  # of the layout, as many as there are carriers: they are needed first
 
     @property
@@ -52,8 +54,11 @@ class Streamed:
                 carrier.flat(key, elements)
 
     def update(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
-        load, chunk.lifted = chunk.lifted, None
-        return self._start(chunk, load or Load(inputs.gradients, None), inputs, f"update chunk {chunk.state.index}")
+        load = self._ahead.pop(chunk.state.index, None)
+        if load is None or chunk.update.phase is not Phase.LIFTED:
+            load = Load(inputs.gradients, None)
+        chunk.update.lifted = None
+        return self._start(chunk, load, inputs, f"update chunk {chunk.state.index}")
 
     def speculate(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
         inputs = replace(inputs, before=self._context.lanes.so_far())
@@ -63,7 +68,6 @@ class Streamed:
     def _start(self, chunk: OptimizerState, load: Load, inputs: Inputs, label: str) -> Ticket:
         index = chunk.state.index
         load.gradients = inputs.gradients
-        home = None if chunk.home is None else Over(chunk.home)
 
         def lift() -> None:
             load.is_ahead = False
@@ -75,22 +79,25 @@ class Streamed:
             (lambda: self._step(chunk, load, inputs), label),
             (lambda: self._lower(chunk, load), f"lower state of chunk {index}"),
         )
-        after = (home, load.ticket, inputs.arrived, inputs.before)
-        chunk.home = load.ticket = self._lane.run_parts(parts, after, order=index)
-        return chunk.home
+        after = (chunk.update.last_over, load.ticket, inputs.arrived, inputs.before)
+        chunk.update.last = load.ticket = self._lane.run_parts(parts, after, order=index)
+        return load.ticket
 
     def lift_ahead(self, chunk: OptimizerState) -> None:
         """Of the streamed chunks that are needed first, as many as there are carriers."""
         if chunk not in self._first:
             return
-        load = chunk.lifted = Load({}, None)
-        after = (None if chunk.home is None else Over(chunk.home), self._context.gradients.of(chunk.state)[1])
+        index = chunk.state.index
+        load = self._ahead[index] = Load({}, None)
+        after = (chunk.update.last_over, self._context.gradients.of(chunk.state)[1])
 
         def lift() -> None:
             self._lift(chunk, load)
             load.is_ahead = True
 
-        load.ticket = self._lane.run(lift, after, f"lift state of chunk {chunk.state.index}", chunk.state.index)
+        chunk.update.lifted = load.ticket = self._lane.run(
+            lift, after, f"lift state of chunk {chunk.state.index}", chunk.state.index
+        )
 
     def _lift(self, chunk: OptimizerState, load: Load) -> None:
         state, elements = chunk.state, chunk.state.own.elements
