@@ -95,9 +95,7 @@ class Streamed:
             self._lift(chunk, load)
             load.is_ahead = True
 
-        chunk.update.lifted = load.ticket = self._lane.run(
-            lift, after, f"lift state of chunk {chunk.state.index}", chunk.state.index
-        )
+        chunk.update.lifted = load.ticket = self._lane.run(lift, after, f"lift state of chunk {index}", index)
 
     def _lift(self, chunk: OptimizerState, load: Load) -> None:
         state, elements = chunk.state, chunk.state.own.elements
