@@ -5,8 +5,8 @@ and a lane does the rest. Ranks reduce the same chunks in the same order whateve
 before it, and those that are not complete when backward ends go then, with zeros for what is missing. A parameter counts when
 some rank has a gradient for it.
 
-With several micro-batches, gradients add up on every rank and are reduced with the last one; or, where a plan says that they
-are divided, each micro-batch's are reduced, and the stretches add up.
+With several micro-batches, gradients add up on every rank and are reduced with the last one. Where the plan shards them, each
+micro-batch's are reduced, and the stretches add up.
 """
 
 from __future__ import annotations
