@@ -21,6 +21,7 @@ from anyfit.values.plan import Activations as Choice
 from anyfit.values.record import nearest
 
 from .chunks import quietly
+from .labels import Label, Task
 from .lanes import Lanes, Ticket
 from .recompute import Recomputed, stand_in
 from .residency import Residency
@@ -155,7 +156,7 @@ class Activations:
             lane.uses([whole])
             host.copy_(whole, non_blocking=True)
 
-        down = lane.run(copy, (self._lanes.so_far(), *used), f"offload {block.name}")
+        down = lane.run(copy, (self._lanes.so_far(), *used), Label(Task.OFFLOAD, name=block.name))
         away = Away(block, whole.numel(), host, down, uses=[down])
         weakref.finalize(away, spare.append, (host, away.uses))  # when backward is through, or its graph is dropped
         block.storages.add(away)
@@ -170,7 +171,7 @@ class Activations:
                 lane.uses([back])
                 back.copy_(host, non_blocking=True)
 
-            away.up = lane.run(copy, (self._lanes.so_far(), away.down), f"return {away.block.name}")
+            away.up = lane.run(copy, (self._lanes.so_far(), away.down), Label(Task.RETURN, name=away.block.name))
             away.uses[:] = [away.up]
 
     def _unpack(self, packed: Any) -> Tensor:

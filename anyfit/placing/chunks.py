@@ -22,6 +22,7 @@ from anyfit.values.layout import Chunk, Slot
 from anyfit.values.plan import Placement
 
 from .chunk_update import ChunkUpdate
+from .labels import Label, Task
 from .masters import WRITTEN_AT_ONCE, Masters, forget_low, put
 from .ranks import ALONE, Ranks
 from .tiers import HostSlabs
@@ -170,7 +171,7 @@ class ChunkState:
         if self.shards == 1:
             return own
         flat = torch.empty(self.chunk.elements, dtype=own.dtype, device=self._device)
-        self.ranks.gather("small", self.shards, flat, own.to(self._device), f"chunk {self.index}")
+        self.ranks.gather("small", self.shards, flat, own.to(self._device), Label(Task.GATHER, self.index))
         return flat
 
     def adopt(self, edited: Tensor, before: Tensor) -> None:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from anyfit.values.machine import update_threads
 
 from .chunks import ChunkState, ModelState, quietly
+from .labels import Label, Task
 from .lanes import Lanes, Ticket
 from .tiers import HostSlabs
 
@@ -94,9 +95,9 @@ class Landings:
         tickets of both."""
         buffer, taken = self._buffers.pop(0)
         summand = buffer[: staged.nbytes].view(staged.dtype)
-        label = f"gradients of chunk {state.index}"
+        label = Label(Task.GRADIENTS, state.index)
         down = self._lanes.down.run(lambda: copy_stretches(summand, staged, stretches), (*after, taken), label)
-        added = self._lanes.host.run(lambda: add(summand), (down, *last, state.update.moments), f"add {label}")
+        added = self._lanes.host.run(lambda: add(summand), (down, *last, state.update.moments), Label(Task.ADD, state.index))
         self._buffers.append((buffer, added))
         return down, added
 

@@ -10,8 +10,7 @@ the second of the job before.
 
 Tests give a `delay`, called before every job: an ordering that only held by luck then shows as wrong numbers.
 
-Jobs have labels, whose first word says what kind they are. A timeline (timeline.py) sets `mark` while it records, and is then
-told when each begins and ends.
+Jobs have labels (labels.py). A timeline (timeline.py) sets `mark` while it records, and is then told when each begins and ends.
 """
 
 from __future__ import annotations
@@ -34,21 +33,24 @@ from anyfit.kernels.across import Sender, read
 from anyfit.kernels.adamw import Begun
 from anyfit.values.engine import STREAMED_DEPTH as STREAMED_DEPTH
 
+from .labels import Label, Task
+
 _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
 SWITCH_SECONDS = 1e-4
 TOGETHER = ("gathering", "reducing", "spreading")
 HOST_DEPTH = 2  # one is updated; the next is there when the first of the threads is done with it
+UNNAMED = Label()
 MOST_AT_ONCE = 192 * 2**20  # bytes of a copy that yields
 Work = Callable[[], Begun | None]  # what it returns is under way on the host when the thread goes on
-Part = tuple[Work, str]  # and its label
+Part = tuple[Work, Label]
 Ended = Callable[[tuple[float, float] | None], None]  # with the host's times of it, where the clock is not to be asked
-Mark = Callable[[str], Ended]  # told of a label that it begins; gives what is to be called when it ends
+Mark = Callable[[Label], Ended]  # told of a label that it begins; gives what is to be called when it ends
 
 
 class Ticket:
     """A job under way."""
 
-    def __init__(self, label: str = "") -> None:
+    def __init__(self, label: Label = UNNAMED) -> None:
         self.label = label
         self._reached = threading.Event()  # the lane has come to it: done, or issued to the GPU, or failed
         self._event: Any = None  # of the GPU
@@ -137,7 +139,7 @@ class Track:
                 part.copy_(of, non_blocking=True)
                 self._yielded.record(self.stream)
 
-    def do(self, work: Work, label: str, events: Iterable[Any]) -> list[Any]:
+    def do(self, work: Work, label: Label, events: Iterable[Any]) -> list[Any]:
         """Starts a part after these events; the event of its end, where the GPU or threads of the host's kernels do it."""
         if self.stream is None:
             for event in events:
@@ -151,7 +153,7 @@ class Track:
         done.record(self.stream)
         return [done]
 
-    def _on_host(self, work: Work, label: str) -> list[Begun]:
+    def _on_host(self, work: Work, label: Label) -> list[Begun]:
         ended = (lambda _times: None) if self.mark is None else self.mark(label)
         begun = None
         try:
@@ -185,7 +187,7 @@ class Lane:
         self._thread = threading.Thread(target=self._work, name=f"anyfit {tracks[0].name}", daemon=True)
         self._thread.start()
 
-    def run(self, work: Work, after: Iterable[Ticket | None] = (), label: str = "", order: float = 0) -> Ticket:
+    def run(self, work: Work, after: Iterable[Ticket | None] = (), label: Label = UNNAMED, order: float = 0) -> Ticket:
         """Queues a job, to start when all of `after` are done. The least `order` is the most urgent."""
         return self.run_parts([(work, label)], after, order)
 
@@ -301,7 +303,7 @@ class Lanes:
         """What the computation is given from here on starts after the ticket."""
         if ticket is None:
             return
-        with _marked(self.mark, f"wait for {ticket.label}"):
+        with self._waiting_for(ticket):
             event = ticket.reach()
             if event is not None:
                 _hold(_cuda.current_stream() if self._on_gpu else None, event)
@@ -309,7 +311,7 @@ class Lanes:
     def wait(self, ticket: Ticket | None) -> None:
         """The computation's thread waits until the job is done."""
         if ticket is not None:
-            with _marked(self.mark, f"wait for {ticket.label}"):
+            with self._waiting_for(ticket):
                 ticket.wait()
 
     def reading(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -318,9 +320,12 @@ class Lanes:
         self._reading = read(tensor) if tensor.is_cuda else lambda: tensor  # kept, should nobody wait: the GPU will write to it
         return self._reading
 
-    def computing(self, label: str) -> AbstractContextManager[None]:
+    def computing(self, task: Task, chunk: int | None = None) -> AbstractContextManager[None]:
         """Around a part of the computation, for whoever records it."""
-        return _marked(self.mark, label)
+        return NOT_MARKED if self.mark is None else _marking(self.mark, Label(task, chunk))
+
+    def _waiting_for(self, ticket: Ticket) -> AbstractContextManager[None]:
+        return NOT_MARKED if self.mark is None else _marking(self.mark, ticket.label.awaited)
 
     @property
     def tracks(self) -> list[Track]:
@@ -335,12 +340,12 @@ def _close(lanes: Sequence[Lane]) -> None:
 NOT_MARKED = nullcontext()
 
 
-def _marked(mark: Mark | None, label: str) -> AbstractContextManager[None]:
+def _marked(mark: Mark | None, label: Label) -> AbstractContextManager[None]:
     return NOT_MARKED if mark is None else _marking(mark, label)
 
 
 @contextmanager
-def _marking(mark: Mark, label: str) -> Iterator[None]:
+def _marking(mark: Mark, label: Label) -> Iterator[None]:
     ended = mark(label)
     try:
         yield

@@ -23,6 +23,7 @@ from anyfit.values.layout import ALIGN_ELEMENTS, Slot
 
 from .chunks import ChunkState, ModelState, quietly
 from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, Views, copy_stretches, refuse_sparse, views_of
+from .labels import Label, Task
 from .lanes import Lanes, Ticket
 from .tiers import HostSlabs
 
@@ -207,7 +208,7 @@ class LocalGradients(Gradients):
         self._norms |= _norms({slot.name: views[slot.name] for slot in slots})
         stretches = home.stretches if len(slots) == len(home.views) else tuple(_stretches(slots))
         after = (self._lanes.so_far(), state.update.fresh, state.update.moments)
-        down = self._lanes.down.run(lambda: copy_stretches(flat, filled, stretches), after, f"gradients of chunk {state.index}")
+        down = self._lanes.down.run(lambda: copy_stretches(flat, filled, stretches), after, Label(Task.GRADIENTS, state.index))
         home.ticket = stage.ticket = down
         home.names.update(slot.name for slot in slots)
         if len(home.names) == len(state.chunk.slots):

@@ -23,6 +23,7 @@ from .chunks import Carried, ModelState
 from .compiled import watch_compiled
 from .edits import Bound
 from .gradients import Gradients
+from .labels import Task
 from .lanes import Lanes
 from .local_gradients import LocalGradients
 from .mirrors import Mirrors, casts, refuse_elsewhere
@@ -57,7 +58,7 @@ class Placed:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around every forward whose backward will come."""
-        with self.lanes.computing("forward"), self.residency.watching(), self.activations.watching():
+        with self.lanes.computing(Task.FORWARD), self.residency.watching(), self.activations.watching():
             yield
 
     def begin(self) -> None:

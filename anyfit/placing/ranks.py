@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .labels import Label, Task
+
 Kind = Literal["gather", "reduce", "spread", "small"]
 KINDS: tuple[Kind, ...] = ("gather", "reduce", "spread", "small")
 HANG_SECONDS = 600.0  # a rank that waits longer for the others gives up
@@ -37,7 +39,7 @@ class Ranks:
         self._timeout = timedelta(seconds=hang_seconds)
         self._groups: dict[tuple[Kind, str, int], Any] = {}
         self._asked: dict[Kind, int] = dict.fromkeys(KINDS, 0)  # since the last comparison
-        self.doing: dict[Kind, str] = {}  # what is being waited for: for whoever tells of a hang
+        self.doing: dict[Kind, Label] = {}  # what is being waited for: for whoever tells of a hang
 
     @classmethod
     def of_process_group(cls, hang_seconds: float = HANG_SECONDS) -> Ranks:
@@ -77,7 +79,7 @@ class Ranks:
 
     # ------------------------------------------------------------------ collectives
 
-    def gather(self, kind: Kind, shards: int, whole: Tensor, own: Tensor, label: str) -> None:
+    def gather(self, kind: Kind, shards: int, whole: Tensor, own: Tensor, label: Label) -> None:
         """Fills `whole` with the stretches of the ranks that divide it. `own` may lie in it."""
         self.doing[kind] = label
         all_gather(whole, own, group=self._groups[kind, "divide", shards])
@@ -89,11 +91,11 @@ class Ranks:
         if dist.get_backend(group) != "gloo":
             return {self.index: chunk}
         found, first = torch.empty(shards, dtype=torch.int64), self.index - self.part(shards)
-        self.doing[kind] = f"gather chunk {chunk}"
+        self.doing[kind] = Label(Task.GATHER, chunk)
         all_gather(found, torch.tensor([chunk]), group=group)
         return {first + index: each for index, each in enumerate(found.tolist())}
 
-    def reduce(self, shards: int, whole: Tensor, own: Tensor, label: str) -> None:
+    def reduce(self, shards: int, whole: Tensor, own: Tensor, label: Label) -> None:
         """Into `own` the sum over all ranks of its stretch of `whole`, which is spoilt. `own` is `whole` where shards is 1."""
         self.doing["reduce"] = label
         if shards > 1:
@@ -106,7 +108,7 @@ class Ranks:
     def of_all(self, values: Tensor) -> Tensor:
         """A row of values from every rank."""
         found = values.new_empty((self.count, values.numel()))
-        self.doing["small"] = "the others' norms"
+        self.doing["small"] = Label(Task.NORMS)
         all_gather(found.view(-1), values, group=self._groups["small", "divide", self.count])
         self.doing.pop("small", None)
         return found
@@ -123,9 +125,9 @@ class Ranks:
 
     # ------------------------------------------------------------------ in step
 
-    def ask(self, kind: Kind, label: str) -> None:
+    def ask(self, kind: Kind, label: Label) -> None:
         """To be said by whoever gives a lane a collective, when it does."""
-        self._asked[kind] = zlib.crc32(label.encode(), self._asked[kind])
+        self._asked[kind] = zlib.crc32(str(label).encode(), self._asked[kind])
 
     def asked(self) -> int:
         """A number for all that was asked for since it was last asked: the same on ranks that went the same way."""

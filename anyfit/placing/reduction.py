@@ -23,6 +23,7 @@ from anyfit.values.layout import Slot
 
 from .chunks import ChunkState, ModelState, quietly
 from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, refuse_sparse
+from .labels import Label, Task
 from .lanes import Lanes, Over, Ticket
 from .tiers import HostSlabs
 
@@ -163,7 +164,7 @@ class ReducedGradients(Gradients):
             self._lanes.hold_computation(home.ticket)
             self._lanes.hold_computation(None if (fresh := state.update.fresh) is None else Over(fresh))  # who updates from it
         self._fill(home, whole)
-        label = f"reduce chunk {index}"
+        label = Label(Task.REDUCE, index)
         self._ranks.ask("reduce", label)
         takes_norm = goes_home or not self.adds_up
 
@@ -198,9 +199,9 @@ class ReducedGradients(Gradients):
     def _land(self, home: Home, own: Tensor, reduced: Ticket) -> Ticket:
         """From the device's staging buffer home: added to what is there, or in its place."""
         state, is_first = home.state, home.given == 0
-        label = f"gradients of chunk {state.index}"
+        label, added = Label(Task.GRADIENTS, state.index), Label(Task.ADD, state.index)
         if state.placement.gradients == "device":
-            return self._lanes.reduce.run(lambda: _take(home.flat, own, is_first=is_first), (reduced,), f"add {label}")
+            return self._lanes.reduce.run(lambda: _take(home.flat, own, is_first=is_first), (reduced,), added)
         if not self.adds_up:
             return self._lanes.down.run(lambda: _take(home.flat, own, is_first=True), (reduced, state.update.moments), label)
 

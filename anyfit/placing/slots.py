@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .chunks import ChunkState, ModelState, quietly
+from .labels import Label, Task
 from .lanes import Lanes, Ticket
 
 
@@ -113,16 +114,16 @@ class DeviceSlots:
         slot.state, self.of_chunk[state.index] = state, slot
         whole = slot.to_fill()
         # Which buffer is the home is asked when the job runs: an update before it may put another in its place.
-        label, after = f"fetch chunk {state.index}", (self._lanes.so_far(), state.update.fresh)
+        label, after = Label(Task.FETCH, state.index), (self._lanes.so_far(), state.update.fresh)
         own = whole[state.stretch] if state.is_gathered else whole
         slot.ticket = self._lanes.up.run(lambda: _copy(own, state.weights), after, label)
         if state.is_gathered:
-            label = f"gather chunk {state.index}"
+            label = Label(Task.GATHER, state.index)
             state.ranks.ask("gather", label)
             slot.ticket = self._lanes.gather.run(lambda: self._gather(state, whole, own, label), (slot.ticket,), label)
         return slot
 
-    def _gather(self, state: ChunkState, whole: Tensor, own: Tensor, label: str) -> None:
+    def _gather(self, state: ChunkState, whole: Tensor, own: Tensor, label: Label) -> None:
         ranks = state.ranks
         for rank, index in ranks.chosen("gather", state.shards, state.index).items():
             if index != state.index:

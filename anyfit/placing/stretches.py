@@ -14,6 +14,7 @@ from torch import Tensor
 
 from anyfit.kernels.bytes import Move, move_all
 
+from .labels import Label, Task
 from .masters import put
 from .place import Placed
 
@@ -175,4 +176,4 @@ def spread(placed: Placed) -> None:
     for state in placed.state.chunks:
         whole, own = state.on_device, state.own_on_device
         if state.is_spread and whole is not None and own is not None:
-            state.ranks.gather("small", state.shards, whole, own, f"chunk {state.index}")
+            state.ranks.gather("small", state.shards, whole, own, Label(Task.GATHER, state.index))

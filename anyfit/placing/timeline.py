@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .labels import Label, Task
 from .lanes import Ended, Lanes, Mark
 
 COMPUTE = "compute"
@@ -30,13 +31,9 @@ Moment = Any  # seconds of the host's clock, or an event of the GPU
 
 @dataclass(frozen=True)
 class Span:
-    label: str
+    label: Label
     start: Moment
     end: Moment
-
-    @property
-    def is_wait(self) -> bool:
-        return self.label.startswith("wait")
 
     @property
     def seconds(self) -> float:
@@ -53,7 +50,7 @@ class Timeline:
         self._began: Moment = None
         self._steps: list[Span] = []
         self._spans: dict[str, list[Span]] = {COMPUTE: [], **{track.name: [] for track in lanes.tracks}}
-        self._inside: list[str] = []  # what the computation is in, outermost first
+        self._inside: list[Label] = []  # what the computation is in, outermost first
         self._since: Moment = None  # the innermost of them, or again
         self._reference: tuple[Any, float] | None = None  # the same moment on both clocks
 
@@ -69,7 +66,7 @@ class Timeline:
     def end_step(self) -> None:
         self._done += 1
         if self.first <= self._done <= self.last:
-            self._steps.append(Span(f"step {self._done}", self._began, self._moment(self._on_gpu)))
+            self._steps.append(Span(Label(Task.STEP, name=str(self._done)), self._began, self._moment(self._on_gpu)))
         if self._done == self.last:
             self._detach()
 
@@ -116,7 +113,7 @@ class Timeline:
         return event
 
     def _lane_mark(self, spans: list[Span], on_gpu: bool) -> Mark:
-        def mark(label: str) -> Ended:
+        def mark(label: Label) -> Ended:
             start = self._moment(on_gpu)
 
             def ended(times: tuple[float, float] | None) -> None:
@@ -126,7 +123,7 @@ class Timeline:
 
         return mark
 
-    def _mark_computation(self, label: str) -> Ended:
+    def _mark_computation(self, label: Label) -> Ended:
         self._cut()
         self._inside.append(label)
         return self._leave
@@ -158,7 +155,7 @@ class Timeline:
         rows = {name: found for name, spans in rows.items() if (found := _inside_window(spans, start, end))}
         whole = end - start
         busy = {name: min(_seconds(spans) / whole, 1.0) for name, spans in rows.items() if name != "steps"}
-        waits = [span for span in rows.get(COMPUTE, []) if span.is_wait]
+        waits = [span for span in rows.get(COMPUTE, []) if span.label.is_wait]
         return {
             "traceEvents": list(_events(title, rows, start)),
             "displayTimeUnit": "ms",
@@ -188,19 +185,18 @@ class Timeline:
 
 
 def _waited_for(span: Span) -> str:
-    """`wait for fetch chunk 3`: fetch."""
-    return span.label.split()[2]
+    return span.label.kind
 
 
 def _seconds(spans: Sequence[Span]) -> float:
-    return sum(span.seconds for span in spans if not span.is_wait)
+    return sum(span.seconds for span in spans if not span.label.is_wait)
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
     """Without waits for what was done already, and without the cuts that they made."""
     found: list[Span] = []
     for span in spans:
-        if span.is_wait and span.seconds < LEAST_WAIT_SECONDS:
+        if span.label.is_wait and span.seconds < LEAST_WAIT_SECONDS:
             continue
         if found and found[-1].label == span.label and span.start - found[-1].end < LEAST_WAIT_SECONDS:
             found[-1] = replace(found[-1], end=span.end)
@@ -227,7 +223,7 @@ def _events(title: str, rows: dict[str, list[Span]], start: float) -> Iterator[d
         yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
         yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
         for span in spans:
-            kind = span.label.partition(" ")[0]
+            kind = "wait" if span.label.is_wait else span.label.kind
             begun, ended = (round((moment - start) * 1e6, 3) for moment in (span.start, span.end))
             times = {"ts": begun, "dur": round(ended - begun, 3)}
-            yield {"ph": "X", "pid": 0, "tid": row, "name": span.label, "cat": kind, **times}
+            yield {"ph": "X", "pid": 0, "tid": row, "name": str(span.label), "cat": kind, **times}

@@ -77,12 +77,10 @@ def position_of(engine: Engine | None, progress: Progress) -> Position:
     chunks = engine.placed.state.chunks
     waits = {}
     for kind, label in dict(engine.ranks.doing).items():
-        words = label.split()
-        index = int(words[-1]) if len(words) > 1 and words[-2] == "chunk" and words[-1].isdigit() else None
-        if index is not None and index < len(chunks):
-            names = [slot.name for slot in chunks[index].chunk.slots]
-            label += f" ({names[0]}" + (f" to {names[-1]})" if len(names) > 1 else ")")
-        waits[str(kind)] = label
+        waits[str(kind)] = str(label)
+        if label.chunk is not None and label.chunk < len(chunks):
+            names = [slot.name for slot in chunks[label.chunk].chunk.slots]
+            waits[str(kind)] += f" ({names[0]})" if len(names) == 1 else f" ({names[0]} to {names[-1]})"
     if not waits and engine.device.type == "cuda" and progress.doing.phase.is_within_step:
         waits["device"] = "the GPU, which has been given collectives"  # they are not waited for where they are given
     return Position(str(progress.doing), waits)

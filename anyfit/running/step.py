@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from anyfit.placing.gradients import clip_factor
+from anyfit.placing.labels import Task
 from anyfit.values.job import Batch
 from anyfit.values.loss_rule import MEAN, LossRule, divisors
 
@@ -136,7 +137,7 @@ class Step:
         gradients = engine.placed.gradients
         gradients.begin_backward(is_last=self.rows == engine.plan.share, is_weighted=weight is not None)
         # The user's own checkpoints run forwards in backward, whose saved weights are to be replaced too.
-        with engine.placed.lanes.computing("backward"), engine.placed.residency.watching():
+        with engine.placed.lanes.computing(Task.BACKWARD), engine.placed.residency.watching():
             total.backward()
             gradients.end_backward()
         return total.detach()
@@ -181,7 +182,7 @@ class Step:
         self._progress.enter(Phase.UPDATE)
         loss = self._loss
         if engine.ranks.are_several:
-            with placed.lanes.computing("norm"):
+            with placed.lanes.computing(Task.NORM):
                 agreed = self._agreement.reach(self._loss, self._weight, self.rows)
             loss, norm, scale = agreed.loss, agreed.norm, agreed.scale
         else:
@@ -201,7 +202,7 @@ class Step:
     def _norm(self) -> tuple[Tensor, float]:
         """On a rank alone: the norm of the gradients, and what they still are to be scaled by."""
         placed = self._engine.placed
-        with placed.lanes.computing("norm"):
+        with placed.lanes.computing(Task.NORM):
             norms = placed.gradients.finish()
             if not norms.parts:
                 raise RuntimeError(NO_GRADIENT)

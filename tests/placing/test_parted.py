@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import anyfit
+from anyfit.placing.labels import Label
 from anyfit.placing.lanes import Ended
 from anyfit.placing.updates.pace import LESS, MORE
 from tests.models import byte_batches, next_byte_loss, tiny_gpt
@@ -31,8 +32,8 @@ def job_for(**options: Any) -> anyfit.Job:
 def watch(run: anyfit.Run, called: Callable[[str], None]) -> None:
     """Of every update that the host begins, `called` is told the label before."""
 
-    def mark(label: str) -> Ended:
-        called(label)
+    def mark(label: Label) -> Ended:
+        called(str(label))
         return lambda _times: None
 
     run._placed.lanes.host.tracks[0].mark = mark

@@ -12,6 +12,7 @@ import torch
 
 import anyfit
 from anyfit.placing.chunk_update import Phase
+from anyfit.placing.labels import Label
 from anyfit.placing.lanes import Ended, Track
 from anyfit.values.plan import Placement
 from tests.models import byte_batches, next_byte_loss, tiny_gpt
@@ -49,8 +50,8 @@ def held_before(track: Track, label: str) -> Iterator[None]:
     """The track does nothing whose label begins so until the end of this."""
     gate = threading.Event()
 
-    def mark(what: str) -> Ended:
-        if what.startswith(label):
+    def mark(what: Label) -> Ended:
+        if str(what).startswith(label):
             gate.wait()
         return lambda _times: None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from anyfit.kernels.adamw import Begun, Part, can_be_parted
 from anyfit.values.engine import LATER
 
+from ..labels import Label, Task
 from ..lanes import Ticket, Work
 from ..masters import Masters
 from ..optimizer_state import Entries, OptimizerState
@@ -39,18 +40,18 @@ class OnHost:
         state, lanes = chunk.state, self._context.lanes
         part: Part = "masters" if self._is_two_phase(chunk, inputs.groups) else "all"
         job = functools.partial(self._update, chunk, inputs, part)
-        updated = self._run(chunk, job, inputs.arrived, f"update chunk {state.index}")
+        updated = self._run(chunk, job, inputs.arrived, Label(Task.UPDATE, state.index))
         chunk.update.moments = None
         if part == "masters":
             job = functools.partial(self._finish, chunk, inputs)
-            label = f"finish chunk {state.index}"  # the last first: their next gradients come first
+            label = Label(Task.FINISH, state.index)  # the last first: their next gradients come first
             ticket = lanes.host.run(job, (updated,), label, order=LATER - state.index)
             chunk.update.moments = chunk.update.last = ticket
         if state.on_device is None:
             return updated
-        return lanes.fresh.run(chunk.upload, (updated, inputs.before), f"upload chunk {state.index}")
+        return lanes.fresh.run(chunk.upload, (updated, inputs.before), Label(Task.UPLOAD, state.index))
 
-    def _run(self, chunk: OptimizerState, job: Work, arrived: Ticket | None, label: str) -> Ticket:
+    def _run(self, chunk: OptimizerState, job: Work, arrived: Ticket | None, label: Label) -> Ticket:
         after = (arrived, chunk.update.last_over)
         chunk.update.last = ticket = self._context.lanes.host.run(job, after, label, order=chunk.state.index)
         return ticket
@@ -90,7 +91,7 @@ class OnHost:
 
     def speculate(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
         job = functools.partial(self._speculate, chunk, inputs)
-        return self._run(chunk, job, inputs.arrived, f"speculate on chunk {chunk.state.index}")
+        return self._run(chunk, job, inputs.arrived, Label(Task.SPECULATE, chunk.state.index))
 
     def lift_ahead(self, chunk: OptimizerState) -> None:
         """It is there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..labels import Task
 from ..masters import Masters
 from ..optimizer_state import Entries, OptimizerState
 from ..tiers import Scratch
@@ -53,7 +54,7 @@ class Resident:
     def _updated(self, chunk: OptimizerState, inputs: Inputs) -> Entries:
         """What is then known of parameters and not kept yet."""
         context, state, own = self._context, chunk.state, inputs.gradients
-        with context.lanes.computing(f"update chunk {state.index}"):
+        with context.lanes.computing(Task.UPDATE, state.index):
             context.lanes.hold_computation(inputs.arrived)
             with context.integrity.in_place():
                 flat = context.gradients.flat(state)
@@ -98,7 +99,7 @@ class Resident:
         gradients: Views = {}
         parameters: Views = {}
         exact: dict[int, Tensor] = {}
-        with context.lanes.computing("update"):
+        with context.lanes.computing(Task.UPDATE):
             for chunk in context.chunks:
                 state = chunk.state
                 own, arrived = context.gradients.of(state)

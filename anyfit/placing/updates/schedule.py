@@ -18,6 +18,7 @@ from torch import Tensor
 from ..chunk_update import Phase
 from ..chunks import ChunkState
 from ..gradients import clip_factor
+from ..labels import Label, Task
 from ..lanes import Ticket
 from ..optimizer_state import OptimizerState
 from .resident import Resident
@@ -110,7 +111,7 @@ class Schedule:
         self._residency.drop(state)
         if not state.is_spread:
             return
-        label, ranks, lanes = f"spread chunk {state.index}", state.ranks, self._context.lanes
+        label, ranks, lanes = Label(Task.SPREAD, state.index), state.ranks, self._context.lanes
         ranks.ask("spread", label)
 
         def all_gather() -> None:

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Mapping
 
 from ..chunks import ChunkState
+from ..labels import Label, Task
 from ..lanes import Ticket
 from ..optimizer_state import OptimizerState, Second
 from ..tiers import HostSlabs
@@ -69,7 +70,7 @@ class Speculation:
             if state.on_device is not None:
                 chunk.upload()
 
-        return self._context.lanes.fresh.run(take_over, (chunk.update.speculated, inputs.before), f"commit chunk {state.index}")
+        return self._context.lanes.fresh.run(take_over, (chunk.update.speculated, inputs.before), Label(Task.COMMIT, state.index))
 
     def comes_later(self, chunk: OptimizerState) -> bool:
         """The chunk's state of now is not overwritten before the next step speculates."""

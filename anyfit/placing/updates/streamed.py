@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from ..chunk_update import Phase
+from ..labels import Label, Task
 from ..lanes import STREAMED_DEPTH, Over, Ticket
 from ..masters import Masters
 from ..optimizer_state import Load, OptimizerState, Second
@@ -58,14 +59,14 @@ class Streamed:
         if load is None or chunk.update.phase is not Phase.LIFTED:
             load = Load(inputs.gradients, None)
         chunk.update.lifted = None
-        return self._start(chunk, load, inputs, f"update chunk {chunk.state.index}")
+        return self._start(chunk, load, inputs, Label(Task.UPDATE, chunk.state.index))
 
     def speculate(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
         inputs = replace(inputs, before=self._context.lanes.so_far())
-        load, label = Load(inputs.gradients, chunk.second), f"speculate on chunk {chunk.state.index}"
+        load, label = Load(inputs.gradients, chunk.second), Label(Task.SPECULATE, chunk.state.index)
         return self._start(chunk, load, inputs, label)
 
-    def _start(self, chunk: OptimizerState, load: Load, inputs: Inputs, label: str) -> Ticket:
+    def _start(self, chunk: OptimizerState, load: Load, inputs: Inputs, label: Label) -> Ticket:
         index = chunk.state.index
         load.gradients = inputs.gradients
 
@@ -75,9 +76,9 @@ class Streamed:
                 self._lift(chunk, load)
 
         parts = (
-            (lift, f"lift state of chunk {index}"),
+            (lift, Label(Task.LIFT, index)),
             (lambda: self._step(chunk, load, inputs), label),
-            (lambda: self._lower(chunk, load), f"lower state of chunk {index}"),
+            (lambda: self._lower(chunk, load), Label(Task.LOWER, index)),
         )
         after = (chunk.update.last_over, load.ticket, inputs.arrived, inputs.before)
         chunk.update.last = load.ticket = self._lane.run_parts(parts, after, order=index)
@@ -95,7 +96,7 @@ class Streamed:
             self._lift(chunk, load)
             load.is_ahead = True
 
-        chunk.update.lifted = load.ticket = self._lane.run(lift, after, f"lift state of chunk {index}", index)
+        chunk.update.lifted = load.ticket = self._lane.run(lift, after, Label(Task.LIFT, index), index)
 
     def _lift(self, chunk: OptimizerState, load: Load) -> None:
         state, elements = chunk.state, chunk.state.own.elements
