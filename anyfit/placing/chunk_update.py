@@ -9,7 +9,7 @@ from typing import Any
 from .lanes import Over, Ticket
 
 
-class Phase(Enum):
+class UpdatePhase(Enum):
     """How far the update of a chunk is. docs/architecture.md draws the way from one to the next."""
 
     SETTLED = auto()  # weights and moments are those of the last step; gradients are waited for, and their norm
@@ -34,19 +34,19 @@ class ChunkUpdate:
         self.last: Ticket | None = None  # of all that works with a state on the host
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> UpdatePhase:
         """What was begun in the step under way comes before what is left of the last."""
         if self.begun is not None:
-            return Phase.BEGUN
+            return UpdatePhase.BEGUN
         if self.speculated is not None:
-            return Phase.SPECULATED
+            return UpdatePhase.SPECULATED
         if self.lifted is not None:
-            return Phase.LIFTED
+            return UpdatePhase.LIFTED
         if self.fresh is not None:
-            return Phase.UPDATING
+            return UpdatePhase.UPDATING
         if self.restart is not None:
-            return Phase.FAILED
-        return Phase.FINISHING if self.moments_pending else Phase.SETTLED
+            return UpdatePhase.FAILED
+        return UpdatePhase.FINISHING if self.moments_pending else UpdatePhase.SETTLED
 
     @property
     def moments_pending(self) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from anyfit.placing import activations
-from anyfit.placing.chunk_update import Phase
+from anyfit.placing.chunk_update import UpdatePhase
 from anyfit.placing.updates import Updates
 from anyfit.values.plan import Placement, Plan
 from tests.oracle import assert_bit_equal, assert_close
@@ -93,7 +93,7 @@ def test_resident_updates_are_the_same_whether_or_not_the_host_knows_the_norm(
             apply = updates.apply
 
             def seen(factor: float | None) -> None:
-                begun.update(chunk.state.index for chunk in updates.chunks if chunk.update.phase is Phase.BEGUN)
+                begun.update(chunk.state.index for chunk in updates.chunks if chunk.update.phase is UpdatePhase.BEGUN)
                 apply(factor)
 
             updates.apply = seen

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import anyfit
-from anyfit.placing.chunk_update import Phase
+from anyfit.placing.chunk_update import UpdatePhase
 from anyfit.placing.labels import Label
 from anyfit.placing.lanes import Ended, Track
 from anyfit.values.plan import Placement
@@ -41,7 +41,7 @@ def run_of(placement: Placement, optimizer: Any = torch.optim.AdamW, clip_norm: 
     return started(job, hand_written(job, placement, chunk_bytes=ONE_CHUNK))
 
 
-def phases(run: anyfit.Run) -> set[Phase]:
+def phases(run: anyfit.Run) -> set[UpdatePhase]:
     return {chunk.update.phase for chunk in run._placed.updates.chunks}
 
 
@@ -65,9 +65,9 @@ def held_before(track: Track, label: str) -> Iterator[None]:
 
 def test_a_resident_chunk_is_settled_after_its_step() -> None:
     with run_of(RESIDENT) as run:
-        assert phases(run) == {Phase.SETTLED}
+        assert phases(run) == {UpdatePhase.SETTLED}
         run.step(byte_batches(1, ROWS)[0])
-        assert phases(run) == {Phase.SETTLED}
+        assert phases(run) == {UpdatePhase.SETTLED}
 
 
 @pytest.mark.parametrize("placement", [ON_HOST, STREAMED])
@@ -76,9 +76,9 @@ def test_a_chunk_is_updating_until_its_weights_are_asked_for(placement: Placemen
         lanes = run._placed.lanes
         with held_before((lanes.host if placement is ON_HOST else lanes.streamed).tracks[0], ""):
             run.step(byte_batches(1, ROWS)[0])
-            assert phases(run) == {Phase.UPDATING}
+            assert phases(run) == {UpdatePhase.UPDATING}
         run._placed.residency.settle_all()
-        assert phases(run) == {Phase.SETTLED}
+        assert phases(run) == {UpdatePhase.SETTLED}
 
 
 def test_a_chunk_of_a_two_phase_update_is_finishing_while_its_moments_are_pending() -> None:
@@ -86,19 +86,19 @@ def test_a_chunk_of_a_two_phase_update_is_finishing_while_its_moments_are_pendin
         with held_before(run._placed.lanes.host.tracks[0], "finish"):
             run.step(byte_batches(1, ROWS)[0])
             run._placed.residency.settle_weights()
-            assert phases(run) == {Phase.FINISHING}
+            assert phases(run) == {UpdatePhase.FINISHING}
         run._placed.residency.settle_all()
-        assert phases(run) == {Phase.SETTLED}
+        assert phases(run) == {UpdatePhase.SETTLED}
 
 
 @pytest.mark.parametrize("is_clipped", [False, True])
 @pytest.mark.parametrize("update", ["host", "device"])
 def test_a_chunk_is_speculated_on_before_the_norm_or_lifted_where_steps_clip(update: Any, is_clipped: bool) -> None:
     placement = Placement(gradients="host", optimizer="host", update=update, speculates=True)
-    lifted = Phase.LIFTED if update == "device" else Phase.SETTLED
+    lifted = UpdatePhase.LIFTED if update == "device" else UpdatePhase.SETTLED
     with run_of(placement, clip_norm=1e-3 if is_clipped else 1e9) as run:
         updates: Any = run._placed.updates
-        apply, seen = updates.apply, list[set[Phase]]()
+        apply, seen = updates.apply, list[set[UpdatePhase]]()
 
         def watched(factor: float | None) -> None:
             seen.append(phases(run))
@@ -108,9 +108,9 @@ def test_a_chunk_is_speculated_on_before_the_norm_or_lifted_where_steps_clip(upd
         for batch in byte_batches(10, ROWS):
             run.step(batch)
             run._placed.residency.settle_all()
-        assert seen[0] == {Phase.SPECULATED}
-        assert seen[-1] == {lifted if is_clipped else Phase.SPECULATED}
-        assert phases(run) == {Phase.SETTLED}
+        assert seen[0] == {UpdatePhase.SPECULATED}
+        assert seen[-1] == {lifted if is_clipped else UpdatePhase.SPECULATED}
+        assert phases(run) == {UpdatePhase.SETTLED}
 
 
 def test_a_failed_update_is_started_again_by_whoever_asks_next() -> None:
@@ -122,6 +122,6 @@ def test_a_failed_update_is_started_again_by_whoever_asks_next() -> None:
         run.step(batches[1])
         with pytest.raises(ArithmeticError):
             run._placed.residency.settle_all()
-        assert phases(run) == {Phase.FAILED}
+        assert phases(run) == {UpdatePhase.FAILED}
         run._placed.residency.settle_all()
-        assert phases(run) == {Phase.SETTLED}
+        assert phases(run) == {UpdatePhase.SETTLED}

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..chunk_update import Phase
+from ..chunk_update import UpdatePhase
 from ..chunks import ChunkState
 from ..gradients import clip_factor
 from ..labels import Label, Task
@@ -90,7 +90,7 @@ class Schedule:
         """To its lane."""
         state, update = chunk.state, chunk.update
         own, arrived = self._context.gradients.of(state)
-        is_taken_over = factor is None and update.phase is Phase.SPECULATED
+        is_taken_over = factor is None and update.phase is UpdatePhase.SPECULATED
         if not (is_taken_over and keeps_generations(state)):
             self._context.readers.wait_for(state.index)
         if not own:
@@ -132,7 +132,7 @@ class Schedule:
 
     def forget(self) -> None:
         integrity = self._context.integrity
-        if any(chunk.update.phase is Phase.BEGUN for chunk in self._chunks):
+        if any(chunk.update.phase is UpdatePhase.BEGUN for chunk in self._chunks):
             integrity.broken = integrity.broken or BROKEN_OFF
         self._before = None
         for chunk in self._chunks:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from ..chunk_update import Phase
+from ..chunk_update import UpdatePhase
 from ..labels import Label, Task
 from ..lanes import STREAMED_DEPTH, Over, Ticket
 from ..masters import Masters
@@ -56,7 +56,7 @@ class Streamed:
 
     def update(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
         load = self._ahead.pop(chunk.state.index, None)
-        if load is None or chunk.update.phase is not Phase.LIFTED:
+        if load is None or chunk.update.phase is not UpdatePhase.LIFTED:
             load = Load(inputs.gradients, None)
         chunk.update.lifted = None
         return self._start(chunk, load, inputs, Label(Task.UPDATE, chunk.state.index))
