@@ -15,7 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from .planning.answers import answered, at_limits, change_to
-from .planning.search import Found, explained, fastest, may_fit, no_plan, settled, shortfall, space_of
+from .planning.fastest import fastest, may_fit
+from .planning.found import Found
+from .planning.neighbours import settled
+from .planning.no_plan import no_plan, shortfall
+from .planning.reasons import explained
+from .planning.space import space_of
 from .targets import job_for
 from .values.machine import Limits, Machine
 from .values.plan import Change, NoPlan, Plan

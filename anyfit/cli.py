@@ -79,7 +79,7 @@ def profile(
     if as_json and depth is None:
         return _print_json(make_profile(job, on, ranks=1).to_json())
     from .costing import cost
-    from .planning.search import forecast
+    from .planning.forecast import forecast
     from .probing.host import free_memory_bytes
     from .showing.terminal import show_modules, show_profile
     from .tracing import trace

@@ -24,7 +24,7 @@ from .placing.mirrors import mirrored_bytes
 from .placing.ranks import ALONE, HANG_SECONDS, Ranks
 from .placing.weights import Opened, opened
 from .planning import search
-from .planning.offload import beside_bytes
+from .planning.evaluation import beside_bytes
 from .probing import host
 from .probing.cache import cached, keep_correction
 from .probing.memory import gpus_before_use

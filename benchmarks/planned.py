@@ -41,9 +41,12 @@ from anyfit.kernels.cores import nodes
 from anyfit.kernels.pages import in_huge_pages, touch
 from anyfit.placing import place
 from anyfit.planning import search
-from anyfit.planning.offload import Knobs, Offer, Space
-from anyfit.planning.search import fastest, settled
-from anyfit.planning.simulate import Candidate
+from anyfit.planning.candidate import Candidate
+from anyfit.planning.evaluation import Offer
+from anyfit.planning.fastest import fastest
+from anyfit.planning.knobs import Knobs
+from anyfit.planning.neighbours import settled
+from anyfit.planning.space import Space
 from anyfit.probing.calls import measure_calls
 from anyfit.profiling import traced
 from anyfit.running.run import Run
@@ -121,12 +124,12 @@ REGRET = ("4b batch 8 cap 24", "4b batch 8 cap 12", "llama-1b batch 4 cap 12")
 def planned_by(plan: Plan, profile: Profile, offer: Offer) -> Plan:
     """The plan with another candidate's choices."""
     candidate = offer.candidate
-    pairs = zip(candidate.each.blocks, candidate.activations, strict=True)
+    pairs = zip(candidate.profile_pass.blocks, candidate.activations, strict=True)
     stage = replace(plan.stages[0], activations={block.name: choice for block, choice in pairs if choice != "keep"})
-    peaks = {"device": offer.weight.device_bytes, "host": offer.weight.host_bytes, "disk": 0}
+    peaks = {"device": offer.footprint.device_bytes, "host": offer.footprint.host_bytes, "disk": 0}
     return replace(
         plan,
-        micro_batch=candidate.each.micro_batch,
+        micro_batch=candidate.micro_batch,
         accumulation=candidate.accumulation,
         stages=(stage,),
         chunk_bytes=profile.offload_chunk_bytes,
@@ -141,7 +144,8 @@ def alternatives(profile: Profile, plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Other plans that fit, each the best with one thing as it says."""
     size = plan.micro_batch
     space = Space(profile)
-    last = space.last_rung(size)
+    evaluation = space.evaluation
+    last = space.candidates.last_rung(size)
     seen = {(plan.chunks, tuple(plan.stages[0].activations.items()))}
 
     def is_new(other: Plan) -> bool:
@@ -163,10 +167,12 @@ def alternatives(profile: Profile, plan: Plan) -> Iterator[tuple[str, Plan]]:
             yield name, other
     speculates = any(each.speculates for each in plan.chunks)
     for streamed, host_first, rung in product((0.08, 0.15, 0.3, 0.45, 0.6), (0.0, 0.12, 0.3), (last, round(0.8 * last))):
-        filled = space._fill(Knobs(size, rung, host_first=host_first, streamed=streamed, speculates=speculates))
-        if filled is not None and space.fits(space.weight(filled)) and is_new(planned_by(plan, profile, space.offer(filled))):
+        filled = space.local.fill(Knobs(size, rung, host_first=host_first, streamed=streamed, speculates=speculates))
+        if filled is None or not evaluation.fits(evaluation.footprint(filled)):
+            continue
+        if is_new(planned_by(plan, profile, evaluation.offer(filled))):
             name = f"{streamed:.0%} streamed, first {host_first:.0%} host, rung {rung}"
-            yield name, planned_by(plan, profile, space.offer(filled))
+            yield name, planned_by(plan, profile, evaluation.offer(filled))
     for other_chunks in space.others:
         offer = other_chunks.best(size)
         if offer is not None:

@@ -13,8 +13,11 @@ from anyfit.values.plan import Change, Decision, Plan
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
 
-from .offload import CLOSE, WORTH
-from .search import Found, explained, fastest, quickly, settled
+from .fastest import fastest, quickly
+from .found import Found
+from .local_search import CLOSE, WORTH
+from .neighbours import settled
+from .reasons import explained
 
 SHARE = 8  # of a limit: how much more of it is asked about, to the nearest power of two
 

@@ -35,7 +35,9 @@ import heapq
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from .simulate import ADDED, DONE, PARTED, REDUCED_BYTES, Candidate, Rates
+from .candidate import REDUCED_BYTES, Candidate
+from .rates import ADDED, ONE_PHASE, Rates
+from .simulation.clock import DONE
 
 
 class Job(NamedTuple):
@@ -46,16 +48,17 @@ class Job(NamedTuple):
 
 
 def least_seconds(candidate: Candidate, rates: Rates, again: float = 0.0) -> float:
-    """`again`: seconds of every pass that blocks make again besides, whichever they are."""
+    """`again`: seconds of every pass that blocks are recomputed besides, whichever they are."""
     pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
     shards, division, passes = candidate.shards, candidate.division, candidate.accumulation
     resident = sum(chunk.elements for chunk, placement in pairs if placement.route == "resident" and chunk.is_updated)
     given = sum(chunk.elements for chunk, _ in pairs if chunk.gradient_bytes)
     sent = sum(chunk.elements for chunk, placement in pairs if chunk.gradient_bytes and placement.gradients == "host")
-    norm = rates.norm_seconds * given / shards + (division.norm_seconds if division is not None else 0.0)
+    norm = rates.norm_seconds * given / shards + division.norm_seconds
     if passes > 1:
         norm += (rates.host_norm_seconds - rates.norm_seconds) * sent / shards
-    staged = passes * sent if division is None else (passes if division.gradients else 1) * (given - sent) + passes * sent
+    reduced = 0 if division.is_alone else passes if division.gradients else 1  # times, of gradients that stay
+    staged = reduced * (given - sent) + passes * sent
     slowness = candidate.slowness(rates)
     again *= slowness
     segments = _segment_seconds(candidate, slowness)
@@ -76,7 +79,7 @@ def least_seconds(candidate: Candidate, rates: Rates, again: float = 0.0) -> flo
 def _exchanged(candidate: Candidate) -> float:
     """Seconds of a step that the link between ranks is busy."""
     division, passes = candidate.division, candidate.accumulation
-    if division is None:
+    if division.is_alone:
         return 0.0
     found, put_together = 0.0, [0.0] * len(candidate.chunks)
     for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
@@ -88,7 +91,7 @@ def _exchanged(candidate: Candidate) -> float:
         elif division.shards > 1 and chunk.gradient_bytes and chunk.is_updated:
             found += division.gather.seconds(chunk.weights_bytes)
     for phase in ("forward", "backward"):
-        pairs = zip(candidate.each.segments, candidate.uses, strict=True)
+        pairs = zip(candidate.profile_pass.segments, candidate.uses, strict=True)
         used = {index for segment, each in pairs if segment.phase == phase for index in each}
         longest = sorted((put_together[index] for index in used), reverse=True)
         found += passes * sum(longest[candidate.slots :])
@@ -100,7 +103,7 @@ def _moving(candidate: Candidate, rates: Rates, seconds: list[float], one_pass: 
     forward_over: dict[int, float] = {}
     backward_begins: dict[int, float] = {}
     now = 0.0
-    for segment, took in zip(candidate.each.segments, seconds, strict=True):
+    for segment, took in zip(candidate.profile_pass.segments, seconds, strict=True):
         if segment.phase == "backward":
             backward_begins.setdefault(segment.block, now)
         now += took
@@ -108,7 +111,7 @@ def _moving(candidate: Candidate, rates: Rates, seconds: list[float], one_pass: 
             forward_over[segment.block] = now
     after = {before: block for block, before in candidate.before.items()}
     for block in candidate.offloaded:
-        size = candidate.each.blocks[block].choices["offload"].moved_bytes
+        size = candidate.offloaded_bytes(block)
         down, up = size / rates.host.down_bytes_per_second, size / rates.host.up_bytes_per_second
         for number in range(candidate.accumulation):
             earlier = number * one_pass
@@ -119,14 +122,14 @@ def _moving(candidate: Candidate, rates: Rates, seconds: list[float], one_pass: 
 
 
 def _segment_seconds(candidate: Candidate, slowness: float) -> list[float]:
-    """With what is made again in it."""
+    """With what is recomputed in it."""
     again = [
         block.choices[choice].seconds if choice in ("recompute", "selective") else 0.0
-        for block, choice in zip(candidate.each.blocks, candidate.activations, strict=True)
+        for block, choice in zip(candidate.profile_pass.blocks, candidate.activations, strict=True)
     ]
     return [
         slowness * (segment.seconds + (again[segment.block] if segment.phase == "backward" else 0.0))
-        for segment in candidate.each.segments
+        for segment in candidate.profile_pass.segments
     ]
 
 
@@ -135,7 +138,7 @@ def _jobs(
 ) -> Iterator[Job]:
     """Of the chunks that are updated elsewhere. Moments are counted from the end of the step's first forward."""
     host, passes, shards = rates.host, candidate.accumulation, candidate.shards
-    pairs = zip(candidate.each.segments, seconds, strict=True)
+    pairs = zip(candidate.profile_pass.segments, seconds, strict=True)
     forward = sum(took for segment, took in pairs if segment.phase == "forward")
     before, after = _around(candidate, seconds)
     backward_over = passes * one_pass - forward
@@ -149,12 +152,11 @@ def _jobs(
         is_away = placement.weights == "host"
         born, used = backward_over - again - after[index], forward - before[index]
         weights, optimizer, elements = (size / shards for size in (chunk.weights_bytes, chunk.optimizer_bytes, chunk.elements))
-        gradients = chunk.gradient_bytes if candidate.division is None else REDUCED_BYTES * elements
-        up, down = weights / host.up_bytes_per_second, gradients / host.down_bytes_per_second
+        up, down = weights / host.up_bytes_per_second, candidate.sent_bytes(chunk) / host.down_bytes_per_second
         if placement.route == "host":
             at_once = (1 - DONE) * elements / host.updates_per_second
             # where it waits for the norm, it may be parted: its second part takes nothing here
-            update = at_once if speculates or passes > 1 or not host.overlaps else PARTED * at_once
+            update = at_once if speculates or passes > 1 or not host.overlaps else ONE_PHASE * at_once
             added = ADDED * at_once if passes > 1 else 0.0
             begin = born + down if speculates else max(born + down + added + (norm_seconds if added else 0.0), norm)
             rest = update + up + used
@@ -178,7 +180,7 @@ def _around(candidate: Candidate, seconds: list[float]) -> tuple[dict[int, float
     """By chunk: seconds of forward before it is first used, and of backward after its gradients are complete."""
     before: dict[int, float] = {}
     after: dict[int, float] = {}
-    segments = list(zip(candidate.each.segments, candidate.uses, seconds, strict=True))
+    segments = list(zip(candidate.profile_pass.segments, candidate.uses, seconds, strict=True))
     now = 0.0
     for segment, used, took in segments:
         if segment.phase == "forward":
@@ -191,7 +193,7 @@ def _around(candidate: Candidate, seconds: list[float]) -> tuple[dict[int, float
             until = now
             now += took
             for index in used:  # those of a rank come while the segment runs
-                after.setdefault(index, until if candidate.division is None else now)
+                after.setdefault(index, until if candidate.division.is_alone else now)
     return before, after
 
 

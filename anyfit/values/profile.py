@@ -193,6 +193,13 @@ class Division:
     norm_seconds: float  # to exchange a few numbers among all
     shares_copies: bool  # it goes through the link by which a device reaches its host
 
+    @property
+    def is_alone(self) -> bool:
+        return self.ranks == 1
+
+
+ALONE = Division(1, 1, False, False, Exchange(0.0, 0.0), Exchange(0.0, 0.0), 0.0, False)  # one device
+
 
 @dataclass(frozen=True)
 class Profile(Record):
@@ -240,6 +247,11 @@ class Profile(Record):
     link_note: str = ""  # what was assumed of links that nobody has measured
     loss: LossRule = MEAN  # how losses of micro-batches make that of the batch, and so whether it may be cut
     kept: Mapping[str, str] = field(default_factory=dict)  # blocks that are not recomputed, and why
+
+    @property
+    def rank_division(self) -> Division:
+        """Of which the profile is one rank's."""
+        return self.division or ALONE
 
     @property
     def ranks(self) -> int:

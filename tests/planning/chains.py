@@ -7,9 +7,10 @@ from dataclasses import replace
 from random import Random
 from typing import Literal
 
-from anyfit.planning.offload import PLACED, RESIDENT, Space
-from anyfit.planning.simulate import Candidate
-from anyfit.planning.weigh import weigh
+from anyfit.planning.candidate import Candidate
+from anyfit.planning.footprint import footprint_of
+from anyfit.planning.knobs import PLACED, RESIDENT
+from anyfit.planning.space import Space
 from anyfit.values.profile import (
     BlockCost,
     ChoiceCost,
@@ -144,8 +145,9 @@ def _limited(random: Random, profile: Profile) -> Profile:
     keep = Candidate(each, accumulation, ("keep",) * len(each.blocks), profile.chunks, (RESIDENT,) * count, 0, 0)
     away = (PLACED[False, True, True],) * count
     space = Space(profile)
-    least, most = (space.reserved_bytes(weigh(profile, each)) for each in (space.candidate(space.least(MICRO_BATCH)), keep))
-    host = weigh(profile, replace(keep, placements=away, slots=1)).host_bytes
+    lightest = space.candidates.of(space.local.least(MICRO_BATCH))
+    least, most = (space.evaluation.reserved_bytes(footprint_of(profile, each)) for each in (lightest, keep))
+    host = footprint_of(profile, replace(keep, placements=away, slots=1)).host_bytes
     share = random.choice([random.uniform(0.9, 1.1), random.uniform(1.0, 1.5), random.uniform(1, 6), random.uniform(1, 6)])
     device = min(share * least, random.uniform(0.6, 1.0) * most) if least < most else most
     return replace(

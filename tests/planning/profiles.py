@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from anyfit.planning.simulate import Candidate
+from anyfit.planning.candidate import Candidate
 from anyfit.values.plan import Placement
 from anyfit.values.profile import BlockCost, ChoiceCost, ChunkCost, Pass, Profile, Segment, StateBytes, UpdateCost
 

@@ -13,10 +13,16 @@ import pytest
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
 from anyfit.planning.answers import amount_beside, answered, at_limits, change_to
-from anyfit.planning.offload import WORTH, WORTH_LEAVING, Space
-from anyfit.planning.search import TIE, Found, fastest, forecast, rounded_up, settled, shortfall
-from anyfit.planning.simulate import Candidate, simulate
-from anyfit.planning.weigh import Weight, weigh
+from anyfit.planning.candidate import Candidate
+from anyfit.planning.fastest import fastest
+from anyfit.planning.footprint import footprint_of
+from anyfit.planning.forecast import forecast
+from anyfit.planning.found import TIE, Found
+from anyfit.planning.local_search import WORTH
+from anyfit.planning.neighbours import settled
+from anyfit.planning.no_plan import rounded_up, shortfall
+from anyfit.planning.simulation import simulate
+from anyfit.planning.space import WORTH_LEAVING, Space
 from anyfit.values.answers import beside, ranked
 from anyfit.values.profile import ChoiceCost, ChunkCost, HostRates, Layout, Pass, Profile, Segment, StateBytes, UpdateCost
 from anyfit.values.units import parse_bytes, show_bytes, show_seconds
@@ -130,9 +136,9 @@ def case(request: pytest.FixtureRequest) -> tuple[Profile, Found, Plan]:
 
 def simulated(space: Space, candidate: Candidate) -> tuple[float, int]:
     """Seconds, and the device bytes that must be there, by the simulator and the scales alone."""
-    weight: Weight = weigh(space.profile, candidate)
-    needed = int(space.reserved_bytes(weight) * (1 + space.profile.offload_error))
-    return simulate(candidate, space.rates).step_seconds, needed
+    reserved = space.evaluation.reserved_bytes(footprint_of(space.profile, candidate))
+    needed = int(reserved * (1 + space.profile.offload_error))
+    return simulate(candidate, space.evaluation.rates).step_seconds, needed
 
 
 def candidate_of(profile: Profile, plan: Plan) -> Candidate:
@@ -144,7 +150,7 @@ def candidate_of(profile: Profile, plan: Plan) -> Candidate:
         each.chunk_bytes: each.chunks for each in (Layout(profile.offload_chunk_bytes, profile.chunks), *profile.other_layouts)
     }
     placed = chunks[plan.chunk_bytes], plan.chunks, plan.slots, plan.prefetch
-    return Candidate(each, plan.accumulation, activations, *placed, profile.division)
+    return Candidate(each, plan.accumulation, activations, *placed, profile.rank_division)
 
 
 def routes(candidate: Candidate) -> set[str]:
@@ -159,7 +165,7 @@ def otherwise(space: Space, plan: Plan, choice: str) -> tuple[int, dict[str, Any
     """The micro-batch and the knobs of the neighbour that a sentence names, and whether a candidate is as the sentence says.
     `space` is in the plan's chunks."""
     size = plan.micro_batch
-    last = space.last_rung(size)
+    last = space.candidates.last_rung(size)
     named: dict[str, tuple[dict[str, Any], Callable[[Candidate], bool]]] = {
         "none streamed": ({"streamed": 0.0}, lambda found: "streamed" not in routes(found)),
         "none on the host": ({"streamed": 1.0, "host_first": 0.0}, lambda found: "host" not in routes(found)),
@@ -175,7 +181,7 @@ def otherwise(space: Space, plan: Plan, choice: str) -> tuple[int, dict[str, Any
     whole = re.fullmatch(r"(\d+) in one pass|(\d+), (\d+) passes a step", choice)
     assert whole is not None, f"no test knows {choice!r}"
     size = int(whole[1] or whole[2])
-    return size, {}, lambda found: found.each.micro_batch == size
+    return size, {}, lambda found: found.micro_batch == size
 
 
 def test_every_sentence_of_a_why_is_true_in_the_simulator(case: tuple[Profile, Found, Plan]) -> None:
@@ -206,7 +212,7 @@ def check_sentences(profile: Profile, found: Found, plan: Plan) -> None:
             assert least > profile.device_limit_bytes
             assert said[1] == show_bytes(least)
         elif said := re.fullmatch(r"nothing on the host would (take|need) (.+) (?:more a step|at least)", why):
-            by_size = [[space.on_device(each.micro_batch) for each in profile.passes] for space in Space(profile).sizes]
+            by_size = [[space.local.on_device(each.micro_batch) for each in profile.passes] for space in Space(profile).sizes]
             stays = next((each for each in by_size if any(each)), [])
             if said[1] == "take":
                 assert said[2] == show_seconds(min(each.simulated.step_seconds for each in stays if each) - seconds)
@@ -268,7 +274,7 @@ def priced(
         assert found.offer is not None
         offer = others[choice].best_like(found.offer)
         assert offer is not None
-        assert others[choice].fits(weigh(profile, offer.candidate))
+        assert others[choice].evaluation.fits(footprint_of(profile, offer.candidate))
         assert others[choice].profile.offload_chunk_bytes != plan.chunk_bytes
         return simulated(space, offer.candidate)
     size, knobs, is_so = otherwise(space, plan, choice)

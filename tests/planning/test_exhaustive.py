@@ -30,9 +30,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anyfit.planning.bound import least_seconds
-from anyfit.planning.offload import FROZEN_AWAY, PLACED, RESIDENT, Knobs, Space, undecided
-from anyfit.planning.simulate import Candidate, simulate
-from anyfit.planning.weigh import weigh
+from anyfit.planning.candidate import Candidate
+from anyfit.planning.footprint import footprint_of
+from anyfit.planning.knobs import FROZEN_AWAY, PLACED, RESIDENT, Knobs
+from anyfit.planning.simulation import simulate
+from anyfit.planning.space import Space
+from anyfit.planning.tree import undecided
 from anyfit.values.plan import Activations, Placement
 from anyfit.values.profile import BlockCost, Profile
 from tests.conftest import FULL
@@ -51,9 +54,9 @@ class Plans:
 
     def __init__(self, profile: Profile) -> None:
         self.space = Space(profile)
-        self.rates = self.space.rates
+        self.rates = self.space.evaluation.rates
         self._profile = profile
-        self._first = self.space.candidate(Knobs(MICRO_BATCH))
+        self._first = self.space.candidates.of(Knobs(MICRO_BATCH))
         blocks = profile.passes[0].blocks
         self.choices = [
             [*_choices_of(block, "keep", "selective", "recompute"), *(_choices_of(block, "offload") if self.space.is_gpu else ())]
@@ -72,18 +75,18 @@ class Plans:
 
     def candidate(self, placements: tuple[Placement, ...], activations: tuple[Activations, ...]) -> Candidate:
         """With the first chunks so, and no others."""
-        slots = self.space._slots_for(placements)
+        slots = self.space.candidates.slots_for(placements)
         return replace(
             self._first,
             chunks=self._profile.chunks[: len(placements)],
             placements=placements,
             activations=activations,
             slots=slots,
-            prefetch=self.space._prefetch(slots),
+            prefetch=self.space.candidates.prefetch(slots),
         )
 
     def fits(self, candidate: Candidate) -> bool:
-        return self.space.fits(weigh(self._profile, candidate))
+        return self.space.evaluation.fits(footprint_of(self._profile, candidate))
 
     def moving(self, moved: tuple[bool, ...]) -> Moving:
         """Those with these blocks offloaded and no others."""
@@ -124,7 +127,7 @@ class Moving:
 
     def lightest(self, placements: tuple[Placement, ...], activations: tuple[Activations, ...]) -> Candidate:
         """With the first chunks and blocks so, and the others keeping the least that they can."""
-        return replace(self.fastest(placements, activations), each=self._undecided[len(activations)])
+        return replace(self.fastest(placements, activations), profile_pass=self._undecided[len(activations)])
 
     def faster_than(
         self, seconds: float, placements: tuple[Placement, ...] = (), activations: tuple[Activations, ...] = ()
@@ -174,7 +177,7 @@ def test_the_search_is_within_one_percent_of_the_best_and_never_over_a_limit(blo
         assert not any(plans.faster_than(float("inf")))
         return
     assert plans.fits(offer.candidate)
-    assert offer.weight == weigh(plans.space.profile, offer.candidate)
+    assert offer.footprint == footprint_of(plans.space.profile, offer.candidate)
     assert offer.simulated.step_seconds == plans.seconds(offer.candidate)
     assert not any(plans.faster_than(offer.simulated.step_seconds / 1.01))
 
@@ -202,10 +205,10 @@ def test_a_part_of_a_plan_neither_weighs_more_nor_has_a_higher_bound(
     plans, whole = drawn
     profile, tree = plans.space.profile, plans.moving(tuple(choice == "offload" for choice in whole.activations))
     placements, activations = whole.placements[:placed], whole.activations[:decided]
-    lightest = weigh(profile, tree.lightest(placements, activations))
-    weight = weigh(profile, whole)
-    assert lightest.pool_bytes <= weight.pool_bytes
-    assert lightest.live_bytes <= weight.live_bytes
-    assert lightest.host_bytes <= weight.host_bytes
+    lightest = footprint_of(profile, tree.lightest(placements, activations))
+    footprint = footprint_of(profile, whole)
+    assert lightest.pool_bytes <= footprint.pool_bytes
+    assert lightest.live_bytes <= footprint.live_bytes
+    assert lightest.host_bytes <= footprint.host_bytes
     fastest = tree.fastest(placements, activations)
     assert least_seconds(fastest, plans.rates) <= least_seconds(whole, plans.rates) * ROUNDING

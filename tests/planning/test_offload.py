@@ -16,10 +16,10 @@ from anyfit import NoPlan
 from anyfit.demo import GPT
 from anyfit.placing.activations import Activations, Away, Block
 from anyfit.planning import search
-from anyfit.planning.offload import _fullest
-from anyfit.planning.search import OFFLOAD_PEAK_ERROR
-from anyfit.planning.simulate import Candidate
-from anyfit.planning.weigh import _going, weigh
+from anyfit.planning.candidate import Candidate
+from anyfit.planning.footprint import footprint_of, going_bytes
+from anyfit.planning.forecast import OFFLOAD_PEAK_ERROR
+from anyfit.planning.local_search import fullest
 from anyfit.values.plan import Placement
 from tests.conftest import FULL
 from tests.machines import small_machine
@@ -107,7 +107,7 @@ def test_what_moved_activations_take_of_device_and_host_is_as_forecast(
     candidate = Candidate(
         each, accumulation, tuple(of_block.get(block.name, "keep") for block in each.blocks), profile.chunks, placements, 0, 0
     )
-    weight = weigh(profile, candidate)
+    footprint = footprint_of(profile, candidate)
     plan = replace(
         plan,
         stages=(replace(plan.stages[0], activations=of_block),),
@@ -119,11 +119,11 @@ def test_what_moved_activations_take_of_device_and_host_is_as_forecast(
         for batch in batches:
             run.step(batch)
         measured = run.metrics.peak_bytes
-    assert measured["host"] == weight.host_bytes
-    assert (weight.host_bytes > 0) == ("offload" in activations)
+    assert measured["host"] == footprint.host_bytes
+    assert (footprint.host_bytes > 0) == ("offload" in activations)
     error = OFFLOAD_PEAK_ERROR["cpu"]
-    in_time = weight.device_bytes - max(_going(candidate, profile.host))  # this host copies faster than the machine's
-    assert (1 - error) * in_time <= measured["device"] <= (1 + error) * weight.device_bytes
+    in_time = footprint.device_bytes - max(going_bytes(candidate, profile.host))  # this host copies faster than the machine's
+    assert (1 - error) * in_time <= measured["device"] <= (1 + error) * footprint.device_bytes
 
 
 def _at_once(activations: Activations, tensor: torch.Tensor, block: Block, send: Any = Activations._send) -> Away:
@@ -172,7 +172,7 @@ def test_a_host_too_small_for_the_rest_is_no_plan() -> None:
 def test_the_fullest_is_the_last_that_is_not_too_large(steps: list[int], first: int) -> None:
     excess = list(accumulate(steps, initial=first))
     expected = max((index for index, each in enumerate(excess) if each <= 0), default=0)
-    assert _fullest(len(steps), excess.__getitem__) == expected
+    assert fullest(len(steps), excess.__getitem__) == expected
 
 
 @pytest.mark.parametrize("fitting", [1, 5, 700, 999])
@@ -183,5 +183,5 @@ def test_of_what_grows_evenly_the_fullest_is_found_at_once(fitting: int) -> None
         asked.append(count)
         return 1000 * (count - fitting) - 300
 
-    assert _fullest(1000, excess) == fitting
+    assert fullest(1000, excess) == fitting
     assert len(asked) <= 4

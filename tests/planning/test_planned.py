@@ -15,10 +15,12 @@ import pytest
 from anyfit import profiling
 from anyfit.costing import cost
 from anyfit.planning import search
-from anyfit.planning.offload import FRAGMENTATION, Space
-from anyfit.planning.search import OFFLOAD_ERROR, fastest, forecast
-from anyfit.planning.simulate import simulate
-from anyfit.planning.weigh import weigh
+from anyfit.planning.evaluation import FRAGMENTATION
+from anyfit.planning.fastest import fastest
+from anyfit.planning.footprint import footprint_of
+from anyfit.planning.forecast import OFFLOAD_ERROR, forecast
+from anyfit.planning.simulation import simulate
+from anyfit.planning.space import Space
 from anyfit.values.graph import Graph
 from anyfit.values.machine import Machine
 from anyfit.values.profile import Profile
@@ -85,15 +87,15 @@ def predicted(index: int) -> dict[str, float]:
     job, about = planned.JOBS[row["job"]], row["about"]
     profile = profiled(name, job.case, job.batch, about["micro_batch"])
     candidate = planned.candidate_of(about, traced(job.case, job.batch, about["micro_batch"]), profile.passes[0])
-    weight = weigh(profile, candidate)
-    space = Space(profile)
+    footprint = footprint_of(profile, candidate)
+    evaluation = Space(profile).evaluation
     return {
-        "step_seconds": simulate(candidate, space.rates).step_seconds,
-        "device_bytes": weight.device_bytes,
-        "live_bytes": weight.live_bytes,
-        "pool_bytes": weight.pool_bytes,
-        "host_bytes": weight.host_bytes,
-        "reserved_bytes": space.reserved_bytes(weight) - profile.context_bytes,
+        "step_seconds": simulate(candidate, evaluation.rates).step_seconds,
+        "device_bytes": footprint.device_bytes,
+        "live_bytes": footprint.live_bytes,
+        "pool_bytes": footprint.pool_bytes,
+        "host_bytes": footprint.host_bytes,
+        "reserved_bytes": evaluation.reserved_bytes(footprint) - profile.context_bytes,
     }
 
 
@@ -262,9 +264,9 @@ def test_updates_in_two_parts_shorten_a_step_that_waits_for_the_norm(monkeypatch
     profile = profiled("planned-fifth", job.case, job.batch, about["micro_batch"])
     candidate = planned.candidate_of(about, traced(job.case, job.batch, about["micro_batch"]), profile.passes[0])
     candidate = replace(candidate, placements=tuple(replace(each, speculates=False) for each in candidate.placements))
-    rates = Space(profile).rates
+    rates = Space(profile).evaluation.rates
     parted = simulate(candidate, rates).step_seconds
-    monkeypatch.setattr("anyfit.planning.simulate._Play._part", lambda _play: None)
+    monkeypatch.setattr("anyfit.planning.simulation.updates.two_phase_share", lambda *_given: 0.0)
     at_once = simulate(candidate, rates).step_seconds
     assert at_once == pytest.approx(row["measured"]["step_seconds"], rel=0.06)
     assert parted < 0.9 * at_once

@@ -21,9 +21,9 @@ from anyfit.costing import cost
 from anyfit.placing import place, updates
 from anyfit.placing.ranks import Ranks
 from anyfit.placing.tiers import HostSlabs, LiveBytes
-from anyfit.planning.search import among
-from anyfit.planning.simulate import Candidate
-from anyfit.planning.weigh import weigh
+from anyfit.planning.candidate import Candidate
+from anyfit.planning.divisions import among
+from anyfit.planning.footprint import footprint_of
 from anyfit.profiling import traced
 from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.plan import Activations, Placement
@@ -94,7 +94,7 @@ def test_pools_of_a_rank_are_those_of_the_engine_to_the_byte(data: st.DataObject
     candidate = Candidate(
         each, accumulation, ("keep",) * len(each.blocks), profile.chunks, tuple(placements), slots, 2, division
     )  # fmt: skip
-    weight = weigh(profile, candidate)
+    footprint = footprint_of(profile, candidate)
     plan = hand_written(
         job,
         *(among(placement, division) for placement in placements),
@@ -106,8 +106,8 @@ def test_pools_of_a_rank_are_those_of_the_engine_to_the_byte(data: st.DataObject
     with ranks_of(ranks) as there:
         placed = place(job, plan, job.build(), torch.device("cpu"), ranks=there)
         try:
-            assert placed.device_bytes == weight.pool_bytes
-            assert weight.host_bytes <= placed.host_bytes <= weight.host_bytes + PAGE_BYTES * 10 * len(placements)
+            assert placed.device_bytes == footprint.pool_bytes
+            assert footprint.host_bytes <= placed.host_bytes <= footprint.host_bytes + PAGE_BYTES * 10 * len(placements)
         finally:
             placed.close()
 
@@ -148,7 +148,7 @@ def test_the_peak_of_one_of_512_ranks_is_forecast_within_three_percent(name: str
     each, placements = profile.passes[0], (placement,) * len(profile.chunks)
     activations = tuple(choice if block.name and choice in block.choices else "keep" for block in each.blocks)
     slots = 9
-    weight = weigh(profile, Candidate(each, accumulation, activations, profile.chunks, placements, slots, 4, division))
+    footprint = footprint_of(profile, Candidate(each, accumulation, activations, profile.chunks, placements, slots, 4, division))
     plan = hand_written(
         job,
         *(among(each, division) for each in placements),
@@ -169,9 +169,9 @@ def test_the_peak_of_one_of_512_ranks_is_forecast_within_three_percent(name: str
             live = peak_of_a_step(job, placed, accumulation)
         finally:
             placed.close()
-    assert pools == weight.pool_bytes - profile.workspace_bytes
-    assert weight.host_bytes <= placed.host_bytes <= weight.host_bytes + PAGE_BYTES * 10 * len(placements)
-    off = (weight.device_bytes - profile.workspace_bytes) / (pools + live) - 1
+    assert pools == footprint.pool_bytes - profile.workspace_bytes
+    assert footprint.host_bytes <= placed.host_bytes <= footprint.host_bytes + PAGE_BYTES * 10 * len(placements)
+    off = (footprint.device_bytes - profile.workspace_bytes) / (pools + live) - 1
     print(f"{name}: {(pools + live) / 2**30:.2f} GiB, forecast {off:+.2%}")
     assert abs(off) < 0.03
 

@@ -13,12 +13,17 @@ from hypothesis import strategies as st
 from anyfit import Machine, NoPlan, Plan
 from anyfit.costing.links import Links
 from anyfit.planning import search
-from anyfit.planning import simulate as simulating
 from anyfit.planning.answers import answered
 from anyfit.planning.bound import least_seconds
-from anyfit.planning.offload import WORTH_LEAVING, Knobs, Space
-from anyfit.planning.search import RANKS_TIE, Found, described, fastest, settled
-from anyfit.planning.simulate import BESIDE, Candidate, Rates, simulate
+from anyfit.planning.candidate import BESIDE, HAND_OUT_SECONDS, Candidate
+from anyfit.planning.divisions import RANKS_TIE, described
+from anyfit.planning.fastest import fastest
+from anyfit.planning.found import Found
+from anyfit.planning.knobs import Knobs
+from anyfit.planning.neighbours import settled
+from anyfit.planning.rates import Rates
+from anyfit.planning.simulation import computation, simulate
+from anyfit.planning.space import WORTH_LEAVING, Space
 from anyfit.values.plan import AXES, Placement
 from anyfit.values.profile import Division, Exchange, HostRates, Profile
 from anyfit.values.units import parse_bytes, show_bytes, show_seconds
@@ -102,8 +107,8 @@ def test_every_sentence_of_a_why_is_true_in_the_simulator(case: tuple[Profile, F
         elif said := re.fullmatch(r"(.+) \(nothing on the host\) would need (.+) and does not fit", why):
             space = Space(profile.divided(named[said[1]]))
             sizes = [each.micro_batch for each in space.profile.passes]
-            assert not any(each.on_device(size) for each in space.sizes for size in sizes)
-            least = min(each.needed_bytes(each.weight(each.least_on_device(size))) for each in space.sizes for size in sizes)
+            assert not any(each.local.on_device(size) for each in space.sizes for size in sizes)
+            least = min(each.least_needed_bytes() for each in space.sizes)
             assert said[2] == show_bytes(least)
         elif why == "no other could take less":
             assert found.tried.keys() == {mine}
@@ -115,9 +120,9 @@ def planned(profile: Profile, division: Division, host: str) -> Found:
     """With that division, and nothing on the host where it says so."""
     if host == "nothing":
         space = Space(profile.divided(division))
-        offers = [space.on_device(each.micro_batch) for each in space.profile.passes]
+        offers = [space.local.on_device(each.micro_batch) for each in space.profile.passes]
         best = min((each for each in offers if each), key=lambda each: each.simulated.step_seconds)
-        found = fastest(replace(profile, divisions=(division,), passes=(best.candidate.each,), host_limit_bytes=3 * GIB))
+        found = fastest(replace(profile, divisions=(division,), passes=(best.candidate.profile_pass,), host_limit_bytes=3 * GIB))
     else:
         found = fastest(replace(profile, divisions=(division,)))
     assert found is not None
@@ -144,7 +149,7 @@ def test_the_choice_is_the_best_of_all_divisions_and_keeps_every_limit(
     stays: dict[Division, float] = {}
     for division in profile.divisions:
         space = Space(profile.divided(division))
-        offers = [space.on_device(each.micro_batch) for each in space.profile.passes]
+        offers = [space.local.on_device(each.micro_batch) for each in space.profile.passes]
         stays |= {division: min(each.simulated.step_seconds for each in offers if each)} if any(offers) else {}
     try:
         plan = search(profile)
@@ -190,12 +195,12 @@ def resident(level: int, accumulation: int, gather: Exchange, reduce: Exchange) 
     profile = chain(64 * GIB, sizes=(1,))
     division = Division(2, 2, level > 1, level > 2, gather, reduce, 0.0, False)
     profile = replace(profile, batch_size=accumulation, division=division).laid_out(profile.other_layouts[1])
-    candidate = Space(profile).candidate(Knobs(1, resident=len(profile.chunks)))
+    candidate = Space(profile).candidates.of(Knobs(1, resident=len(profile.chunks)))
     return replace(candidate, slots=2 if level > 2 else 0, prefetch=1 if level > 2 else 0)
 
 
 def work(candidate: Candidate) -> float:
-    return BESIDE * candidate.accumulation * candidate.each.seconds
+    return BESIDE * candidate.accumulation * candidate.profile_pass.seconds
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -238,7 +243,7 @@ def test_copies_and_exchanges_on_one_link_are_slower_together() -> None:
     base = resident(3, 1, Exchange(2e-3, 0.0), Exchange(2e-3, 0.0))
     placements = (Placement(gradients="host", optimizer="host", update="host"),) * len(base.chunks)
     apart = replace(base, placements=placements)
-    together = replace(apart, division=replace(apart.division, shares_copies=True))  # type: ignore[type-var]
+    together = replace(apart, division=replace(apart.division, shares_copies=True))
     rates = replace(EASY, host=HostRates(1e12, 1e9, 1e9, overlaps=True))
     assert simulate(together, rates).step_seconds > 1.01 * simulate(apart, rates).step_seconds
 
@@ -246,8 +251,8 @@ def test_copies_and_exchanges_on_one_link_are_slower_together() -> None:
 def test_many_micro_batches_are_played_as_if_all_were(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = resident(3, 9, Exchange(2e-3, 0.0), Exchange(4e-3, 0.0))
     few = simulate(candidate, EASY)
-    monkeypatch.setattr(simulating, "RANK_PASSES", 99)
-    monkeypatch.setattr(simulating, "RANK_STEPS", 5)
+    monkeypatch.setattr(computation, "RANK_PASSES", 99)
+    monkeypatch.setattr(computation, "RANK_STEPS", 5)
     assert few.step_seconds == pytest.approx(simulate(candidate, EASY).step_seconds)
 
 
@@ -272,7 +277,7 @@ def test_no_step_of_a_rank_is_under_its_bound_and_each_is_its_parts(
     simulated = simulate(candidate, rates)
     assert least_seconds(candidate, rates) <= simulated.step_seconds * (1 + 1e-9)
     if overlaps:
-        handed_out = simulating.HAND_OUT_SECONDS * sum(each.route != "resident" for each in candidate.placements)
+        handed_out = HAND_OUT_SECONDS * sum(each.route != "resident" for each in candidate.placements)
         parts = simulated.compute_seconds + simulated.recompute_seconds + simulated.update_seconds + handed_out
         assert simulated.step_seconds == pytest.approx(parts + sum(simulated.waits_seconds.values()))
 

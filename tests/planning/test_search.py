@@ -10,8 +10,8 @@ from hypothesis import assume, given
 
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
-from anyfit.planning.offload import ADD_BYTES
-from anyfit.planning.search import TIE
+from anyfit.planning.found import TIE
+from anyfit.planning.rates import ADD_BYTES
 from anyfit.values.corrections import Correction, Pace
 from anyfit.values.profile import Pass, Profile
 from anyfit.values.units import parse_bytes, show_bytes, show_seconds

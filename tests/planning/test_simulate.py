@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from anyfit.costing import cost
 from anyfit.costing.memory import chunk_costs, chunks_of
 from anyfit.planning import search
-from anyfit.planning.offload import Space
-from anyfit.planning.search import _start_seconds
-from anyfit.planning.simulate import HAND_OUT_SECONDS, Candidate, Rates, Simulated, simulate
-from anyfit.planning.weigh import Weight, weigh
+from anyfit.planning.candidate import HAND_OUT_SECONDS, Candidate
+from anyfit.planning.footprint import Footprint, footprint_of
+from anyfit.planning.forecast import start_seconds
+from anyfit.planning.rates import Rates
+from anyfit.planning.simulation import Simulated, simulate
+from anyfit.planning.space import Space
 from anyfit.tracing import trace
 from anyfit.values.machine import Machine
 from anyfit.values.plan import Placement
@@ -41,7 +43,7 @@ EASY = Rates(HostRates(1e9, 1e9, 1e9, overlaps=True), norm_seconds=1e-12, update
 
 
 @cache
-def predicted(job_name: str) -> tuple[Weight, Simulated]:
+def predicted(job_name: str) -> tuple[Footprint, Simulated]:
     row, job = ROWS[job_name], peers.JOBS[job_name]
     configuration = mixed.Configuration(**row["configuration"])
     graph = trace(mixed.job_of(job), job.batch, "cuda")
@@ -56,16 +58,17 @@ def predicted(job_name: str) -> tuple[Weight, Simulated]:
         return Candidate(each, 1, choices, chunks, tuple(placements), configuration.slots, configuration.prefetch)
 
     # Where every step clips, the engine waits for the norm.
-    return weigh(profile, candidate()), simulate(candidate(**{"speculates": 0} if row["clipped_share"] == 1 else {}), H200)
+    waits = {"speculates": 0} if row["clipped_share"] == 1 else {}
+    return footprint_of(profile, candidate()), simulate(candidate(**waits), H200)
 
 
 @pytest.mark.parametrize("job", ROWS)
 def test_measured_peaks_are_forecast_within_three_percent_and_without_the_pools_within_five(job: str) -> None:
-    weight, _ = predicted(job)
+    footprint, _ = predicted(job)
     measured = ROWS[job]["allocated_bytes"]
-    assert weight.device_bytes == pytest.approx(measured, rel=0.03)
-    assert weight.live_bytes == pytest.approx(measured - weight.pool_bytes, rel=0.05)
-    assert weight.host_bytes == pytest.approx(ROWS[job]["host_bytes"], rel=1e-4)  # but for pages
+    assert footprint.device_bytes == pytest.approx(measured, rel=0.03)
+    assert footprint.live_bytes == pytest.approx(measured - footprint.pool_bytes, rel=0.05)
+    assert footprint.host_bytes == pytest.approx(ROWS[job]["host_bytes"], rel=1e-4)  # but for pages
 
 
 def test_measured_steps_are_simulated_with_their_order() -> None:
@@ -152,13 +155,13 @@ def test_what_a_plan_says_of_its_neighbours_is_what_they_cost_when_planned() -> 
     for other in plan.alternatives:
         if other.decision == "chunk size":  # tests/planning/test_answers.py
             continue
-        most = {"rung": space.last_rung(8), "moved": space.all_moved(8)}
+        most = {"rung": space.candidates.last_rung(8), "moved": space.candidates.all_moved(8)}
         forced = {knob: most[knob] if value == -1 else value for knob, value in FORCED[other.choice].items()}
         offer = space.best(8, starts=1, **forced)
         assert offer is not None
         assert offer.simulated.step_seconds == pytest.approx(other.step_seconds)
         assert offer.simulated.step_seconds >= 0.98 * plan.forecast.step_seconds
-        assert space.fits(offer.weight)
+        assert space.evaluation.fits(offer.footprint)
         later = f"{show_seconds(other.step_seconds - plan.forecast.step_seconds)} more a step"
         best = min((each for each in plan.alternatives if each.decision == other.decision), key=lambda each: each.step_seconds)
         assert (f"{other.choice} would take {later}" in plan.decision(other.decision).why) == (other is best)
@@ -176,4 +179,4 @@ def test_a_plan_in_little_memory_holds_what_it_says_and_keeps_both_limits() -> N
 @pytest.mark.parametrize("job", ROWS)
 def test_starting_takes_about_as_long_as_is_forecast(job: str) -> None:
     profile = replace(profile_in_little(), parameters=ROWS[job]["parameters"])
-    assert _start_seconds(profile, ROWS[job]["host_bytes"]) == pytest.approx(ROWS[job]["start_seconds"], rel=0.2)
+    assert start_seconds(profile, ROWS[job]["host_bytes"]) == pytest.approx(ROWS[job]["start_seconds"], rel=0.2)

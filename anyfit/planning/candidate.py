@@ -1,0 +1,110 @@
+"""A candidate: all that decides the time and the memory of a step, of one device or of one rank of several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from anyfit.values.plan import Activations, Placement
+from anyfit.values.profile import ALONE, ChunkCost, Division, Pass
+
+from .rates import Rates
+
+# What the computation takes where copies, updates and exchanges run beside it, on the same memory and behind the same Python
+# lock: the planned steps of benchmarks/results/planned.json that were to wait for nothing took 1.04 to 1.14 of their own, most
+# under 1.09. Of exchanges nobody has measured it.
+BESIDE = 1.07
+HAND_OUT_SECONDS = 1e-4  # that the host takes to start one chunk's update, while the device has nothing to do
+REDUCED_BYTES = 4  # an element, of gradients that ranks sum
+
+
+@dataclass(frozen=True)
+class Candidate:
+    profile_pass: Pass
+    accumulation: int
+    activations: tuple[Activations, ...]  # a block each
+    chunks: tuple[ChunkCost, ...]
+    placements: tuple[Placement, ...]
+    slots: int
+    prefetch: int
+    division: Division = ALONE  # of which this is one rank
+
+    @property
+    def micro_batch(self) -> int:
+        return self.profile_pass.micro_batch
+
+    @property
+    def adds_up(self) -> bool:
+        """Gradients of several micro-batches are accumulated."""
+        return self.accumulation > 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which the optimizer's state is sharded."""
+        return self.division.shards
+
+    @property
+    def gathers(self) -> bool:
+        """Weights on the device are sharded, and all-gathered for each use."""
+        return self.division.weights
+
+    def stages(self, placement: Placement, *, is_last: bool) -> bool:
+        """Whether gradients of this micro-batch are put side by side, to go to the host or to be summed over ranks; else they
+        add up where they are."""
+        if placement.gradients == "host":
+            return True
+        return not self.division.is_alone and (is_last or self.division.gradients)
+
+    def sent_bytes(self, chunk: ChunkCost) -> float:
+        """Of a chunk's gradients, to the host: as they were made, or this rank's shard of their sum."""
+        return chunk.gradient_bytes if self.division.is_alone else REDUCED_BYTES * (chunk.elements / self.shards)
+
+    def slowness(self, rates: Rates) -> float:
+        """What each second of the computation takes, beside all else."""
+        stays = all(each.route == "resident" and each.weights != "host" for each in self.placements)
+        is_alone = stays and not self.offloaded and self.division.is_alone
+        return 1.0 if is_alone or not rates.host.overlaps else BESIDE
+
+    def ending_seconds(self, resident: float) -> float:
+        """After the norm is known, where the device takes so many for resident updates: the host starts the others meanwhile. Of
+        several ranks it starts them all, one after another."""
+        handed_out = HAND_OUT_SECONDS * sum(placement.route != "resident" for placement in self.placements)
+        return max(resident, handed_out) if self.division.is_alone else resident + handed_out
+
+    @cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """By segment, which chunks it takes weights from."""
+        of_block: list[list[int]] = [[] for _ in self.profile_pass.blocks]
+        for index, chunk in enumerate(self.chunks):
+            for block in chunk.blocks:
+                of_block[block].append(index)
+        return tuple(
+            tuple(
+                index
+                for index in of_block[segment.block]
+                if not segment.parameters or not set(segment.parameters).isdisjoint(self.chunks[index].parameters)
+            )
+            for segment in self.profile_pass.segments
+        )
+
+    @cached_property
+    def offloaded(self) -> tuple[int, ...]:
+        """Blocks whose activations are offloaded, in the order in which forward comes to them."""
+        if "offload" not in self.activations:
+            return ()
+        order = dict.fromkeys(segment.block for segment in self.profile_pass.segments if segment.phase == "forward")
+        return tuple(block for block in order if self.activations[block] == "offload")
+
+    @cached_property
+    def before(self) -> dict[int, int]:
+        """By offloaded block, the one before it: it starts to come back when backward comes to this one."""
+        return dict(zip(self.offloaded[1:], self.offloaded, strict=False))
+
+    def offloaded_bytes(self, block: int) -> int:
+        return self.profile_pass.blocks[block].choices["offload"].moved_bytes
+
+    @property
+    def recompute_seconds(self) -> float:
+        """Of one pass: forward work that backward does once more."""
+        pairs = zip(self.profile_pass.blocks, self.activations, strict=True)
+        return sum(block.choices[choice].seconds for block, choice in pairs if choice in ("recompute", "selective"))

@@ -1,0 +1,276 @@
+"""What a candidate holds: bytes on the device at the fullest moment of a step, and on the host.
+
+    device = pools + the most that is live at once
+    pools  = weights and optimizers that live there, slots, staging buffers, carriers, scratch, sums of gradients
+    live   = over the segments: what other blocks keep for backward + the segment's own work + gradients that stay on the device
+             + activations of other blocks that are still to go down, or back already
+
+Pools are exact; work is the pass's as it was traced: a block that is recomputed holds in backward what one that kept holds.
+
+Offloaded activations are on the device until they are copied: their turn comes one block after another, at the rate that copies
+down have while all is busy, half of it where states are lowered too, and from when a computation that never waits is through with
+the block. When backward comes to a block, its own and those of the offloaded block before it are there again, copies of what
+other blocks save too among them. The host has room for all of them.
+
+A rank has its shard of what is sharded, and whole chunks in slots and staging buffers; a device alone has all as its shard. What
+differs are gradients. Alone, they go down as they were made, or stay where autograd put them until the update. Of several
+ranks, those that autograd makes for a chunk are there until all are, and are put side by side then; what adds up whole before it
+is reduced is there all along.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from anyfit.values.engine import GRADIENT_STAGES, REDUCTION_STAGES, STREAMED_DEPTH
+from anyfit.values.plan import Placement
+from anyfit.values.profile import ChunkCost, HostRates, Profile
+
+from .candidate import REDUCED_BYTES, Candidate
+
+TORCH_SCRATCH_BYTES = 8  # an element of the largest chunk with masters
+SUM_BYTES = 4  # an element, of gradients that add up
+STAYS = Placement()
+NEVER_BYTES = 2**62  # more than any device has: of what may not be
+Pair = tuple[ChunkCost, Placement]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    pool_bytes: int  # of the device, held between steps
+    live_bytes: int  # on top, at the fullest moment
+    host_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        return self.pool_bytes + self.live_bytes
+
+
+def footprint_of(profile: Profile, candidate: Candidate, live_bytes: int | None = None) -> Footprint:
+    """`live_bytes`: where they are known."""
+    if profile.state_stays and any(placement != STAYS for placement in candidate.placements):
+        return Footprint(NEVER_BYTES, 0, 0)
+    overlaps = profile.host is not None and profile.host.overlaps
+    pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
+    device, host = _state(pairs, candidate, overlaps=overlaps)
+    buffers = _gradients_alone if candidate.division.is_alone else _gradients_of_rank
+    on_device, on_host = buffers(pairs, candidate, overlaps=overlaps)
+    pools = profile.state.buffers + profile.workspace_bytes + device + on_device
+    offloaded = sum(candidate.offloaded_bytes(block) for block in candidate.offloaded)
+    return Footprint(pools, live_of(profile, candidate) if live_bytes is None else live_bytes, host + on_host + offloaded)
+
+
+def live_of(profile: Profile, candidate: Candidate) -> int:
+    """Bytes beyond the pools at the fullest moment."""
+    updating = 0
+    if profile.host is None or not profile.host.overlaps:
+        pairs = zip(candidate.chunks, candidate.placements, strict=True)
+        if not candidate.division.is_alone or any(_is_resident(chunk, placement) for chunk, placement in pairs):
+            updating = profile.update.scratch_bytes // candidate.shards
+    return max(_live(candidate, updating, going_bytes(candidate, profile.host)))
+
+
+def _state(pairs: list[Pair], candidate: Candidate, *, overlaps: bool) -> tuple[int, int]:
+    """Bytes of the device and of the host: weights and optimizers, and what they pass through. In one go: it is asked for
+    thousands of candidates."""
+    shards, gathers, adds_up = candidate.shards, candidate.gathers, candidate.adds_up
+    device = host = fetched = largest_fetched = scratch = 0
+    carried_optimizer = carried_weights = 0  # the most of them that a carrier takes
+    for chunk, placement in pairs:
+        is_away, whole = placement.weights == "host", chunk.weights_bytes
+        weights, optimizer = whole // shards, chunk.optimizer_bytes // shards
+        speculates = placement.speculates and not adds_up and chunk.is_updated
+        if is_away or gathers:
+            fetched += 1
+            largest_fetched = max(largest_fetched, whole)
+        if not is_away:
+            device += weights if gathers else whole
+        if is_away or (placement.update == "host" and chunk.is_updated):
+            host += weights
+        if placement.optimizer == "device":
+            device += optimizer
+        else:
+            host += optimizer + (optimizer + weights if speculates else 0)
+        if not chunk.is_updated or placement.update == "host":
+            continue
+        if placement.optimizer == "host":  # streamed
+            carried_optimizer = max(carried_optimizer, optimizer)
+            carried_weights = max(carried_weights, weights if is_away or speculates else 0)
+        elif not overlaps and _has_masters(chunk):  # torch's own step, on masters and gradients in fp32
+            scratch = max(scratch, TORCH_SCRATCH_BYTES * (chunk.elements // shards))
+    device += min(candidate.slots, fetched) * largest_fetched + scratch
+    return device + STREAMED_DEPTH * (carried_optimizer + carried_weights), host
+
+
+def _gradients_alone(pairs: list[Pair], candidate: Candidate, *, overlaps: bool) -> tuple[int, int]:
+    """Bytes of the device and of the host."""
+    adds_up = candidate.adds_up
+    device = host = sent = largest_sent = carried = side_by_side = resident_side_by_side = 0
+    for chunk, placement in pairs:
+        size = chunk.weights_bytes
+        if placement.gradients == "host":
+            if chunk.trainable:
+                sent += 1
+                largest_sent = max(largest_sent, size)
+                host += SUM_BYTES * chunk.elements if adds_up else size
+        elif adds_up and chunk.gradient_bytes:
+            device += SUM_BYTES * chunk.elements
+        if not chunk.is_updated or placement.update == "host":
+            continue
+        is_flat = adds_up and _has_masters(chunk)  # gradients of bf16 weights that add up do so in one buffer
+        if placement.optimizer == "host":  # streamed
+            side_by_side = max(side_by_side, 0 if is_flat else size)
+            if placement.gradients == "host":  # they come back
+                carried = max(carried, SUM_BYTES * chunk.elements if adds_up else size)
+        elif overlaps:  # put side by side, for one pass over them
+            resident_side_by_side = max(resident_side_by_side, 0 if is_flat else size)
+    stages = min(GRADIENT_STAGES, sent) * largest_sent
+    return device + stages + side_by_side + resident_side_by_side + STREAMED_DEPTH * carried, host + adds_up * stages
+
+
+def _gradients_of_rank(pairs: list[Pair], candidate: Candidate, *, overlaps: bool) -> tuple[int, int]:
+    """The same of one of several ranks, which sum them in fp32."""
+    division, adds_up = candidate.division, candidate.adds_up
+    device = carried = 0
+    given, landing, sent = [], [], []
+    for chunk, placement in pairs:
+        elements, stays = chunk.elements // division.shards, placement.gradients == "device"
+        if chunk.trainable:
+            given.append(chunk.elements)
+            if stays:
+                device += REDUCED_BYTES * elements
+                if adds_up and not division.gradients and _has_masters(chunk):
+                    device += SUM_BYTES * chunk.elements
+            else:
+                sent.append(elements)
+            if not stays or (adds_up and division.gradients):
+                landing.append(elements)
+        if chunk.is_updated and placement.route == "streamed" and overlaps and not stays:
+            carried = max(carried, REDUCED_BYTES * elements)
+    stages = min(REDUCTION_STAGES, len(given))
+    device += stages * REDUCED_BYTES * (max(given, default=0) + max(landing, default=0)) + STREAMED_DEPTH * carried
+    return device, REDUCED_BYTES * sum(sent) + (stages * REDUCED_BYTES * max(sent, default=0) if adds_up else 0)
+
+
+def _has_masters(chunk: ChunkCost) -> bool:
+    """Its weights are bf16."""
+    return chunk.weights_bytes == 2 * chunk.elements
+
+
+def _is_resident(chunk: ChunkCost, placement: Placement) -> bool:
+    return placement.route == "resident" and chunk.is_updated
+
+
+def going_bytes(candidate: Candidate, host: HostRates | None) -> list[int]:
+    """By segment, bytes of blocks before it that are still to go down."""
+    each = candidate.profile_pass
+    found = [0] * len(each.segments)
+    if not candidate.offloaded or host is None:
+        return found
+    rate = (host.loaded or host).down_bytes_per_second
+    if any(placement.route == "streamed" for placement in candidate.placements):
+        rate /= 2
+    forwards = Counter(segment.block for segment in each.segments if segment.phase == "forward")
+    under_way: list[tuple[float, int]] = []  # when they will be down, and bytes
+    now = free = 0.0
+    for index, segment in enumerate(each.segments):
+        found[index] = sum(size for over, size in under_way if over > now)
+        now += segment.seconds
+        forwards[segment.block] -= segment.phase == "forward"
+        if segment.phase == "forward" and forwards[segment.block] == 0 and candidate.activations[segment.block] == "offload":
+            choices = each.blocks[segment.block].choices
+            free = max(free, now) + choices["offload"].moved_bytes / rate
+            under_way.append((free, choices["keep"].kept_bytes - choices["offload"].kept_bytes))
+    return found
+
+
+def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int]:
+    each, adds_up = candidate.profile_pass, candidate.adds_up
+    keeps = [
+        block.choices[choice].kept_bytes if block.name else 0  # a segment's work has what is kept outside blocks
+        for block, choice in zip(each.blocks, candidate.activations, strict=True)
+    ]
+    backwards_left = Counter(segment.block for segment in each.segments if segment.phase == "backward")
+    begun: set[int] = set()
+    gradients, kept = 0, 0
+    staying: list[list[int]] = [[] for _ in each.blocks]  # by block: chunks whose gradients stay on the device
+    for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
+        stays = placement.gradients == "device" and not adds_up and candidate.division.is_alone
+        for block in chunk.blocks if stays and chunk.gradient_bytes else ():
+            staying[block].append(index)
+    waiting = _adding_up(candidate) if candidate.division.is_alone else _waiting(candidate)
+    held: set[int] = set()  # blocks
+    back: dict[int, int] = {}  # by block: bytes that are on the device again
+    for segment, leaving, unsummed in zip(each.segments, going, waiting, strict=True):
+        block = segment.block
+        if segment.phase == "backward":
+            for index in staying[block]:  # a loss may give an embedding its gradient long before its own backward
+                if index not in begun:
+                    begun.add(index)
+                    gradients += candidate.chunks[index].gradient_bytes
+            if candidate.activations[block] == "offload":
+                choices = each.blocks[block].choices
+                own = choices["keep"].kept_bytes - choices["offload"].kept_bytes  # that are in the segment's work
+                back[block] = choices["offload"].moved_bytes - own
+                if (before := candidate.before.get(block)) is not None:
+                    back.setdefault(before, each.blocks[before].choices["offload"].moved_bytes)
+        yield (
+            kept
+            - (keeps[block] if block in held else 0)
+            + segment.work_bytes
+            + gradients
+            + unsummed
+            + leaving
+            + (sum(back.values()) if back else 0)
+        )
+        if segment.phase == "forward" and block not in held:
+            held.add(block)
+            kept += keeps[block]
+        if segment.phase == "backward":
+            backwards_left[block] -= 1
+            if backwards_left[block] == 0 and block in held:
+                held.remove(block)
+                kept -= keeps[block]
+                back.pop(block, None)
+    yield gradients + updating  # when all are there
+
+
+def _adding_up(candidate: Candidate) -> list[int]:
+    """By segment, bytes of gradients that are to go elsewhere and that autograd still adds to: such as those of an embedding that
+    the loss shares, from the loss's backward to the embedding's."""
+    segments = candidate.profile_pass.segments
+    found = [0] * len(segments)
+    for chunk, placement in zip(candidate.chunks, candidate.placements, strict=True):
+        if chunk.summed_bytes and (placement.gradients == "host" or candidate.adds_up):
+            uses = [at for at, each in enumerate(segments) if each.phase == "backward" and each.block in chunk.blocks]
+            for position in range(uses[0], uses[-1]):  # the last has it in its work
+                found[position] += chunk.summed_bytes
+    return found
+
+
+def _waiting(candidate: Candidate) -> list[int]:
+    """By segment, bytes of gradients that autograd has made and ranks have still to sum."""
+    division, adds_up = candidate.division, candidate.adds_up
+    used: dict[int, list[int]] = {}  # by chunk: backward segments
+    for position, (segment, uses) in enumerate(zip(candidate.profile_pass.segments, candidate.uses, strict=True)):
+        for index in uses if segment.phase == "backward" else ():
+            used.setdefault(index, []).append(position)
+    count = len(candidate.profile_pass.segments)
+    changes, inside = [0] * (count + 1), [0] * count
+    for index, positions in used.items():
+        chunk, placement = candidate.chunks[index], candidate.placements[index]
+        first, last = positions[0], positions[-1] + 1
+        if adds_up and placement.gradients == "device" and not division.gradients:
+            if _has_masters(chunk):  # each goes to a sum as it comes
+                continue
+            first, last = 0, count  # they add up where autograd put them
+        elif last - first == 1:  # one chunk after another, while the segment's work becomes less; a single gradient is part of it
+            is_single = len(chunk.blocks) == len(chunk.parameters) == 1
+            inside[first] = max(inside[first], 0 if is_single else chunk.gradient_bytes // 2)
+            continue
+        changes[first] += chunk.gradient_bytes
+        changes[last] -= chunk.gradient_bytes
+    return [before + own for before, own in zip(itertools.accumulate(changes[:-1]), inside, strict=True)]

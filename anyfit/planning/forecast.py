@@ -1,0 +1,103 @@
+"""What a step is expected to take, of seconds and of memory.
+
+With everything resident and all activations kept it is arithmetic:
+
+    seconds(m)   = B / m * pass_seconds(m) + passes(m) * adding_seconds + update_seconds
+    passes(m)    = ceil(B / m)        (a smaller last micro-batch costs its share; of one pass, nothing is added up)
+    peak(m)      = state + workspaces + max(pass_peak(m), gradients + update scratch)
+    reserved(m)  = max(peak(m), what the allocator was seen to reserve) + context
+
+With several micro-batches a step, gradient sums are held all along; with one, each gradient lives from its birth to the update.
+All else is simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from anyfit.values.plan import Forecast
+from anyfit.values.profile import Pass, Profile
+
+from .evaluation import Offer
+from .rates import add_seconds
+from .space import Space
+
+# Of peak memory: tests/planning/test_planned.py has the GPU's; on a CPU a chunk's gradients are counted from their first on.
+OFFLOAD_PEAK_ERROR = {"cuda": 0.02, "cpu": 0.08}
+# From building to the first step, as benchmarks/results/mixed.json has it: parameters that are placed, host memory made ready.
+START_SECONDS, PLACED_PER_SECOND, MADE_READY_PER_SECOND = 2.0, 0.38e9, 9e9
+# Of step time, where part of the state is on the host: tests/planning/test_planned.py has the GPU's; on a CPU all shares cores.
+OFFLOAD_ERROR = {"cuda": 0.26, "cpu": 1.0}
+
+
+def forecast(profile: Profile, each: Pass) -> Forecast:
+    """What a step costs when this pass is its micro-batch."""
+    state, update = profile.state, profile.update
+    accumulation = passes_of(profile.batch_size, each.micro_batch)
+    passes = profile.batch_size / each.micro_batch
+    if accumulation == 1:
+        peak = state.resident + max(each.peak_bytes, state.gradients + update.scratch_bytes)
+    else:
+        peak = state.resident + state.accumulators + max(each.peak_bytes_accumulating, update.scratch_bytes)
+    peak += profile.workspace_bytes
+    compute = passes * (each.seconds - each.seconds_recompute)
+    recompute = passes * each.seconds_recompute
+    updated = update.seconds + (accumulation > 1) * accumulation * profile.trainable * add_seconds(profile)
+    seconds = compute + recompute + updated
+    return Forecast(
+        step_seconds=seconds,
+        step_error=profile.time_error,
+        split_seconds={"compute": compute, "recompute": recompute, "update": updated},
+        peak_bytes={"device": peak, "host": 0, "disk": 0},
+        peak_error=profile.memory_error,
+        reserved_bytes=max(each.reserved_bytes, peak) + profile.context_bytes,
+        reserved_error=profile.reserved_error,
+        samples_per_second=profile.batch_size / seconds,
+        tokens_per_second=passes * each.tokens / seconds,
+        compute_share=passes * each.flops / seconds / profile.peak_flops_per_second,
+        start_seconds=start_seconds(profile, 0),
+    )
+
+
+def forecast_of(space: Space, offer: Offer) -> Forecast:
+    """What a step of an offer costs, by its simulation."""
+    profile, candidate, simulated = space.profile, offer.candidate, offer.simulated
+    plain, kind = forecast(profile, candidate.profile_pass), "cuda" if space.is_gpu else "cpu"
+    whole = profile.batch_size / candidate.micro_batch / candidate.accumulation  # of its passes: the last may be smaller
+    waits = simulated.waits_seconds
+    own = candidate.accumulation * candidate.profile_pass.seconds_recompute  # what the model recomputes without being told to
+    seconds = {
+        "compute": whole * (simulated.compute_seconds - own),
+        "recompute": whole * (simulated.recompute_seconds + own),
+        "exposed update": waits["update"] + waits["gradients"],
+        "exposed offload": waits["fetch"] + waits["activations"],
+        "exposed communication": waits["exchange"],
+    }
+    seconds["update"] = simulated.step_seconds - (simulated.compute_seconds + simulated.recompute_seconds) - sum(waits.values())
+    total = sum(seconds.values())
+    share = plain.step_seconds / total
+    return replace(
+        plain,
+        step_seconds=total,
+        step_error=max(plain.step_error, OFFLOAD_ERROR[kind]) + profile.link_error * simulated.exchange_seconds / total,
+        split_seconds=seconds,
+        peak_bytes={"device": offer.footprint.device_bytes, "host": offer.footprint.host_bytes, "disk": 0},
+        peak_error=max(plain.peak_error, OFFLOAD_PEAK_ERROR[kind]),
+        reserved_bytes=space.evaluation.reserved_bytes(offer.footprint),
+        reserved_error=profile.offload_error,
+        samples_per_second=plain.samples_per_second * share,
+        tokens_per_second=plain.tokens_per_second * share,
+        compute_share=plain.compute_share * share,
+        start_seconds=start_seconds(profile, offer.footprint.host_bytes),
+    )
+
+
+def start_seconds(profile: Profile, host_bytes: int) -> float:
+    """To place the state beside a GPU; on a CPU nobody has measured it."""
+    if profile.host is None or not profile.host.overlaps:
+        return 0.0
+    return START_SECONDS + profile.parameters / PLACED_PER_SECOND + host_bytes / MADE_READY_PER_SECOND
+
+
+def passes_of(batch_size: int, micro_batch: int) -> int:
+    return -(-batch_size // micro_batch)

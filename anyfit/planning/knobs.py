@@ -1,0 +1,234 @@
+"""Candidates by a few knobs: what the search turns, and what becomes of blocks and chunks then.
+
+A point (Knobs), for one micro-batch size:
+
+    rung        of the ladder of activation choices: which blocks keep, recompute in part, recompute
+    moved       blocks whose activations are offloaded instead, evenly spread, so that each has time to
+    resident    chunks, the first in order of use, whose optimizer is on the device: their gradients come last in backward and
+                their weights are needed first in forward, so that nothing could hide their update elsewhere
+    away        chunks, the last, whose weights are on the host
+    host_first  share of the other updates that the host does, after those resident: it is back with a chunk soonest
+    streamed    share of what is left that is streamed through the device, in turns with the host
+    speculates  whether updates begin before the norm is known, into a second generation
+
+The ladder is greedy: from all kept, the block and the choice that free most bytes for a second they cost, early blocks first,
+whose activations live longest. It gives up at most one block's worth against the best for its bytes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from anyfit.values.plan import Activations, Placement
+from anyfit.values.profile import BlockCost, ChunkCost, Pass, Profile
+
+from .candidate import Candidate
+
+RECOMPUTED: tuple[Activations, ...] = ("selective", "recompute")
+LEAST_SLOTS = 4
+RESIDENT = Placement()
+FROZEN_AWAY = Placement(weights="host", optimizer="host")
+PLACED = {  # by whether it is streamed, its weights are away, it speculates
+    (streams, is_away, guesses): Placement(
+        weights="host" if is_away else "device",
+        gradients="device" if streams else "host",
+        optimizer="host",
+        update="device" if streams else "host",
+        speculates=guesses,
+    )
+    for streams, is_away, guesses in product((False, True), repeat=3)
+}
+
+
+@dataclass(frozen=True)
+class Knobs:
+    micro_batch: int
+    rung: int = 0
+    moved: int = 0
+    resident: int = 0
+    away: int = 0
+    host_first: float = 0.0
+    streamed: float = 0.0
+    speculates: bool = False
+
+
+class Candidates:
+    """All candidates of a profile, whatever its limits; each is made once."""
+
+    def __init__(self, profile: Profile) -> None:
+        assert profile.host is not None
+        self.is_gpu = profile.host.overlaps
+        self.chunks, self.division = profile.chunks, profile.rank_division
+        self.passes = {each.micro_batch: each for each in profile.passes}
+        self.ladders = {size: ladder(each) for size, each in self.passes.items()}
+        self._batch_size = profile.batch_size
+        self._together = [sum(1 << index for index in each) for each in profile.together]  # bits of chunks
+        self._made: dict[Knobs, Candidate] = {}
+        self._placements: dict[tuple[object, ...], tuple[Placement, ...]] = {}  # by the knobs that they depend on
+        self._movable: dict[int, list[int]] = {}
+
+    def of(self, knobs: Knobs) -> Candidate:
+        if knobs not in self._made:
+            self._made[knobs] = self._make(knobs)
+        return self._made[knobs]
+
+    def _make(self, knobs: Knobs) -> Candidate:
+        key = knobs.resident, knobs.away, knobs.host_first, knobs.streamed, knobs.speculates
+        if key not in self._placements:
+            self._placements[key] = tuple(_placements(self.chunks, knobs))
+        placements = self._placements[key]
+        slots = self.slots_for(placements)
+        return Candidate(
+            profile_pass=self.passes[knobs.micro_batch],
+            accumulation=self.accumulation(knobs.micro_batch),
+            activations=self._activations(knobs),
+            chunks=self.chunks,
+            placements=placements,
+            slots=slots,
+            prefetch=self.prefetch(slots),
+            division=self.division,
+        )
+
+    def accumulation(self, micro_batch: int) -> int:
+        return -(-self._batch_size // micro_batch)
+
+    # ------------------------------------------------------------------ activations
+
+    def _activations(self, knobs: Knobs) -> tuple[Activations, ...]:
+        choices = list(self.ladders[knobs.micro_batch][knobs.rung])
+        movable = self.movable(knobs.micro_batch) if knobs.moved else []
+        for place, block in enumerate(movable):
+            if place * knobs.moved % len(movable) < knobs.moved:
+                choices[block] = "offload"
+        return tuple(choices)
+
+    def last_rung(self, micro_batch: int) -> int:
+        return len(self.ladders[micro_batch]) - 1
+
+    def movable(self, micro_batch: int) -> list[int]:
+        """Blocks whose activations can be offloaded."""
+        if micro_batch not in self._movable:
+            blocks = self.passes[micro_batch].blocks
+            self._movable[micro_batch] = [index for index, block in enumerate(blocks) if "offload" in self.choices(block)]
+        return self._movable[micro_batch]
+
+    def all_moved(self, micro_batch: int) -> int:
+        return len(self.movable(micro_batch))
+
+    def some_moved(self, micro_batch: int) -> list[int]:
+        """A few numbers of blocks, none first."""
+        count = self.all_moved(micro_batch)
+        return sorted({0, count // 4, count // 2, count})
+
+    def choices(self, block: BlockCost) -> list[Activations]:
+        """What can be done with its activations."""
+        found: list[Activations] = ["keep", *(name for name in RECOMPUTED if block.name and name in block.choices)]
+        moves = self.is_gpu and block.name and "offload" in block.choices and block.choices["offload"].moved_bytes
+        return [*found, "offload"] if moves else found
+
+    def choices_with(self, micro_batch: int, moved: tuple[int, ...]) -> list[list[Activations]]:
+        """By block, where these are offloaded and no others."""
+        found: list[list[Activations]] = []
+        for index, block in enumerate(self.passes[micro_batch].blocks):
+            found.append(["offload"] if index in moved else [name for name in self.choices(block) if name != "offload"])
+        return found
+
+    # ------------------------------------------------------------------ placements
+
+    def places(self, chunk: ChunkCost, accumulation: int) -> list[Placement]:
+        """Where the state of a chunk may be, and who may update it."""
+        if not chunk.is_updated:
+            return [RESIDENT, FROZEN_AWAY]
+        streams = (False, True) if self.is_gpu else (False,)
+        speculates = (False, True) if accumulation == 1 else (False,)
+        return [RESIDENT, *(PLACED[key] for key in product(streams, (False, True), speculates))]
+
+    def placed(self, candidate: Candidate, placements: tuple[Placement, ...]) -> Candidate:
+        """The same with its chunks so, and as many slots as that takes."""
+        slots = self.slots_for(placements)
+        return replace(candidate, placements=placements, slots=slots, prefetch=self.prefetch(slots))
+
+    @cached_property
+    def wanted_slots(self) -> int:
+        """Enough for the weights of one block, all of which one that is recomputed holds, and for some that come."""
+        blocks = next(iter(self.passes.values())).blocks
+        counts = [0] * len(blocks)
+        for chunk in self.chunks:
+            for block in chunk.blocks:
+                counts[block] += 1
+        most = max((count for count, block in zip(counts, blocks, strict=True) if block.name), default=1)
+        return max(LEAST_SLOTS, 2 * most + 1 if self.is_gpu else most + 1)
+
+    def slots_for(self, placements: tuple[Placement, ...]) -> int:
+        """As many as a block wants, and one more than are needed at once; but no more than there are chunks for them."""
+        gathers = self.division.weights
+        away = sum(1 << index for index, placement in enumerate(placements) if gathers or placement.weights == "host")
+        needed = max(((each & away).bit_count() for each in self._together), default=0)
+        return min(max(self.wanted_slots, needed + 1), away.bit_count())
+
+    def prefetch(self, slots: int) -> int:
+        return min(max(2, self.wanted_slots // 2), max(slots - 1, 0))
+
+    def before_larger_slots(self) -> Iterator[int]:
+        """How many of the last chunks are no larger than those after them, and all: any number in between needs more of the
+        device than one of these, whether slots are still taken for it, or weights leave that need no larger ones."""
+        largest = 0
+        for away, chunk in enumerate(reversed(self.chunks)):
+            if chunk.weights_bytes > largest:
+                largest = chunk.weights_bytes
+                yield away
+        yield len(self.chunks)
+
+
+def ladder(each: Pass) -> list[tuple[Activations, ...]]:
+    """Choices for all blocks, from all kept to the least that can be kept and nothing offloaded."""
+    now: list[Activations] = ["keep"] * len(each.blocks)
+    found = [tuple(now)]
+    heap: list[tuple[float, int, Activations]] = []
+
+    def offer(index: int) -> None:
+        """The choice that frees most for what it costs."""
+        choices = each.blocks[index].choices
+        here = choices[now[index]]
+        steps: list[tuple[float, int, Activations]] = [
+            ((choices[name].seconds - here.seconds) / (here.kept_bytes - choices[name].kept_bytes), index, name)
+            for name in RECOMPUTED
+            if name in choices and choices[name].kept_bytes < here.kept_bytes
+        ]
+        if steps:
+            heapq.heappush(heap, min(steps))
+
+    for index, block in enumerate(each.blocks):
+        if block.name and "keep" in block.choices:
+            offer(index)
+    while heap:
+        _, index, name = heapq.heappop(heap)
+        now[index] = name
+        found.append(tuple(now))
+        offer(index)
+    return found
+
+
+def _placements(chunks: tuple[ChunkCost, ...], knobs: Knobs) -> Iterator[Placement]:
+    rest = sum(chunk.elements for chunk in chunks[knobs.resident :] if chunk.is_updated)
+    others, streamed, first = 0, 0.0, 0
+    for index, chunk in enumerate(chunks):
+        is_away = index >= len(chunks) - knobs.away
+        if not chunk.is_updated:
+            yield FROZEN_AWAY if is_away else RESIDENT
+            continue
+        if index < knobs.resident:
+            yield RESIDENT
+            continue
+        if first + chunk.elements / 2 <= knobs.host_first * rest:
+            first += chunk.elements
+            streams = False
+        else:
+            others += chunk.elements
+            streams = streamed + chunk.elements / 2 <= knobs.streamed * others
+            streamed += chunk.elements if streams else 0
+        yield PLACED[streams, is_away, knobs.speculates]

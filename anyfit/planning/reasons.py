@@ -1,0 +1,207 @@
+"""A plan of what was found, with its reasons: each decision names the best plan with that decision taken otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from anyfit.values.plan import AXES, TIERS, Activations, Alternative, Decision, Fingerprint, Forecast, Placement, Plan, Stage
+from anyfit.values.profile import Division, Profile
+from anyfit.values.units import show_bytes, show_seconds
+
+from .divisions import among, described, fastest_on_device, least_needed_bytes
+from .evaluation import Offer
+from .forecast import forecast_of, passes_of
+from .found import Found
+from .neighbours import choices_of, passes_said, settled, where
+from .space import Space
+
+# Where no other choice was priced, why.
+WITHOUT = {
+    "updates": "a CPU has nothing to stream them through",
+    "speculation": "the gradients of several passes add up first",
+    "activations": "no block can be made again or moved",
+    "chunk size": "other sizes make the same chunks",
+    "micro-batch": "the only one asked for",
+}
+USUAL = {"chunk size": "the usual size", "ranks": "fewer moving parts"}  # of what is preferred to what is a little faster
+
+
+def explained(found: Found) -> Plan:
+    """The plan, with what its neighbours would cost."""
+    if found.offer is None:
+        return _resident(found)
+    found = settled(found)
+    plan = _offloaded(found)
+    return plan if found.whole is None else _of_all_ranks(found, found.whole, plan)
+
+
+def _resident(found: Found) -> Plan:
+    """The best with everything on the device and all activations kept."""
+    profile, chosen, limit = found.profile, found.chosen, found.profile.device_limit_bytes
+    alternatives = tuple(
+        Alternative(
+            decision="micro-batch",
+            choice=passes_said(profile.batch_size, micro_batch),
+            step_seconds=other.step_seconds,
+            device_bytes=other.needed_bytes,
+            fits=other.needed_bytes <= limit,
+        )
+        for micro_batch, other in found.forecasts.items()
+        if micro_batch != found.micro_batch
+    )
+    state = Decision("model state", "all on the device", f"it fits, {show_bytes(limit - chosen.needed_bytes)} to spare")
+    return _plan(found, (state,), alternatives, _why("micro-batch", chosen, alternatives, "the only one asked for"))
+
+
+def _offloaded(found: Found) -> Plan:
+    """The best that recomputes or offloads activations or has state on the host."""
+    (space, offer), chosen, neighbours = found.in_space, found.chosen, found.neighbours or ()
+    priced = [(each, forecast_of(space, each.offer)) for each in neighbours if each.offer is not None]
+    alternatives = tuple(
+        Alternative(each.decision, each.choice, other.step_seconds, other.needed_bytes, fits=True) for each, other in priced
+    )
+    without = WITHOUT | {each.decision: f"{each.choice} would not fit" for each in neighbours if each.offer is None}
+    why = {name: _why(name, chosen, alternatives, none) for name, none in without.items()}
+    decisions = (
+        Decision("model state", where(offer), _why_there(found, offer, space)),
+        *(Decision(name, choice, why[name]) for name, choice in choices_of(offer, is_gpu=space.is_gpu).items()),
+        Decision("chunk size", show_bytes(_chunk_bytes(found)), why["chunk size"]),
+    )
+    return _plan(found, decisions, alternatives, why["micro-batch"])
+
+
+def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alternative, ...], why_so_many: str) -> Plan:
+    profile, micro_batch, offer = found.profile, found.micro_batch, found.offer
+    limits = (profile.device_limit_bytes, profile.host_limit_bytes, profile.disk_limit_bytes)
+    activations: dict[str, Activations] = {}
+    placements: tuple[Placement, ...] = ()
+    if offer is not None:
+        pairs = zip(offer.candidate.profile_pass.blocks, offer.candidate.activations, strict=True)
+        activations = {block.name: choice for block, choice in pairs if choice != "keep"}
+        placements = offer.candidate.placements
+    return Plan(
+        model=profile.model,
+        machine=profile.machine,
+        parameters=profile.parameters,
+        precision=profile.precision,
+        batch_size=profile.batch_size,
+        micro_batch=micro_batch,
+        accumulation=passes_of(profile.batch_size, micro_batch),
+        mesh=dict.fromkeys(AXES, 1),
+        stages=(Stage(0, profile.blocks - 1, activations),),
+        chunk_bytes=profile.chunk_bytes if offer is None else _chunk_bytes(found),
+        chunks=placements,
+        slots=0 if offer is None else offer.candidate.slots,
+        prefetch=0 if offer is None else offer.candidate.prefetch,
+        limit_bytes=dict(zip(TIERS, limits, strict=True)),
+        forecast=found.chosen,
+        decisions=(
+            *decisions,
+            Decision("micro-batch", passes_said(profile.batch_size, micro_batch), why_so_many),
+            *_restrictions(profile, found.chosen),
+        ),
+        alternatives=alternatives,
+        fingerprint=Fingerprint(profile.model_fingerprint, profile.machine_fingerprint),
+        loss=profile.loss,
+    )
+
+
+def _restrictions(profile: Profile, chosen: Forecast) -> Iterator[Decision]:
+    """What was not the planner's to decide."""
+    if not profile.loss.may_be_cut:
+        yield Decision("loss", "the batch is not cut", profile.loss.why)
+    if profile.state_stays:
+        yield Decision("state stays", "on the device", profile.state_stays)
+    if profile.kept:
+        yield Decision("kept blocks", ", ".join(profile.kept), next(iter(profile.kept.values())))
+    if profile.notes:
+        yield Decision("trace", profile.traced, "; ".join(profile.notes))
+    if profile.correction:
+        yield Decision("margin", f"{chosen.reserved_error:.0%}", profile.correction.why)
+    if profile.pace:
+        yield Decision("pace", profile.pace.choice, profile.pace.why)
+
+
+def _chunk_bytes(found: Found) -> int:
+    space, offer = found.in_space
+    return space.laid_out_like(offer.candidate).profile.offload_chunk_bytes
+
+
+def _why_there(found: Found, offer: Offer, space: Space) -> str:
+    """What all on the device would cost."""
+    chosen, limit = found.chosen, found.profile.device_limit_bytes
+    if space.is_alone:
+        what = "all on the device, with all activations kept,"
+        seconds = [found.forecasts[size].step_seconds for size in found.fitting]
+        least = min(each.needed_bytes for each in found.forecasts.values())
+    elif not offer.uses_host:
+        return f"it fits, {show_bytes(limit - chosen.needed_bytes)} to spare"
+    else:
+        what, stays = "nothing on the host", fastest_on_device(space)
+        seconds = [] if stays is None else [forecast_of(space, stays).step_seconds]
+        least = least_needed_bytes(space)
+    if seconds:
+        return f"{what} would take {show_seconds(min(seconds) - chosen.step_seconds)} more a step"
+    return f"{what} would need {show_bytes(least)} at least"
+
+
+def _why(decision: str, chosen: Forecast, alternatives: tuple[Alternative, ...], without: str) -> str:
+    """The best rejected neighbour and its price."""
+    alternatives = tuple(other for other in alternatives if other.decision == decision)
+    if not alternatives:
+        return without
+    best = min(alternatives, key=lambda other: other.step_seconds if other.fits else float("inf"))
+    if not best.fits:
+        least = min(alternatives, key=lambda other: other.device_bytes)
+        return f"{least.choice} would need {show_bytes(least.device_bytes)} and does not fit"
+    later = best.step_seconds - chosen.step_seconds
+    room = chosen.needed_bytes - best.device_bytes
+    memory = f"{show_bytes(abs(room))} {'less' if room >= 0 else 'more'} memory"
+    if later < 0:
+        usual = USUAL.get(decision, "the fewest passes")
+        return f"{usual}; {best.choice} would take {show_seconds(-later)} less, too close to tell apart, and {memory}"
+    return f"{best.choice} would take {show_seconds(later)} more a step and {memory}"
+
+
+# ---------------------------------------------------------------------- over ranks
+
+
+def _of_all_ranks(found: Found, whole: Profile, plan: Plan) -> Plan:
+    """One rank's plan, as that of all of them."""
+    division, forecast = found.profile.rank_division, plan.forecast
+    others = {other: _alternative(other, each) for other, each in found.tried.items() if other != division}
+    ranks = Decision("ranks", f"{division.ranks}: {described(division)}", _why_divided(division, others, plan.forecast))
+    notes = [Decision("links", "assumed", whole.link_note)] if whole.link_note else []
+    return replace(
+        plan,
+        batch_size=whole.batch_size,
+        mesh={**plan.mesh, "data": division.ranks},
+        chunks=tuple(among(placement, division) for placement in plan.chunks),
+        forecast=replace(
+            forecast,
+            samples_per_second=forecast.samples_per_second * division.ranks,
+            tokens_per_second=forecast.tokens_per_second * division.ranks,
+        ),
+        decisions=(ranks, *plan.decisions, *notes),
+        alternatives=(*(each for each in others.values() if each.fits), *plan.alternatives),
+    )
+
+
+def _alternative(division: Division, tried: Found | int) -> Alternative:
+    if isinstance(tried, int):
+        return Alternative("ranks", f"{described(division)} (nothing on the host)", float("inf"), tried, fits=False)
+    host = "part of it" if tried.offer is not None and tried.offer.uses_host else "nothing"
+    choice = f"{described(division)} ({host} on the host)"
+    return Alternative("ranks", choice, tried.chosen.step_seconds, tried.chosen.needed_bytes, fits=True)
+
+
+def _why_divided(mine: Division, others: Mapping[Division, Alternative], chosen: Forecast) -> str:
+    """The fastest other way that fits; and of those with fewer moving parts that do not, the one that lacks least."""
+    fitting = tuple(each for each in others.values() if each.fits)
+    simpler = (
+        each for each in others if (each.weights, each.gradients, each.shards) < (mine.weights, mine.gradients, mine.shards)
+    )
+    lacking = tuple(others[each] for each in simpler if not others[each].fits)
+    said = [_why("ranks", chosen, each, "") for each in (fitting, lacking) if each]
+    return "; ".join(said) or "no other could take less"

@@ -1,0 +1,14 @@
+"""A step on its streams: what a candidate plan would take, played through event by event.
+
+    computation   goes through its segments, and waits where the engine would
+    fetches       weights in slots, for each use of them
+    activations   that are offloaded, down and back
+    gradients     to the host, or over ranks
+    updates       by the host, and fresh weights that go up; `streaming` has those that are streamed through the device
+    exchanges     between ranks
+
+All of them put their work on `resources`, servers that take one thing at a time and slow each other; `clock` has the events.
+"""
+
+from .computation import Simulated as Simulated
+from .computation import simulate as simulate

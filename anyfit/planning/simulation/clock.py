@@ -1,0 +1,158 @@
+"""Time in a simulation: a clock of events, signals that something has happened, and servers that take one thing at a time."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Callable, Generator
+
+from anyfit.values.profile import HostRates
+
+DOWN = 1.7  # times as much as a byte that goes up, one that comes down slows the host's updates: it is written to their memory
+DONE = 1e-3  # of an update: what is left of it when it counts as done
+Call = Callable[[], None]
+
+
+class Signal:
+    """Something that will have happened."""
+
+    def __init__(self, *, happened: bool = False) -> None:
+        self.happened = happened
+        self._then: list[Call] = []
+
+    def fire(self) -> None:
+        self.happened = True
+        waiting, self._then = self._then, []
+        for then in waiting:
+            then()
+
+    def then(self, call: Call) -> None:
+        if self.happened:
+            call()
+        else:
+            self._then.append(call)
+
+
+Work = Generator[float | Signal, None, None]  # of the computation: seconds that it takes, signals that it waits for
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Call]] = []
+        self._count = 0
+
+    def at(self, seconds: float, call: Call) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (self.now + seconds, self._count, call))
+
+    def run(self, until: Signal) -> None:
+        while not until.happened:
+            self.now, _, call = heapq.heappop(self._events)
+            call()
+
+
+class Server:
+    """One thing at a time; of several queues each in turn, of a queue the most urgent. One that yields waits for others."""
+
+    def __init__(self, clock: Clock, *queues: str, yields: str | None = None) -> None:
+        self._clock = clock
+        self._queues: dict[str, list[tuple[float, int, float, Call]]] = {name: [] for name in queues}
+        self._in_turn = list(self._queues.values())
+        self._last: list[tuple[float, int, float, Call]] = []
+        if yields is not None:
+            self._queues[yields] = self._last
+        self._turn = 0
+        self._count = 0
+        self._since = self._speed = 0.0
+        self._done = 0.0  # amount, but for what it is at now
+        self.is_busy = False
+        self.rate: Callable[[], float] = lambda: 1.0  # of what is begun now
+
+    def add(self, queue: str, amount: float, done: Call, order: float = 0) -> None:
+        self._count += 1
+        heapq.heappush(self._queues[queue], (order, self._count, amount, done))
+        self._start()
+
+    @property
+    def done(self) -> float:
+        """Amount, up to now."""
+        return self._done + ((self._clock.now - self._since) * self._speed if self.is_busy else 0.0)
+
+    def _start(self) -> None:
+        if self.is_busy:
+            return
+        turn, queues = self._turn, self._in_turn
+        for _ in queues:
+            queue = queues[turn]
+            turn = (turn + 1) % len(queues)
+            if queue:
+                self._turn = turn
+                self._serve(queue)
+                return
+        if self._last:
+            self._serve(self._last)
+
+    def _serve(self, queue: list[tuple[float, int, float, Call]]) -> None:
+        self.is_busy, self._since, self._speed = True, self._clock.now, self.rate()
+        _, _, amount, done = heapq.heappop(queue)
+        self._clock.at(amount / self._speed, functools.partial(self._finish, done))
+
+    def _finish(self, done: Call) -> None:
+        self._done, self.is_busy = self.done, False
+        done()
+        self._start()
+
+
+class HostServer:
+    """The host's updates, the most urgent first; how fast one was is known when it ends, by what was copied meanwhile."""
+
+    def __init__(self, clock: Clock, rates: HostRates, up: Server, down: Server) -> None:
+        self._clock, self._rates, self._copies = clock, rates, (up, down)
+        self._waiting: list[tuple[float, int, float, Call]] = []
+        self._count = 0
+        self.is_busy = False
+
+    def rate(self) -> float:
+        return self._rates.updates_per_second
+
+    def add(self, _queue: str, elements: float, done: Call, order: float = 0) -> None:
+        self._count += 1
+        heapq.heappush(self._waiting, (order, self._count, elements, done))
+        self._start()
+
+    def _start(self) -> None:
+        if not self.is_busy and self._waiting:
+            _, _, elements, done = heapq.heappop(self._waiting)
+            self.is_busy = True
+            self._go_on(elements, self._rates.updates_per_second, DONE * elements, done)
+
+    def _go_on(self, left: float, rate: float, enough: float, done: Call) -> None:
+        began, copied = self._clock.now, self._copied
+
+        def look() -> None:
+            took = self._clock.now - began
+            found = self._rate_beside((self._copied - copied) / took)
+            still = left - found * took
+            if still > enough:
+                self._go_on(still, found, enough, done)
+                return
+            self.is_busy = False
+            done()
+            self._start()
+
+        self._clock.at(left / rate, look)
+
+    def _rate_beside(self, copied_per_second: float) -> float:
+        """Updates a second: the more is copied, the fewer. Measured is the rate with nothing copied, and with all that goes."""
+        alone, loaded = self._rates.updates_per_second, self._rates.loaded
+        if loaded is None:
+            return alone
+        share = copied_per_second / (loaded.up_bytes_per_second + DOWN * loaded.down_bytes_per_second)
+        return max(alone - (alone - loaded.updates_per_second) * share, loaded.updates_per_second / 2)
+
+    @property
+    def _copied(self) -> float:
+        """Bytes, as many as would go up in their place."""
+        up, down = self._copies
+        return up.done + DOWN * down.done

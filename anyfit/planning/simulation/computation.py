@@ -1,0 +1,209 @@
+"""The computation of a step: the segments of its passes, the norm and resident updates; it drives all other parts.
+
+The first steps fill the servers; the last one is the figure, or the one before it where both take as long up to the first
+backward: that is where all that was left of a step is over. Of many micro-batches of a rank a few are played: those in the middle
+are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from anyfit.planning.candidate import Candidate
+from anyfit.planning.rates import Rates
+
+from .activations import OffloadedActivations
+from .clock import Clock, Signal, Work
+from .exchanges import Exchanges
+from .fetches import Fetches
+from .gradients import Gradients
+from .resources import Resources
+from .step import Chunk, Ledger, Waits, chunks_of
+from .streaming import StreamedUpdates
+from .updates import Updates
+
+STEPS = 3
+ALIKE = 1e-9  # of a step, by which times differ that are the same
+RANK_STEPS = 2  # where nothing is on the host, whose servers fill slowly
+RANK_PASSES = 4  # of a step of a rank that are played at most; one before the last stands for those that are not
+
+
+@dataclass(frozen=True)
+class Simulated:
+    step_seconds: float
+    compute_seconds: float  # without what is recomputed
+    recompute_seconds: float
+    update_seconds: float  # that the device works on updates: resident and streamed ones, the norm, gradients that are to go down
+    waits_seconds: Mapping[Waits, float]
+    exchange_seconds: float = 0.0  # that the link between ranks is busy
+
+
+def simulate(candidate: Candidate, rates: Rates) -> Simulated:
+    return Computation(candidate, rates).result()
+
+
+class Computation:
+    def __init__(self, candidate: Candidate, rates: Rates) -> None:
+        self._candidate = candidate
+        self._clock = Clock()
+        self._ledger = Ledger(self._clock)
+        self._resources = Resources(self._clock, rates.host, shares_copies=candidate.division.shares_copies)
+        self._chunks = chunks_of(candidate)
+        self._uses = [[self._chunks[index] for index in used] for used in candidate.uses]
+        exchanges = self._exchanges = Exchanges(candidate, self._resources, self._ledger)
+        self._fetches = Fetches(candidate, self._uses, self._resources, exchanges, self._ledger)
+        self._activations = OffloadedActivations(candidate, self._resources, self._ledger)
+        self._gradients = Gradients(candidate, rates, self._resources, exchanges, self._ledger)
+        streamed = StreamedUpdates(self._clock, rates, self._resources)
+        self._updates = Updates(candidate, rates, self._chunks, self._resources, exchanges, self._fetches, streamed)
+        self._device_work = DeviceWork.of(candidate, rates, self._chunks)
+        self._backward_segments = [0] * len(self._chunks)
+        for segment, used in zip(candidate.profile_pass.segments, candidate.uses, strict=True):
+            for index in used if segment.phase == "backward" else ():
+                self._backward_segments[index] += 1
+        self._slowness = candidate.slowness(rates)
+        self._steps: list[float] = []
+        self._began = 0.0  # the step at hand
+        self._forwards: list[float] = []  # by step, seconds up to its first backward
+
+    def result(self) -> Simulated:
+        over = Signal()
+        self._resume(self._run(over))
+        self._clock.run(over)
+        candidate, work = self._candidate, self._device_work
+        waits, exchanged = self._ledger.account
+        return Simulated(
+            step_seconds=self._steps[-1],
+            compute_seconds=self._slowness * candidate.accumulation * candidate.profile_pass.seconds,
+            recompute_seconds=self._slowness * candidate.accumulation * candidate.recompute_seconds,
+            update_seconds=work.norm + work.resident + work.beside,
+            waits_seconds=waits,
+            exchange_seconds=exchanged,
+        )
+
+    def _resume(self, work: Work) -> None:
+        """Lets the computation go on to where it next takes time, or waits."""
+        for wanted in work:
+            if isinstance(wanted, Signal):
+                if not wanted.happened:
+                    wanted.then(partial(self._resume, work))
+                    return
+            elif self._resources.compute(wanted, partial(self._resume, work)):
+                return
+
+    def _run(self, over: Signal) -> Work:
+        candidate, ledger = self._candidate, self._ledger
+        accumulation, is_alone = candidate.accumulation, candidate.division.is_alone
+        passes = accumulation if is_alone else min(accumulation, RANK_PASSES)
+        for _ in range(STEPS if is_alone or self._uses_host else RANK_STEPS):
+            began = self._began = self._clock.now
+            self._updates.begin_step()
+            last = ledger.account
+            ledger.clear()
+            for micro_batch in range(passes):
+                self._fetches.begin_pass()
+                if micro_batch == passes - 2:
+                    before = self._clock.now, ledger.account
+                if micro_batch == passes - 1 and passes < accumulation:
+                    ledger.count_again(accumulation - passes, before[1])
+                    began -= (accumulation - passes) * (self._clock.now - before[0])
+                yield from self._one_pass(is_last=micro_batch == passes - 1)
+                if self._is_like_the_last:
+                    ledger.account = last
+                    over.fire()
+                    return
+            yield from self._gradients.all_added()
+            yield self._device_work.norm
+            self._updates.norm_known()
+            resident = self._device_work.resident
+            yield resident
+            for chunk in self._chunks if candidate.shards > 1 and not candidate.gathers else ():
+                if chunk.is_resident:
+                    self._exchanges.share(chunk)
+            yield candidate.ending_seconds(resident) - resident
+            self._steps.append(self._clock.now - began)
+        over.fire()
+
+    @property
+    def _uses_host(self) -> bool:
+        return bool(self._candidate.offloaded) or any(each.is_on_host or each.route != "resident" for each in self._chunks)
+
+    @property
+    def _is_like_the_last(self) -> bool:
+        """The step under way, of which no more has to be played."""
+        if len(self._steps) < STEPS - 1 or len(self._forwards) <= len(self._steps):
+            return False
+        return abs(self._forwards[-1] - self._forwards[-2]) <= ALIKE * self._steps[-1]
+
+    def _one_pass(self, *, is_last: bool) -> Work:
+        candidate = self._candidate
+        self._activations.begin_pass()
+        for chunk in self._chunks:
+            chunk.missing = self._backward_segments[chunk.index]
+        for segment, used in zip(candidate.profile_pass.segments, self._uses, strict=True):
+            block, seconds = segment.block, self._slowness * segment.seconds
+            if segment.phase == "forward":
+                yield from self._fetches.ready(used)
+                yield seconds
+                self._activations.forward_over(block)
+                continue
+            if len(self._forwards) == len(self._steps):
+                self._forwards.append(self._clock.now - self._began)
+                if self._is_like_the_last:
+                    return
+            yield from self._fetches.ready(used)
+            choice = candidate.activations[block]
+            costs = candidate.profile_pass.blocks[block].choices.get(choice)
+            if choice == "offload":
+                yield from self._activations.back(block)
+            elif costs is not None:
+                seconds += self._slowness * costs.seconds
+            yield from self._backward(used, seconds, is_last=is_last)
+
+    def _backward(self, used: Sequence[Chunk], seconds: float, *, is_last: bool) -> Work:
+        """Of a rank, gradients come one chunk after another, the last first: more of them than there are staging buffers at once
+        would look as if the computation had to wait for each block's."""
+        is_alone = self._candidate.division.is_alone
+        complete = []
+        for chunk in used if is_alone else reversed(used):
+            chunk.missing -= 1
+            if chunk.missing == 0 and chunk.cost.gradient_bytes:
+                complete.append(chunk)
+        if is_alone or not complete:
+            yield seconds
+        for chunk in complete:
+            if not is_alone:
+                yield seconds / len(complete)
+            arrived = yield from self._gradients.complete(chunk, is_last=is_last)
+            if is_last:
+                self._updates.begin(chunk, arrived)
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """Seconds of a step that the device works on gradients and updates."""
+
+    norm: float
+    resident: float
+    beside: float  # while it computes
+
+    @classmethod
+    def of(cls, candidate: Candidate, rates: Rates, chunks: Sequence[Chunk]) -> DeviceWork:
+        given, passes = [chunk for chunk in chunks if chunk.cost.gradient_bytes], candidate.accumulation
+        on_host = sum(chunk.elements for chunk in given if candidate.adds_up and chunk.placement.gradients == "host")
+        on_device = sum(chunk.elements for chunk in given) - on_host
+        staged = sum(
+            chunk.cost.elements
+            for chunk in given
+            for number in range(passes)
+            if candidate.stages(chunk.placement, is_last=number == passes - 1)
+        )
+        added = candidate.adds_up * (passes * sum(chunk.cost.elements for chunk in given) - staged)
+        streamed = sum(chunk.elements for chunk in given if chunk.route == "streamed" and chunk.cost.is_updated)
+        return cls(
+            rates.norm_seconds * on_device + rates.host_norm_seconds * on_host + candidate.division.norm_seconds,
+            rates.update_seconds * sum(chunk.elements for chunk in chunks if chunk.is_resident),
+            rates.gather_seconds * staged + rates.add_seconds * added + rates.update_seconds * streamed,
+        )

@@ -1,0 +1,95 @@
+"""Weights that are not on the device, or not whole there: each use finds them in a slot, fetched there, some ahead of it.
+
+The slot that is given up for others is that of the chunk whose next use is the last.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import partial
+
+from anyfit.planning.candidate import Candidate
+
+from .clock import Signal, Work
+from .exchanges import Exchanges
+from .resources import Resources
+from .step import Chunk, Ledger
+
+
+class Fetches:
+    def __init__(
+        self, candidate: Candidate, uses: Sequence[Sequence[Chunk]], resources: Resources, exchanges: Exchanges, ledger: Ledger
+    ) -> None:
+        self._resources, self._exchanges, self._ledger = resources, exchanges, ledger
+        self._most, self._prefetch = candidate.slots, candidate.prefetch
+        self._slots: dict[int, Signal] = {}  # by chunk: its weights are there
+        self._touches = [chunk for used in uses for chunk in used if chunk.is_away]
+        self._positions: dict[int, list[int]] = {}  # in these, by chunk
+        for position, chunk in enumerate(self._touches):
+            self._positions.setdefault(chunk.index, []).append(position)
+        self._position = 0
+
+    def begin_pass(self) -> None:
+        self._position = 0
+
+    def ready(self, used: Sequence[Chunk]) -> Work:
+        """The weights of a segment are there."""
+        for chunk in used:
+            if not chunk.is_away:
+                if not chunk.fresh.happened:
+                    yield from self._ledger.wait("exchange" if chunk.route == "resident" else "update", chunk.fresh)
+                continue
+            if chunk.index not in self._slots:
+                if len(self._slots) >= self._most:
+                    del self._slots[self._used_last()[0]]
+                self._fetch(chunk)
+            yield from self._ledger.wait("fetch" if chunk.is_on_host else "exchange", self._slots[chunk.index])
+            self._position += 1
+        if self._touches:
+            self._fetch_ahead()
+
+    def drop(self, chunk: Chunk) -> None:
+        self._slots.pop(chunk.index, None)
+
+    def _fetch_ahead(self) -> None:
+        coming: dict[int, Chunk] = {}
+        for at in range(self._position, len(self._touches)):
+            coming[self._touches[at].index] = self._touches[at]
+            if len(coming) >= self._prefetch:
+                break
+        for chunk in coming.values():
+            if chunk.index in self._slots:
+                continue
+            if len(self._slots) >= self._most:
+                last, used = self._used_last()
+                if used <= self._next_use(chunk.index):
+                    return
+                del self._slots[last]
+            self._fetch(chunk)
+
+    def _fetch(self, chunk: Chunk) -> None:
+        there = self._slots[chunk.index] = Signal()
+        arrived = partial(self._exchanges.all_gather, chunk, there.fire) if chunk.gathers else there.fire
+        if chunk.is_on_host:
+            chunk.fresh.then(partial(self._resources.use, "up", "fetch", chunk.weights_bytes, arrived))
+        else:
+            chunk.fresh.then(arrived)
+
+    def _next_use(self, index: int) -> int:
+        """Position in the touches, of this pass or the next."""
+        positions = self._positions[index]
+        found = bisect_left(positions, self._position)
+        return positions[found] if found < len(positions) else positions[0] + len(self._touches)
+
+    def _used_last(self) -> tuple[int, int]:
+        """Of the chunks in slots, the one whose next use is the last, and that use. One loop, as it is much of a simulation."""
+        position, after = self._position, len(self._touches)
+        last, used = -1, -1
+        for index in self._slots:
+            positions = self._positions[index]
+            found = bisect_left(positions, position)
+            use = positions[found] if found < len(positions) else positions[0] + after
+            if use > used:
+                last, used = index, use
+        return last, used

@@ -1,0 +1,81 @@
+"""Gradients on their way: a chunk's are put in a staging buffer when all are there, and go to the host, or are summed over ranks
+and then go there. Those of several micro-batches add up where they end."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from functools import partial
+
+from anyfit.planning.candidate import Candidate
+from anyfit.planning.rates import ADDED, Rates
+from anyfit.values.engine import GRADIENT_STAGES, REDUCTION_STAGES
+
+from .clock import Call, Signal, Work
+from .exchanges import Exchanges
+from .resources import Resources
+from .step import Chunk, Ledger, Waits
+
+
+class Gradients:
+    def __init__(self, candidate: Candidate, rates: Rates, resources: Resources, exchanges: Exchanges, ledger: Ledger) -> None:
+        self._candidate, self._rates = candidate, rates
+        self._resources, self._exchanges, self._ledger = resources, exchanges, ledger
+        self._is_alone = candidate.division.is_alone
+        self._waited_for: Waits = "gradients" if self._is_alone else "exchange"
+        self._most_staged = GRADIENT_STAGES if self._is_alone else REDUCTION_STAGES
+        self._staged = 0
+        self._stage_free = Signal(happened=True)
+        self._holds_norm = candidate.adds_up or not self._is_alone  # the norm is taken when all are there
+        self._adding = 0  # that are being added up on the host, or over ranks
+        self._all_added = Signal(happened=True)
+
+    def complete(self, chunk: Chunk, *, is_last: bool) -> Generator[float | Signal, None, Signal]:
+        """All of a chunk are there, of one micro-batch; the signal says that they are where they are going."""
+        arrived = Signal()
+        if not self._candidate.stages(chunk.placement, is_last=is_last):
+            self._resources.owed_seconds += self._candidate.adds_up * self._rates.add_seconds * chunk.cost.elements
+            arrived.fire()
+            return arrived
+        self._resources.owed_seconds += self._rates.gather_seconds * chunk.cost.elements
+        yield from self._ledger.wait(self._waited_for, self._stage_free)
+        self._staged += 1
+        if self._staged == self._most_staged:
+            self._stage_free = Signal()
+        if self._holds_norm:
+            if self._adding == 0:
+                self._all_added = Signal()
+            self._adding += 1
+        landed = partial(self._landed, chunk, arrived)
+        down = partial(chunk.whole.then, partial(self._go_down, chunk, landed))  # no sooner than the last moments are made
+        if self._is_alone:
+            down()
+        else:
+            self._exchanges.reduce(chunk, down if chunk.placement.gradients == "host" else landed)
+        return arrived
+
+    def all_added(self) -> Work:
+        yield from self._ledger.wait(self._waited_for, self._all_added)
+
+    def _go_down(self, chunk: Chunk, landed: Call) -> None:
+        self._resources.use("down", "gradients", self._candidate.sent_bytes(chunk.cost), landed)
+
+    def _landed(self, chunk: Chunk, arrived: Signal) -> None:
+        self._staged -= 1
+        if not self._stage_free.happened:
+            self._stage_free.fire()
+        added = partial(self._added, arrived)
+        if chunk.placement.gradients == "device":
+            added()
+        elif self._candidate.adds_up:
+            self._resources.use("host", "add", ADDED * chunk.elements, added, -1)
+        else:
+            arrived.fire()
+            if self._holds_norm:
+                added()
+
+    def _added(self, arrived: Signal) -> None:
+        if not arrived.happened:
+            arrived.fire()
+        self._adding -= 1
+        if self._adding == 0:
+            self._all_added.fire()

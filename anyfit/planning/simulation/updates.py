@@ -1,0 +1,111 @@
+"""Updates of chunks whose optimizer is on the host, by the host or streamed, and the way of their fresh weights.
+
+Those that do not speculate begin when the norm is known. Of such ones the host updates some in two phases: weights, and moments
+when nobody waits for weights, before the chunk's next gradients come; as many chunks as it is through with in backward. A chunk's
+weights are ready for the next forward when they are where they live; on their way up each waits for those that forward uses
+before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from anyfit.planning.candidate import Candidate
+from anyfit.planning.rates import ONE_PHASE, WIDER, Rates
+from anyfit.values.engine import LATER, is_two_phase
+
+from .clock import Signal
+from .exchanges import Exchanges
+from .fetches import Fetches
+from .resources import Resources
+from .step import Chunk
+from .streaming import StreamedUpdates
+
+
+class Updates:
+    def __init__(
+        self,
+        candidate: Candidate,
+        rates: Rates,
+        chunks: Sequence[Chunk],
+        resources: Resources,
+        exchanges: Exchanges,
+        fetches: Fetches,
+        streamed: StreamedUpdates,
+    ) -> None:
+        self._chunks, self._resources, self._exchanges = chunks, resources, exchanges
+        self._fetches, self._streamed = fetches, streamed
+        self._times = 1 + (WIDER if candidate.adds_up and rates.host.overlaps else 0.0)  # what an update reads and writes
+        self._norm = Signal()
+        waiting = [each for each in chunks if each.route == "host" and each.cost.is_updated and not each.speculates]
+        share = two_phase_share(candidate, rates, sum(chunk.elements for chunk in waiting))
+        for chunk in waiting:
+            chunk.is_two_phase = is_two_phase(chunk.index, share)
+
+    def begin_step(self) -> None:
+        self._norm = Signal()
+
+    def begin(self, chunk: Chunk, arrived: Signal) -> None:
+        """The chunk's gradients of the step are complete, and `arrived` where it is updated."""
+        if not chunk.cost.is_updated or (chunk.route == "resident" and not chunk.gathers):
+            return
+        self._norm.then(partial(self._fetches.drop, chunk))  # the weights that are there will be old
+        if chunk.route == "resident":
+            return
+        chunk.fresh, updated = Signal(), Signal()
+        if chunk.speculates or (chunk.route == "host" and not chunk.is_on_host):
+            chunk.updated = updated
+        else:  # they are where they live
+            updated.then(partial(self._exchanges.share, chunk))
+        if chunk.route == "streamed":
+            update = partial(self._streamed.update, chunk, updated.fire)
+        else:
+            update = partial(self._on_host, chunk, updated)
+        arrived.then(update if chunk.speculates else partial(self._norm.then, update))
+
+    def norm_known(self) -> None:
+        self._norm.fire()
+        self._send_in_turn(iter([chunk for chunk in self._chunks if chunk.updated is not None]))
+
+    def _on_host(self, chunk: Chunk, updated: Signal) -> None:
+        if chunk.is_two_phase:
+            then = partial(self._second_phase, chunk, updated)
+            self._resources.use("host", "update", ONE_PHASE * chunk.elements, then, chunk.index)
+        else:
+            self._resources.use("host", "update", self._times * chunk.elements, updated.fire, chunk.index)
+
+    def _second_phase(self, chunk: Chunk, updated: Signal) -> None:
+        chunk.whole = Signal()
+        self._resources.use("host", "update", ONE_PHASE * chunk.elements, chunk.whole.fire, LATER - chunk.index)
+        updated.fire()
+
+    def _send_in_turn(self, chunks: Iterator[Chunk]) -> None:
+        """Those that the next forward needs first go up first, each when its update is over."""
+        for chunk in chunks:
+            updated, chunk.updated = chunk.updated, None
+            assert updated is not None
+            if not updated.happened:
+                updated.then(partial(self._send_on, chunk, chunks))
+                return
+            self._send_up(chunk)
+
+    def _send_on(self, chunk: Chunk, chunks: Iterator[Chunk]) -> None:
+        self._send_up(chunk)
+        self._send_in_turn(chunks)
+
+    def _send_up(self, chunk: Chunk) -> None:
+        """Fresh weights to where they live."""
+        if chunk.is_on_host:
+            chunk.fresh.fire()
+        else:
+            self._resources.use("up", "fresh", chunk.weights_bytes, partial(self._exchanges.share, chunk))
+
+
+def two_phase_share(candidate: Candidate, rates: Rates, elements: float) -> float:
+    """Of the chunks that wait for the norm on the host, with so many elements: as many as have time for it in backward."""
+    if not rates.host.overlaps or not elements or candidate.adds_up:  # to add gradients up keeps the host at work
+        return 0.0
+    backward = sum(segment.seconds for segment in candidate.profile_pass.segments if segment.phase == "backward")
+    per_second = (rates.host.loaded or rates.host).updates_per_second
+    return min((backward + candidate.recompute_seconds) * per_second / (ONE_PHASE * elements), 1.0)
