@@ -62,8 +62,6 @@ class Evaluation:
         other.profile = profile
         return other
 
-    # ------------------------------------------------------------------ memory
-
     def footprint(self, knobs: Knobs) -> Footprint:
         if knobs not in self._footprints:
             self._footprints[knobs] = footprint_of(self.profile, self.candidates.of(knobs), self._known_live_bytes(knobs))
@@ -116,8 +114,6 @@ class Evaluation:
         device = max(needed / profile.device_limit_bytes - 1, 0.0)
         return device + max(self.host_bytes(footprint) / profile.host_limit_bytes - 1, 0.0)
 
-    # ------------------------------------------------------------------ seconds
-
     def simulated(self, knobs: Knobs) -> Simulated:
         if knobs not in self._simulated:
             candidate = self.candidates.of(knobs)
@@ -136,8 +132,6 @@ class Evaluation:
         if knobs not in self._bounds:
             self._bounds[knobs] = least_seconds(self.candidates.of(knobs), self.rates)
         return self._bounds[knobs]
-
-    # ------------------------------------------------------------------ all of it
 
     def offer(self, knobs: Knobs) -> Offer:
         return Offer(self.candidates.of(knobs), self.footprint(knobs), self.simulated(knobs), knobs)

@@ -96,8 +96,6 @@ class Candidates:
     def accumulation(self, micro_batch: int) -> int:
         return -(-self._batch_size // micro_batch)
 
-    # ------------------------------------------------------------------ activations
-
     def _activations(self, knobs: Knobs) -> tuple[Activations, ...]:
         choices = list(self.ladders[knobs.micro_batch][knobs.rung])
         movable = self.movable(knobs.micro_batch) if knobs.moved else []
@@ -136,8 +134,6 @@ class Candidates:
         for index, block in enumerate(self.passes[micro_batch].blocks):
             found.append(["offload"] if index in moved else [name for name in self.choices(block) if name != "offload"])
         return found
-
-    # ------------------------------------------------------------------ placements
 
     def places(self, chunk: ChunkCost, accumulation: int) -> list[Placement]:
         """Where the state of a chunk may be, and who may update it."""

@@ -16,6 +16,7 @@ nothing is offloaded: its copies are its own cores', when they find the time.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
@@ -41,8 +42,6 @@ class LocalSearch:
         self._count = len(evaluation.candidates.chunks)
         self._is_gpu = evaluation.candidates.is_gpu
         self._least: dict[int, Knobs] = {}
-
-    # ------------------------------------------------------------------ the ends of the space
 
     def least(self, micro_batch: int) -> Knobs:
         """What needs least of the device."""
@@ -82,8 +81,6 @@ class LocalSearch:
             return None
         return self._evaluation.offer(kept[most(len(kept) - 1, lambda more: self._fits(kept[more]))])
 
-    # ------------------------------------------------------------------ the best
-
     def best(self, micro_batch: int, under: float = math.inf, starts: int = STARTS, **forced: float) -> Offer | None:
         """The fastest that fits, with these knobs as they are; None where nothing fits, or nothing takes less than `under`."""
         seconds = self._evaluation.seconds
@@ -110,8 +107,6 @@ class LocalSearch:
         if not fitting:
             return self.best(offer.candidate.micro_batch, starts=1)
         return self._evaluation.offer(self._improved(min(fitting, key=self._evaluation.seconds), {}, rounds=1))
-
-    # ------------------------------------------------------------------ filling the device
 
     @property
     def _shares_streamed(self) -> tuple[float, ...]:
@@ -177,8 +172,6 @@ class LocalSearch:
     def _fits(self, knobs: Knobs) -> bool:
         return self._evaluation.fits(self._evaluation.footprint(knobs))
 
-    # ------------------------------------------------------------------ single steps
-
     def _improved(self, knobs: Knobs, forced: Mapping[str, float], rounds: int) -> Knobs:
         for _ in range(rounds):
             near = [each for each in set(self._neighbours(knobs)) if _is_forced(each, forced) and self._is_sound(each)]
@@ -237,14 +230,7 @@ def _is_forced(knobs: Knobs, forced: Mapping[str, float], *names: str) -> bool:
 
 def most(count: int, fits: Callable[[int], bool]) -> int:
     """The largest number up to `count` that fits, where all smaller ones do; 0 where none does."""
-    low, high = 0, count
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(range(1, count + 1), True, key=lambda number: not fits(number))
 
 
 def fullest(count: int, excess: Callable[[int], int]) -> int:

@@ -41,14 +41,10 @@ def _resident(found: Found) -> Plan:
     profile, chosen, limit = found.profile, found.chosen, found.profile.device_limit_bytes
     alternatives = tuple(
         Alternative(
-            decision="micro-batch",
-            choice=passes_said(profile.batch_size, micro_batch),
-            step_seconds=other.step_seconds,
-            device_bytes=other.needed_bytes,
-            fits=other.needed_bytes <= limit,
+            "micro-batch", passes_said(profile.batch_size, size), each.step_seconds, each.needed_bytes, size in found.fitting
         )
-        for micro_batch, other in found.forecasts.items()
-        if micro_batch != found.micro_batch
+        for size, each in found.forecasts.items()
+        if size != found.micro_batch
     )
     state = Decision("model state", "all on the device", f"it fits, {show_bytes(limit - chosen.needed_bytes)} to spare")
     return _plan(found, (state,), alternatives, _why("micro-batch", chosen, alternatives, "the only one asked for"))

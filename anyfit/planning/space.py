@@ -21,6 +21,7 @@ class Space:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.candidates = Candidates(profile)
+        self.is_gpu, self.is_alone = self.candidates.is_gpu, self.candidates.division.is_alone
         self._at(Evaluation(profile, self.candidates))
         self._tree = Tree(self.evaluation)
         self.others = tuple(Space(profile.laid_out(layout)) for layout in profile.other_layouts)  # in chunks of other sizes
@@ -52,14 +53,6 @@ class Space:
     @property
     def micro_batches(self) -> list[int]:
         return [each.micro_batch for each in self.profile.passes]
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.candidates.is_gpu
-
-    @property
-    def is_alone(self) -> bool:
-        return self.candidates.division.is_alone
 
     def best(self, micro_batch: int, under: float = math.inf, starts: int = STARTS, **forced: float) -> Offer | None:
         """The fastest that fits, with these knobs as they are; None where nothing fits, or nothing takes less than `under`."""

@@ -4,7 +4,7 @@
     fetches       weights in slots, for each use of them
     activations   that are offloaded, down and back
     gradients     to the host, or over ranks
-    updates       by the host, and fresh weights that go up; `streaming` has those that are streamed through the device
+    updates       by the host or streamed through the device, and fresh weights that go up
     exchanges     between ranks
 
 All of them put their work on `resources`, servers that take one thing at a time and slow each other; `clock` has the events.

@@ -6,16 +6,14 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 
-from anyfit.planning.candidate import Candidate
-
 from .clock import Signal, Work
-from .resources import Resources
-from .step import Ledger
+from .step import Step
 
 
 class OffloadedActivations:
-    def __init__(self, candidate: Candidate, resources: Resources, ledger: Ledger) -> None:
-        self._candidate, self._resources, self._ledger = candidate, resources, ledger
+    def __init__(self, step: Step) -> None:
+        candidate = self._candidate = step.candidate
+        self._resources, self._ledger = step.resources, step.ledger
         self._forwards = Counter(each.block for each in candidate.profile_pass.segments if each.phase == "forward")
         self._bytes = {block: candidate.offloaded_bytes(block) for block in candidate.offloaded}
         self.begin_pass()

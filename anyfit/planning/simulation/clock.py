@@ -11,6 +11,7 @@ from anyfit.values.profile import HostRates
 DOWN = 1.7  # times as much as a byte that goes up, one that comes down slows the host's updates: it is written to their memory
 DONE = 1e-3  # of an update: what is left of it when it counts as done
 Call = Callable[[], None]
+Waiting = tuple[float, int, float, Call]  # order, count, amount, and what is then done
 
 
 class Signal:
@@ -57,9 +58,9 @@ class Server:
 
     def __init__(self, clock: Clock, *queues: str, yields: str | None = None) -> None:
         self._clock = clock
-        self._queues: dict[str, list[tuple[float, int, float, Call]]] = {name: [] for name in queues}
+        self._queues: dict[str, list[Waiting]] = {name: [] for name in queues}
         self._in_turn = list(self._queues.values())
-        self._last: list[tuple[float, int, float, Call]] = []
+        self._last: list[Waiting] = []
         if yields is not None:
             self._queues[yields] = self._last
         self._turn = 0
@@ -93,7 +94,7 @@ class Server:
         if self._last:
             self._serve(self._last)
 
-    def _serve(self, queue: list[tuple[float, int, float, Call]]) -> None:
+    def _serve(self, queue: list[Waiting]) -> None:
         self.is_busy, self._since, self._speed = True, self._clock.now, self.rate()
         _, _, amount, done = heapq.heappop(queue)
         self._clock.at(amount / self._speed, functools.partial(self._finish, done))
@@ -104,28 +105,18 @@ class Server:
         self._start()
 
 
-class HostServer:
+class HostServer(Server):
     """The host's updates, the most urgent first; how fast one was is known when it ends, by what was copied meanwhile."""
 
     def __init__(self, clock: Clock, rates: HostRates, up: Server, down: Server) -> None:
-        self._clock, self._rates, self._copies = clock, rates, (up, down)
-        self._waiting: list[tuple[float, int, float, Call]] = []
-        self._count = 0
-        self.is_busy = False
+        super().__init__(clock, "update")
+        self._rates, self._copies = rates, (up, down)
+        self.rate = lambda: rates.updates_per_second
 
-    def rate(self) -> float:
-        return self._rates.updates_per_second
-
-    def add(self, _queue: str, elements: float, done: Call, order: float = 0) -> None:
-        self._count += 1
-        heapq.heappush(self._waiting, (order, self._count, elements, done))
-        self._start()
-
-    def _start(self) -> None:
-        if not self.is_busy and self._waiting:
-            _, _, elements, done = heapq.heappop(self._waiting)
-            self.is_busy = True
-            self._go_on(elements, self._rates.updates_per_second, DONE * elements, done)
+    def _serve(self, queue: list[Waiting]) -> None:
+        self.is_busy = True
+        _, _, elements, done = heapq.heappop(queue)
+        self._go_on(elements, self.rate(), DONE * elements, done)
 
     def _go_on(self, left: float, rate: float, enough: float, done: Call) -> None:
         began, copied = self._clock.now, self._copied
@@ -136,10 +127,8 @@ class HostServer:
             still = left - found * took
             if still > enough:
                 self._go_on(still, found, enough, done)
-                return
-            self.is_busy = False
-            done()
-            self._start()
+            else:
+                self._finish(done)
 
         self._clock.at(left / rate, look)
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 from anyfit.planning.candidate import Candidate
 from anyfit.planning.rates import Rates
 
 from .activations import OffloadedActivations
-from .clock import Clock, Signal, Work
+from .clock import Signal, Work
 from .exchanges import Exchanges
 from .fetches import Fetches
 from .gradients import Gradients
-from .resources import Resources
-from .step import Chunk, Ledger, Waits, chunks_of
-from .streaming import StreamedUpdates
+from .step import KINDS, Chunk, Step, Waits
 from .updates import Updates
 
 STEPS = 3
@@ -46,19 +45,15 @@ def simulate(candidate: Candidate, rates: Rates) -> Simulated:
 
 class Computation:
     def __init__(self, candidate: Candidate, rates: Rates) -> None:
-        self._candidate = candidate
-        self._clock = Clock()
-        self._ledger = Ledger(self._clock)
-        self._resources = Resources(self._clock, rates.host, shares_copies=candidate.division.shares_copies)
-        self._chunks = chunks_of(candidate)
-        self._uses = [[self._chunks[index] for index in used] for used in candidate.uses]
-        exchanges = self._exchanges = Exchanges(candidate, self._resources, self._ledger)
-        self._fetches = Fetches(candidate, self._uses, self._resources, exchanges, self._ledger)
-        self._activations = OffloadedActivations(candidate, self._resources, self._ledger)
-        self._gradients = Gradients(candidate, rates, self._resources, exchanges, self._ledger)
-        streamed = StreamedUpdates(self._clock, rates, self._resources)
-        self._updates = Updates(candidate, rates, self._chunks, self._resources, exchanges, self._fetches, streamed)
-        self._device_work = DeviceWork.of(candidate, rates, self._chunks)
+        step, self._candidate = Step(candidate, rates), candidate
+        self._clock, self._ledger, self._resources = step.clock, step.ledger, step.resources
+        self._chunks, self._uses = step.chunks, step.uses
+        self._exchanges = Exchanges(step)
+        self._fetches = Fetches(step, self._exchanges)
+        self._activations = OffloadedActivations(step)
+        self._gradients = Gradients(step, self._exchanges)
+        self._updates = Updates(step, self._exchanges, self._fetches)
+        self._device_work = DeviceWork.of(step)
         self._backward_segments = [0] * len(self._chunks)
         for segment, used in zip(candidate.profile_pass.segments, candidate.uses, strict=True):
             for index in used if segment.phase == "backward" else ():
@@ -73,14 +68,14 @@ class Computation:
         self._resume(self._run(over))
         self._clock.run(over)
         candidate, work = self._candidate, self._device_work
-        waits, exchanged = self._ledger.account
+        seconds = self._ledger.seconds
         return Simulated(
             step_seconds=self._steps[-1],
             compute_seconds=self._slowness * candidate.accumulation * candidate.profile_pass.seconds,
             recompute_seconds=self._slowness * candidate.accumulation * candidate.recompute_seconds,
             update_seconds=work.norm + work.resident + work.beside,
-            waits_seconds=waits,
-            exchange_seconds=exchanged,
+            waits_seconds={kind: seconds[kind] for kind in get_args(Waits)},
+            exchange_seconds=seconds["link"],
         )
 
     def _resume(self, work: Work) -> None:
@@ -100,18 +95,17 @@ class Computation:
         for _ in range(STEPS if is_alone or self._uses_host else RANK_STEPS):
             began = self._began = self._clock.now
             self._updates.begin_step()
-            last = ledger.account
-            ledger.clear()
+            last, ledger.seconds = ledger.seconds, dict.fromkeys(KINDS, 0.0)
             for micro_batch in range(passes):
                 self._fetches.begin_pass()
                 if micro_batch == passes - 2:
-                    before = self._clock.now, ledger.account
+                    before = self._clock.now, dict(ledger.seconds)
                 if micro_batch == passes - 1 and passes < accumulation:
                     ledger.count_again(accumulation - passes, before[1])
                     began -= (accumulation - passes) * (self._clock.now - before[0])
                 yield from self._one_pass(is_last=micro_batch == passes - 1)
                 if self._is_like_the_last:
-                    ledger.account = last
+                    ledger.seconds = last
                     over.fire()
                     return
             yield from self._gradients.all_added()
@@ -190,7 +184,8 @@ class DeviceWork:
     beside: float  # while it computes
 
     @classmethod
-    def of(cls, candidate: Candidate, rates: Rates, chunks: Sequence[Chunk]) -> DeviceWork:
+    def of(cls, step: Step) -> DeviceWork:
+        candidate, rates, chunks = step.candidate, step.rates, step.chunks
         given, passes = [chunk for chunk in chunks if chunk.cost.gradient_bytes], candidate.accumulation
         on_host = sum(chunk.elements for chunk in given if candidate.adds_up and chunk.placement.gradients == "host")
         on_device = sum(chunk.elements for chunk in given) - on_host

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from anyfit.planning.candidate import REDUCED_BYTES, Candidate
+from anyfit.planning.candidate import REDUCED_BYTES
 
 from .clock import Call, Signal
-from .resources import Resources
-from .step import Chunk, Ledger
+from .step import Chunk, Step
 
 
 class Exchanges:
-    def __init__(self, candidate: Candidate, resources: Resources, ledger: Ledger) -> None:
-        self._resources, self._ledger = resources, ledger
-        division = candidate.division
-        self._gather_seconds = [division.gather.seconds(each.weights_bytes) for each in candidate.chunks]
-        self._reduce_seconds = [division.reduce.seconds(REDUCED_BYTES * each.elements) for each in candidate.chunks]
+    def __init__(self, step: Step) -> None:
+        self._resources, self._ledger = step.resources, step.ledger
+        chunks, division = step.candidate.chunks, step.candidate.division
+        self._gather_seconds = [division.gather.seconds(each.weights_bytes) for each in chunks]
+        self._reduce_seconds = [division.reduce.seconds(REDUCED_BYTES * each.elements) for each in chunks]
 
     def all_gather(self, chunk: Chunk, done: Call) -> None:
         """Weights that are sharded, for a use."""
@@ -34,5 +33,5 @@ class Exchanges:
         self._exchange("spread", self._gather_seconds[chunk.index], chunk.fresh.fire)
 
     def _exchange(self, queue: str, seconds: float, done: Call) -> None:
-        self._ledger.exchanged += seconds
+        self._ledger.seconds["link"] += seconds
         self._resources.use("link", queue, seconds, done)

@@ -9,22 +9,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
 
-from anyfit.planning.candidate import Candidate
-
 from .clock import Signal, Work
 from .exchanges import Exchanges
-from .resources import Resources
-from .step import Chunk, Ledger
+from .step import Chunk, Step
 
 
 class Fetches:
-    def __init__(
-        self, candidate: Candidate, uses: Sequence[Sequence[Chunk]], resources: Resources, exchanges: Exchanges, ledger: Ledger
-    ) -> None:
-        self._resources, self._exchanges, self._ledger = resources, exchanges, ledger
-        self._most, self._prefetch = candidate.slots, candidate.prefetch
+    def __init__(self, step: Step, exchanges: Exchanges) -> None:
+        self._resources, self._exchanges, self._ledger = step.resources, exchanges, step.ledger
+        self._most, self._prefetch = step.candidate.slots, step.candidate.prefetch
         self._slots: dict[int, Signal] = {}  # by chunk: its weights are there
-        self._touches = [chunk for used in uses for chunk in used if chunk.is_away]
+        self._touches = [chunk for used in step.uses for chunk in used if chunk.is_away]
         self._positions: dict[int, list[int]] = {}  # in these, by chunk
         for position, chunk in enumerate(self._touches):
             self._positions.setdefault(chunk.index, []).append(position)

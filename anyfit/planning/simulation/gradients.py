@@ -6,20 +6,18 @@ from __future__ import annotations
 from collections.abc import Generator
 from functools import partial
 
-from anyfit.planning.candidate import Candidate
-from anyfit.planning.rates import ADDED, Rates
+from anyfit.planning.rates import ADDED
 from anyfit.values.engine import GRADIENT_STAGES, REDUCTION_STAGES
 
 from .clock import Call, Signal, Work
 from .exchanges import Exchanges
-from .resources import Resources
-from .step import Chunk, Ledger, Waits
+from .step import Chunk, Step, Waits
 
 
 class Gradients:
-    def __init__(self, candidate: Candidate, rates: Rates, resources: Resources, exchanges: Exchanges, ledger: Ledger) -> None:
-        self._candidate, self._rates = candidate, rates
-        self._resources, self._exchanges, self._ledger = resources, exchanges, ledger
+    def __init__(self, step: Step, exchanges: Exchanges) -> None:
+        candidate = self._candidate = step.candidate
+        self._rates, self._resources, self._exchanges, self._ledger = step.rates, step.resources, exchanges, step.ledger
         self._is_alone = candidate.division.is_alone
         self._waited_for: Waits = "gradients" if self._is_alone else "exchange"
         self._most_staged = GRADIENT_STAGES if self._is_alone else REDUCTION_STAGES
@@ -67,7 +65,7 @@ class Gradients:
         if chunk.placement.gradients == "device":
             added()
         elif self._candidate.adds_up:
-            self._resources.use("host", "add", ADDED * chunk.elements, added, -1)
+            self._resources.use("host", "update", ADDED * chunk.elements, added, -1)
         else:
             arrived.fire()
             if self._holds_norm:

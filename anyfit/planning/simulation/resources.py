@@ -30,14 +30,9 @@ class Resources:
         up = Server(clock, "fetch", "fresh", "activations", yields="lift")
         down = Server(clock, "gradients", "lower", "activations")
         link = Server(clock, "gather", "reduce", "spread")
-        self._host = HostServer(clock, rates, up, down)
-        self.servers: dict[Resource, Server | HostServer] = {
-            "compute": Server(clock, "work"),
-            "up": up,
-            "down": down,
-            "link": link,
-            "host": self._host,
-        }
+        host = HostServer(clock, rates, up, down)
+        self.servers: dict[Resource, Server] = {"up": up, "down": down, "link": link, "host": host}
+        self.servers["compute"] = Server(clock, "work")
         loaded = rates.loaded or rates
         up.rate = functools.partial(self._copy_rate, down, rates.up_bytes_per_second, loaded.up_bytes_per_second)
         down.rate = functools.partial(self._copy_rate, up, rates.down_bytes_per_second, loaded.down_bytes_per_second)
@@ -67,6 +62,6 @@ class Resources:
     def _copy_rate(self, other: Server, unloaded: float, loaded: float) -> float:
         """Beside what is under way."""
         share = 0.5 if self._meets_copies is not None and self._meets_copies.is_busy else 1.0
-        if not self._host.is_busy:
+        if not self.servers["host"].is_busy:
             return share * unloaded
         return share * (loaded if other.is_busy else (unloaded + loaded) / 2)

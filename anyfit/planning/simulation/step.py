@@ -1,4 +1,4 @@
-"""What the parts of a simulated step share: its chunks, and the account of what the computation waits for."""
+"""What the parts of a simulated step share: its chunks, its resources, and the account of what the computation waits for."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from anyfit.planning.candidate import Candidate
+from anyfit.planning.rates import Rates
 from anyfit.values.plan import Placement
 from anyfit.values.profile import ChunkCost
 
 from .clock import Clock, Signal, Work
+from .resources import Resources
 
 Waits = Literal["fetch", "update", "gradients", "activations", "exchange"]
-Account = tuple[Mapping[Waits, float], float]
+Kind = Waits | Literal["link"]
+KINDS: tuple[Kind, ...] = (*get_args(Waits), "link")
 
 
 @dataclass(eq=False)
@@ -42,41 +45,33 @@ class Chunk:
         self.optimizer_bytes = self.cost.optimizer_bytes / self.shards
 
 
-def chunks_of(candidate: Candidate) -> list[Chunk]:
-    pairs = enumerate(zip(candidate.chunks, candidate.placements, strict=True))
-    return [
-        Chunk(index, cost, placement, candidate.shards, candidate.gathers, placement.speculates and not candidate.adds_up)
-        for index, (cost, placement) in pairs
-    ]
-
-
 class Ledger:
     """Seconds of the step under way: that the computation waits, by what for, and that the link between ranks is used."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._waits: dict[Waits, float] = dict.fromkeys(get_args(Waits), 0.0)
-        self.exchanged = 0.0
+        self.seconds = dict.fromkeys(KINDS, 0.0)
 
     def wait(self, kind: Waits, signal: Signal) -> Work:
         began = self._clock.now
         yield signal
-        self._waits[kind] += self._clock.now - began
+        self.seconds[kind] += self._clock.now - began
 
-    @property
-    def account(self) -> Account:
-        return dict(self._waits), self.exchanged
-
-    @account.setter
-    def account(self, account: Account) -> None:
-        self._waits, self.exchanged = dict(account[0]), account[1]
-
-    def clear(self) -> None:
-        self._waits, self.exchanged = dict.fromkeys(self._waits, 0.0), 0.0
-
-    def count_again(self, times: int, before: Account) -> None:
+    def count_again(self, times: int, before: Mapping[Kind, float]) -> None:
         """What has come to the account since, so many times more."""
-        waits, exchanged = before
-        for kind, seconds in waits.items():
-            self._waits[kind] += times * (self._waits[kind] - seconds)
-        self.exchanged += times * (self.exchanged - exchanged)
+        for kind, seconds in before.items():
+            self.seconds[kind] += times * (self.seconds[kind] - seconds)
+
+
+class Step:
+    """One candidate's, with its resources and accounts."""
+
+    def __init__(self, candidate: Candidate, rates: Rates) -> None:
+        self.candidate, self.rates, self.clock = candidate, rates, Clock()
+        self.resources = Resources(self.clock, rates.host, shares_copies=candidate.division.shares_copies)
+        self.ledger = Ledger(self.clock)
+        self.chunks = [
+            Chunk(index, cost, placement, candidate.shards, candidate.gathers, placement.speculates and not candidate.adds_up)
+            for index, (cost, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True))
+        ]
+        self.uses = [[self.chunks[index] for index in used] for used in candidate.uses]  # by segment

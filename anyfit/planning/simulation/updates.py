@@ -8,38 +8,34 @@ before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Iterator
 from functools import partial
 
 from anyfit.planning.candidate import Candidate
 from anyfit.planning.rates import ONE_PHASE, WIDER, Rates
-from anyfit.values.engine import LATER, is_two_phase
+from anyfit.values.engine import LATER, STREAMED_DEPTH, is_two_phase
 
-from .clock import Signal
+from .clock import Call, Signal
 from .exchanges import Exchanges
 from .fetches import Fetches
-from .resources import Resources
-from .step import Chunk
-from .streaming import StreamedUpdates
+from .resources import Resource
+from .step import Chunk, Step
+
+LIFT_SECONDS = 1.5e-3  # of a lift, beside its copies: its parts wait for each other
+PARTS = 3  # moments and low halves are copies of their own: others come in between
 
 
 class Updates:
-    def __init__(
-        self,
-        candidate: Candidate,
-        rates: Rates,
-        chunks: Sequence[Chunk],
-        resources: Resources,
-        exchanges: Exchanges,
-        fetches: Fetches,
-        streamed: StreamedUpdates,
-    ) -> None:
-        self._chunks, self._resources, self._exchanges = chunks, resources, exchanges
-        self._fetches, self._streamed = fetches, streamed
-        self._times = 1 + (WIDER if candidate.adds_up and rates.host.overlaps else 0.0)  # what an update reads and writes
+    def __init__(self, step: Step, exchanges: Exchanges, fetches: Fetches) -> None:
+        self._chunks, self._resources, self._exchanges, self._fetches = step.chunks, step.resources, exchanges, fetches
+        self._streamed = StreamedUpdates(step)
+        self._times = 1 + (
+            WIDER if step.candidate.adds_up and step.rates.host.overlaps else 0.0
+        )  # what an update reads and writes
         self._norm = Signal()
-        waiting = [each for each in chunks if each.route == "host" and each.cost.is_updated and not each.speculates]
-        share = two_phase_share(candidate, rates, sum(chunk.elements for chunk in waiting))
+        waiting = [each for each in step.chunks if each.route == "host" and each.cost.is_updated and not each.speculates]
+        share = two_phase_share(step.candidate, step.rates, sum(chunk.elements for chunk in waiting))
         for chunk in waiting:
             chunk.is_two_phase = is_two_phase(chunk.index, share)
 
@@ -109,3 +105,49 @@ def two_phase_share(candidate: Candidate, rates: Rates, elements: float) -> floa
     backward = sum(segment.seconds for segment in candidate.profile_pass.segments if segment.phase == "backward")
     per_second = (rates.host.loaded or rates.host).updates_per_second
     return min((backward + candidate.recompute_seconds) * per_second / (ONE_PHASE * elements), 1.0)
+
+
+class StreamedUpdates:
+    """A chunk's state is lifted to the device, updated there and lowered again, a few chunks at once."""
+
+    def __init__(self, step: Step) -> None:
+        self._clock, self._rates, self._resources = step.clock, step.rates, step.resources
+        self._waiting: list[tuple[int, int, Call]] = []  # for a carrier, the first in order of use first
+        self._carriers = STREAMED_DEPTH
+        self._is_lifting = False
+        self._count = 0
+
+    def update(self, chunk: Chunk, done: Call) -> None:
+        self._count += 1
+        begin: Call = partial(self._begin, chunk, done)
+        heapq.heappush(self._waiting, (chunk.index, self._count, begin))
+        self._lift_next()
+
+    def _lift_next(self) -> None:
+        if self._waiting and self._carriers and not self._is_lifting:
+            heapq.heappop(self._waiting)[2]()
+
+    def _begin(self, chunk: Chunk, done: Call) -> None:
+        self._carriers -= 1
+        self._is_lifting = True
+        size = chunk.optimizer_bytes + (chunk.weights_bytes if chunk.is_on_host else 0)
+        self._copy("up", "lift", size, chunk.index, partial(self._lifted, chunk, done))
+
+    def _lifted(self, chunk: Chunk, done: Call) -> None:
+        self._resources.owed_seconds += self._rates.update_seconds * chunk.elements  # the computation has less of the device
+        self._clock.at(LIFT_SECONDS, self._lift_over)
+        size = chunk.optimizer_bytes + (chunk.weights_bytes if chunk.is_on_host or chunk.speculates else 0)
+        self._copy("down", "lower", size, chunk.index, partial(self._lowered, done))
+
+    def _lift_over(self) -> None:
+        self._is_lifting = False
+        self._lift_next()
+
+    def _lowered(self, done: Call) -> None:
+        self._carriers += 1
+        done()
+        self._lift_next()
+
+    def _copy(self, name: Resource, queue: str, size: float, order: int, done: Call, parts: int = PARTS) -> None:
+        then = done if parts == 1 else partial(self._copy, name, queue, size, order, done, parts - 1)
+        self._resources.use(name, queue, size / PARTS, then, order)
