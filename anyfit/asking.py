@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from .planning.answers import answered, at_limits, change_to
 from .planning.fastest import fastest, may_fit
 from .planning.found import Found
-from .planning.neighbours import settled
 from .planning.no_plan import no_plan, shortfall
-from .planning.reasons import explained
+from .planning.reasons import explained, settled
 from .planning.space import space_of
 from .targets import job_for
 from .values.machine import Limits, Machine

@@ -45,7 +45,7 @@ from anyfit.planning.candidate import Candidate
 from anyfit.planning.evaluation import Offer
 from anyfit.planning.fastest import fastest
 from anyfit.planning.knobs import Knobs
-from anyfit.planning.neighbours import settled
+from anyfit.planning.reasons import settled
 from anyfit.planning.space import Space
 from anyfit.probing.calls import measure_calls
 from anyfit.profiling import traced

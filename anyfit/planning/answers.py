@@ -16,8 +16,7 @@ from anyfit.values.units import show_bytes, show_seconds
 from .fastest import fastest, quickly
 from .found import Found
 from .local_search import CLOSE, WORTH
-from .neighbours import settled
-from .reasons import explained
+from .reasons import explained, settled
 
 SHARE = 8  # of a limit: how much more of it is asked about, to the nearest power of two
 

@@ -82,16 +82,9 @@ class Candidates:
             self._placements[key] = tuple(_placements(self.chunks, knobs))
         placements = self._placements[key]
         slots = self.slots_for(placements)
-        return Candidate(
-            profile_pass=self.passes[knobs.micro_batch],
-            accumulation=self.accumulation(knobs.micro_batch),
-            activations=self._activations(knobs),
-            chunks=self.chunks,
-            placements=placements,
-            slots=slots,
-            prefetch=self.prefetch(slots),
-            division=self.division,
-        )
+        each, accumulation = self.passes[knobs.micro_batch], self.accumulation(knobs.micro_batch)
+        placed = self.chunks, placements, slots, self.prefetch(slots), self.division
+        return Candidate(each, accumulation, self._activations(knobs), *placed)
 
     def accumulation(self, micro_batch: int) -> int:
         return -(-self._batch_size // micro_batch)

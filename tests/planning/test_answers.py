@@ -19,8 +19,8 @@ from anyfit.planning.footprint import footprint_of
 from anyfit.planning.forecast import forecast
 from anyfit.planning.found import TIE, Found
 from anyfit.planning.local_search import WORTH
-from anyfit.planning.neighbours import settled
 from anyfit.planning.no_plan import rounded_up, shortfall
+from anyfit.planning.reasons import settled
 from anyfit.planning.simulation import simulate
 from anyfit.planning.space import WORTH_LEAVING, Space
 from anyfit.values.answers import beside, ranked

@@ -20,8 +20,8 @@ from anyfit.planning.divisions import RANKS_TIE, described
 from anyfit.planning.fastest import fastest
 from anyfit.planning.found import Found
 from anyfit.planning.knobs import Knobs
-from anyfit.planning.neighbours import settled
 from anyfit.planning.rates import Rates
+from anyfit.planning.reasons import settled
 from anyfit.planning.simulation import computation, simulate
 from anyfit.planning.space import WORTH_LEAVING, Space
 from anyfit.values.plan import AXES, Placement

@@ -5,9 +5,9 @@
     activations   that are offloaded, down and back
     gradients     to the host, or over ranks
     updates       by the host or streamed through the device, and fresh weights that go up
-    exchanges     between ranks
 
-All of them put their work on `resources`, servers that take one thing at a time and slow each other; `clock` has the events.
+All of them, and what ranks exchange (`step`), put their work on `resources`: servers that take one thing at a time and slow each
+other. `clock` has the events.
 """
 
 from .computation import Simulated as Simulated

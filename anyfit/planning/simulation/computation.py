@@ -17,7 +17,6 @@ from anyfit.planning.rates import Rates
 
 from .activations import OffloadedActivations
 from .clock import Signal, Work
-from .exchanges import Exchanges
 from .fetches import Fetches
 from .gradients import Gradients
 from .step import KINDS, Chunk, Step, Waits
@@ -47,12 +46,11 @@ class Computation:
     def __init__(self, candidate: Candidate, rates: Rates) -> None:
         step, self._candidate = Step(candidate, rates), candidate
         self._clock, self._ledger, self._resources = step.clock, step.ledger, step.resources
-        self._chunks, self._uses = step.chunks, step.uses
-        self._exchanges = Exchanges(step)
-        self._fetches = Fetches(step, self._exchanges)
+        self._chunks, self._uses, self._exchanges = step.chunks, step.uses, step.exchanges
+        self._fetches = Fetches(step)
         self._activations = OffloadedActivations(step)
-        self._gradients = Gradients(step, self._exchanges)
-        self._updates = Updates(step, self._exchanges, self._fetches)
+        self._gradients = Gradients(step)
+        self._updates = Updates(step, self._fetches)
         self._device_work = DeviceWork.of(step)
         self._backward_segments = [0] * len(self._chunks)
         for segment, used in zip(candidate.profile_pass.segments, candidate.uses, strict=True):

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from .clock import Signal, Work
-from .exchanges import Exchanges
 from .step import Chunk, Step
 
 
 class Fetches:
-    def __init__(self, step: Step, exchanges: Exchanges) -> None:
-        self._resources, self._exchanges, self._ledger = step.resources, exchanges, step.ledger
+    def __init__(self, step: Step) -> None:
+        self._resources, self._exchanges, self._ledger = step.resources, step.exchanges, step.ledger
         self._most, self._prefetch = step.candidate.slots, step.candidate.prefetch
         self._slots: dict[int, Signal] = {}  # by chunk: its weights are there
         self._touches = [chunk for used in step.uses for chunk in used if chunk.is_away]

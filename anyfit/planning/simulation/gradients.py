@@ -10,14 +10,13 @@ from anyfit.planning.rates import ADDED
 from anyfit.values.engine import GRADIENT_STAGES, REDUCTION_STAGES
 
 from .clock import Call, Signal, Work
-from .exchanges import Exchanges
 from .step import Chunk, Step, Waits
 
 
 class Gradients:
-    def __init__(self, step: Step, exchanges: Exchanges) -> None:
+    def __init__(self, step: Step) -> None:
         candidate = self._candidate = step.candidate
-        self._rates, self._resources, self._exchanges, self._ledger = step.rates, step.resources, exchanges, step.ledger
+        self._rates, self._resources, self._exchanges, self._ledger = step.rates, step.resources, step.exchanges, step.ledger
         self._is_alone = candidate.division.is_alone
         self._waited_for: Waits = "gradients" if self._is_alone else "exchange"
         self._most_staged = GRADIENT_STAGES if self._is_alone else REDUCTION_STAGES

@@ -1,4 +1,4 @@
-"""What the parts of a simulated step share: its chunks, its resources, and the account of what the computation waits for."""
+"""What the parts of a simulated step share: its chunks, resources, exchanges with other ranks, and the account of waits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from anyfit.planning.candidate import Candidate
+from anyfit.planning.candidate import REDUCED_BYTES, Candidate
 from anyfit.planning.rates import Rates
 from anyfit.values.plan import Placement
 from anyfit.values.profile import ChunkCost
 
-from .clock import Clock, Signal, Work
+from .clock import Call, Clock, Signal, Work
 from .resources import Resources
 
 Waits = Literal["fetch", "update", "gradients", "activations", "exchange"]
@@ -63,6 +63,36 @@ class Ledger:
             self.seconds[kind] += times * (self.seconds[kind] - seconds)
 
 
+class Exchanges:
+    """What one of several ranks exchanges with the others, one exchange at a time. A device alone exchanges nothing."""
+
+    def __init__(self, candidate: Candidate, resources: Resources, ledger: Ledger) -> None:
+        self._resources, self._ledger, division = resources, ledger, candidate.division
+        self._gather_seconds = [division.gather.seconds(each.weights_bytes) for each in candidate.chunks]
+        self._reduce_seconds = [division.reduce.seconds(REDUCED_BYTES * each.elements) for each in candidate.chunks]
+
+    def all_gather(self, chunk: Chunk, done: Call) -> None:
+        """Weights that are sharded, for a use."""
+        self._exchange("gather", self._gather_seconds[chunk.index], done)
+
+    def reduce(self, chunk: Chunk, done: Call) -> None:
+        """Sums gradients, of which each rank keeps its shard."""
+        self._exchange("reduce", self._reduce_seconds[chunk.index], done)
+
+    def share(self, chunk: Chunk) -> None:
+        """Fresh weights, where they are whole on every rank: each has updated its shard of them."""
+        if chunk.shards == 1 or chunk.gathers:
+            chunk.fresh.fire()
+            return
+        if chunk.fresh.happened:
+            chunk.fresh = Signal()
+        self._exchange("spread", self._gather_seconds[chunk.index], chunk.fresh.fire)
+
+    def _exchange(self, queue: str, seconds: float, done: Call) -> None:
+        self._ledger.seconds["link"] += seconds
+        self._resources.use("link", queue, seconds, done)
+
+
 class Step:
     """One candidate's, with its resources and accounts."""
 
@@ -70,6 +100,7 @@ class Step:
         self.candidate, self.rates, self.clock = candidate, rates, Clock()
         self.resources = Resources(self.clock, rates.host, shares_copies=candidate.division.shares_copies)
         self.ledger = Ledger(self.clock)
+        self.exchanges = Exchanges(candidate, self.resources, self.ledger)
         self.chunks = [
             Chunk(index, cost, placement, candidate.shards, candidate.gathers, placement.speculates and not candidate.adds_up)
             for index, (cost, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True))

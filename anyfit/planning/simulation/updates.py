@@ -17,7 +17,6 @@ from anyfit.planning.rates import ONE_PHASE, WIDER, Rates
 from anyfit.values.engine import LATER, STREAMED_DEPTH, is_two_phase
 
 from .clock import Call, Signal
-from .exchanges import Exchanges
 from .fetches import Fetches
 from .resources import Resource
 from .step import Chunk, Step
@@ -27,8 +26,8 @@ PARTS = 3  # moments and low halves are copies of their own: others come in betw
 
 
 class Updates:
-    def __init__(self, step: Step, exchanges: Exchanges, fetches: Fetches) -> None:
-        self._chunks, self._resources, self._exchanges, self._fetches = step.chunks, step.resources, exchanges, fetches
+    def __init__(self, step: Step, fetches: Fetches) -> None:
+        self._chunks, self._resources, self._exchanges, self._fetches = step.chunks, step.resources, step.exchanges, fetches
         self._streamed = StreamedUpdates(step)
         self._times = 1 + (
             WIDER if step.candidate.adds_up and step.rates.host.overlaps else 0.0
