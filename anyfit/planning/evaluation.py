@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cache
 
 from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.profile import Profile
@@ -50,11 +51,9 @@ class Evaluation:
 
     def __init__(self, profile: Profile, candidates: Candidates) -> None:
         self.profile, self.candidates, self.rates = profile, candidates, rates_of(profile)
-        self._footprints: dict[Knobs, Footprint] = {}
+        self.footprint, self.simulated, self.bound = cache(self._footprint), cache(self._simulated), cache(self._bound)
         self._live_bytes: dict[tuple[int, int, int, bool], int] = {}
-        self._simulated: dict[Knobs, Simulated] = {}
         self._played: dict[tuple[object, ...], Simulated] = {}  # by what a simulation depends on
-        self._bounds: dict[Knobs, float] = {}
 
     def at_limits(self, profile: Profile) -> Evaluation:
         """The same for a profile that differs in its limits alone."""
@@ -62,10 +61,8 @@ class Evaluation:
         other.profile = profile
         return other
 
-    def footprint(self, knobs: Knobs) -> Footprint:
-        if knobs not in self._footprints:
-            self._footprints[knobs] = footprint_of(self.profile, self.candidates.of(knobs), self._known_live_bytes(knobs))
-        return self._footprints[knobs]
+    def _footprint(self, knobs: Knobs) -> Footprint:
+        return footprint_of(self.profile, self.candidates.of(knobs), self._known_live_bytes(knobs))
 
     def footprint_of(self, candidate: Candidate) -> Footprint:
         return footprint_of(self.profile, candidate)
@@ -114,24 +111,20 @@ class Evaluation:
         device = max(needed / profile.device_limit_bytes - 1, 0.0)
         return device + max(self.host_bytes(footprint) / profile.host_limit_bytes - 1, 0.0)
 
-    def simulated(self, knobs: Knobs) -> Simulated:
-        if knobs not in self._simulated:
-            candidate = self.candidates.of(knobs)
-            # Others may have come to the same, and a simulation takes far longer than to look.
-            same = candidate.micro_batch, candidate.activations, candidate.placements, candidate.slots, candidate.prefetch
-            if same not in self._played:
-                self._played[same] = simulate(candidate, self.rates)
-            self._simulated[knobs] = self._played[same]
-        return self._simulated[knobs]
+    def _simulated(self, knobs: Knobs) -> Simulated:
+        candidate = self.candidates.of(knobs)
+        # Others may have come to the same, and a simulation takes far longer than to look.
+        same = candidate.micro_batch, candidate.activations, candidate.placements, candidate.slots, candidate.prefetch
+        if same not in self._played:
+            self._played[same] = simulate(candidate, self.rates)
+        return self._played[same]
 
     def seconds(self, knobs: Knobs) -> float:
         return self.simulated(knobs).step_seconds
 
-    def bound(self, knobs: Knobs) -> float:
+    def _bound(self, knobs: Knobs) -> float:
         """Seconds that no simulation of this is under."""
-        if knobs not in self._bounds:
-            self._bounds[knobs] = least_seconds(self.candidates.of(knobs), self.rates)
-        return self._bounds[knobs]
+        return least_seconds(self.candidates.of(knobs), self.rates)
 
     def offer(self, knobs: Knobs) -> Offer:
         return Offer(self.candidates.of(knobs), self.footprint(knobs), self.simulated(knobs), knobs)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 
 from anyfit.values.plan import Activations, Placement
@@ -67,20 +67,11 @@ class Candidates:
         self.ladders = {size: ladder(each) for size, each in self.passes.items()}
         self._batch_size = profile.batch_size
         self._together = [sum(1 << index for index in each) for each in profile.together]  # bits of chunks
-        self._made: dict[Knobs, Candidate] = {}
-        self._placements: dict[tuple[object, ...], tuple[Placement, ...]] = {}  # by the knobs that they depend on
-        self._movable: dict[int, list[int]] = {}
+        self.of, self.movable = cache(self._of), cache(self._movable)
+        self._placements = cache(lambda knobs: tuple(_placements(self.chunks, knobs)))
 
-    def of(self, knobs: Knobs) -> Candidate:
-        if knobs not in self._made:
-            self._made[knobs] = self._make(knobs)
-        return self._made[knobs]
-
-    def _make(self, knobs: Knobs) -> Candidate:
-        key = knobs.resident, knobs.away, knobs.host_first, knobs.streamed, knobs.speculates
-        if key not in self._placements:
-            self._placements[key] = tuple(_placements(self.chunks, knobs))
-        placements = self._placements[key]
+    def _of(self, knobs: Knobs) -> Candidate:
+        placements = self._placements(replace(knobs, micro_batch=0, rung=0, moved=0))  # on which they do not depend
         slots = self.slots_for(placements)
         each, accumulation = self.passes[knobs.micro_batch], self.accumulation(knobs.micro_batch)
         placed = self.chunks, placements, slots, self.prefetch(slots), self.division
@@ -100,12 +91,10 @@ class Candidates:
     def last_rung(self, micro_batch: int) -> int:
         return len(self.ladders[micro_batch]) - 1
 
-    def movable(self, micro_batch: int) -> list[int]:
+    def _movable(self, micro_batch: int) -> list[int]:
         """Blocks whose activations can be offloaded."""
-        if micro_batch not in self._movable:
-            blocks = self.passes[micro_batch].blocks
-            self._movable[micro_batch] = [index for index, block in enumerate(blocks) if "offload" in self.choices(block)]
-        return self._movable[micro_batch]
+        blocks = self.passes[micro_batch].blocks
+        return [index for index, block in enumerate(blocks) if "offload" in self.choices(block)]
 
     def all_moved(self, micro_batch: int) -> int:
         return len(self.movable(micro_batch))

@@ -19,6 +19,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 from .candidate import BESIDE
@@ -41,17 +42,14 @@ class LocalSearch:
         self._evaluation, self._candidates = evaluation, evaluation.candidates
         self._count = len(evaluation.candidates.chunks)
         self._is_gpu = evaluation.candidates.is_gpu
-        self._least: dict[int, Knobs] = {}
+        self.least = cache(self._least)
 
-    def least(self, micro_batch: int) -> Knobs:
+    def _least(self, micro_batch: int) -> Knobs:
         """What needs least of the device."""
-        if micro_batch not in self._least:
-            last = Knobs(micro_batch, rung=self._candidates.last_rung(micro_batch))
-            ways = product(self._candidates.some_moved(micro_batch), self._candidates.before_larger_slots())
-            points = [replace(last, moved=moved, away=away) for moved, away in ways]
-            reserved = self._evaluation.reserved_bytes
-            self._least[micro_batch] = min(points, key=lambda knobs: reserved(self._evaluation.footprint(knobs)))
-        return self._least[micro_batch]
+        last = Knobs(micro_batch, rung=self._candidates.last_rung(micro_batch))
+        ways = product(self._candidates.some_moved(micro_batch), self._candidates.before_larger_slots())
+        points = [replace(last, moved=moved, away=away) for moved, away in ways]
+        return min(points, key=lambda knobs: self._evaluation.reserved_bytes(self._evaluation.footprint(knobs)))
 
     def least_host_bytes(self, micro_batch: int) -> int | None:
         """What the host has to hold at least, of what fits the device; None where nothing does."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 from anyfit.values.plan import Activations, Placement
@@ -32,22 +33,20 @@ class Tree:
     def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
         self._branches_left = {False: MOST_BRANCHES, True: MOST_MOVING_BRANCHES}  # by whether something is offloaded
-        self._activations: dict[tuple[int, tuple[int, ...]], Ranked] = {}
+        self.all_activations = cache(self._all_activations)
 
     def at_limits(self, evaluation: Evaluation) -> Tree:
         """The same at the limits of another evaluation, with as many branches left."""
         other = Tree(evaluation)
-        other._branches_left, other._activations = self._branches_left, self._activations
+        other._branches_left, other.all_activations = self._branches_left, self.all_activations
         return other
 
-    def all_activations(self, micro_batch: int, moved: tuple[int, ...]) -> Ranked:
+    def _all_activations(self, micro_batch: int, moved: tuple[int, ...]) -> Ranked:
         """By the seconds they cost, with these blocks offloaded and no others; none where there are too many."""
-        key, candidates = (micro_batch, moved), self._evaluation.candidates
-        if key not in self._activations:
-            first, choices = candidates.of(Knobs(micro_batch)), candidates.choices_with(micro_batch, moved)
-            found = product(*choices) if math.prod(map(len, choices)) <= MOST_ACTIVATIONS else ()
-            self._activations[key] = sorted((replace(first, activations=each).recompute_seconds, each) for each in found)
-        return self._activations[key]
+        candidates = self._evaluation.candidates
+        first, choices = candidates.of(Knobs(micro_batch)), candidates.choices_with(micro_batch, moved)
+        found = product(*choices) if math.prod(map(len, choices)) <= MOST_ACTIVATIONS else ()
+        return sorted((replace(first, activations=each).recompute_seconds, each) for each in found)
 
     def best(self, micro_batch: int, under: float, moved: tuple[int, ...]) -> Offer | None:
         """Of all there is with these blocks offloaded, of what takes less than `under`; as far as the branches go."""
