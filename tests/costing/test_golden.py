@@ -19,7 +19,7 @@ import pytest
 
 from anyfit.costing import cost
 from anyfit.costing.cost import MEASURED_TIME_ERROR, MEMORY_ERROR, ROUGH_TIME_ERROR, TIME_ERROR
-from anyfit.planning.search import forecast
+from anyfit.planning.forecast import forecast
 from anyfit.tracing import trace
 from anyfit.values.machine import Curve, Figure, Machine
 from anyfit.values.plan import Forecast

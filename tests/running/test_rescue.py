@@ -28,7 +28,7 @@ from anyfit.cli import app
 from anyfit.demo import GPT
 from anyfit.placing import place
 from anyfit.planning import search
-from anyfit.planning.search import forecast
+from anyfit.planning.forecast import forecast
 from anyfit.probing.cache import corrections_of, keep_correction
 from anyfit.profiling import traced
 from anyfit.running import engine as engines

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from anyfit import Plan
 from anyfit.planning import search
-from anyfit.planning.search import forecast
+from anyfit.planning.forecast import forecast
 from anyfit.showing.terminal import (
     BAR_CELLS,
     _bar,
