@@ -31,7 +31,7 @@ from torch import Tensor
 
 from anyfit.kernels.across import Sender, read
 from anyfit.kernels.adamw import Begun
-from anyfit.values.engine import STREAMED_DEPTH as STREAMED_DEPTH
+from anyfit.values.engine import STREAMED_DEPTH
 
 from .labels import Label, Task
 

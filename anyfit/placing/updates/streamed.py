@@ -11,9 +11,11 @@ from dataclasses import replace
 
 import torch
 
+from anyfit.values.engine import STREAMED_DEPTH
+
 from ..chunk_update import UpdatePhase
 from ..labels import Label, Task
-from ..lanes import STREAMED_DEPTH, Over, Ticket
+from ..lanes import Over, Ticket
 from ..masters import Masters
 from ..optimizer_state import Load, OptimizerState, Second
 from ..tiers import Scratch
