@@ -19,7 +19,8 @@ def blocks(language: str, document: str = "README.md") -> list[str]:
 
 
 def run(command: list[str], folder: Path) -> str:
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "COLUMNS": "130"}
+    environment = os.environ | own
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout

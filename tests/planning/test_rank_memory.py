@@ -18,9 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import anyfit
 from anyfit import Machine
 from anyfit.costing import cost
-from anyfit.placing import place, updates
+from anyfit.placing import place
 from anyfit.placing.ranks import Ranks
 from anyfit.placing.tiers import HostSlabs, LiveBytes
+from anyfit.placing.updates import stepper
 from anyfit.planning.candidate import Candidate
 from anyfit.planning.divisions import among
 from anyfit.planning.footprint import footprint_of
@@ -134,7 +135,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.zeros(elements, dtype=dtype, device="meta")
 
     monkeypatch.setattr(HostSlabs, "zeros", zeros)
-    monkeypatch.setattr(updates, "adamw", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr(stepper, "adamw", lambda *_args, **_kwargs: None)
 
 
 @pytest.mark.usefixtures("counted")
