@@ -208,3 +208,19 @@ def test_no_file_names_a_place_on_somebodys_machine() -> None:
         f"{path.relative_to(ROOT)}: {found[0].decode()}" for path in project_files() if (found := homes.search(path.read_bytes()))
     ]
     assert offences == []
+
+
+MOST_LINES = {"file": 450, "class": 300, "function": 60}
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_no_file_class_or_function_is_too_long_to_be_read_at_once(file: Path) -> None:
+    source = file.read_text()
+    kinds = {ast.ClassDef: "class", ast.FunctionDef: "function", ast.AsyncFunctionDef: "function"}
+    found = [("file", file.name, source.count("\n"))]
+    for node in ast.walk(ast.parse(source)):
+        kind = kinds.get(type(node))
+        if kind is not None:
+            assert isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            found.append((kind, node.name, (node.end_lineno or 0) - node.lineno + 1))
+    assert [each for each in found if each[2] > MOST_LINES[each[0]]] == []

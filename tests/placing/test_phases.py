@@ -14,6 +14,7 @@ import anyfit
 from anyfit.placing.chunk_update import UpdatePhase
 from anyfit.placing.labels import Label
 from anyfit.placing.lanes import Ended, Track
+from anyfit.placing.updates.route import Integrity
 from anyfit.values.plan import Placement
 from tests.models import byte_batches, next_byte_loss, tiny_gpt
 from tests.plans import ON_HOST, RESIDENT, STREAMED, hand_written, started
@@ -125,3 +126,22 @@ def test_a_failed_update_is_started_again_by_whoever_asks_next() -> None:
         assert phases(run) == {UpdatePhase.FAILED}
         run._placed.residency.settle_all()
         assert phases(run) == {UpdatePhase.SETTLED}
+
+
+def test_a_failure_on_a_lane_is_kept_by_a_step_that_goes_well() -> None:
+    integrity = Integrity()
+    with integrity.stepping():
+        pass
+    integrity.check()
+    with integrity.stepping():
+        integrity.broken = "the moments of chunk 3 are half-way"
+    with pytest.raises(RuntimeError, match="chunk 3"):
+        integrity.check()
+
+
+def test_a_step_that_is_broken_off_leaves_no_whole_state() -> None:
+    integrity = Integrity()
+    with pytest.raises(KeyboardInterrupt), integrity.stepping():
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError, match="broken off half-way"):
+        integrity.check()

@@ -50,11 +50,19 @@ class Integrity:
     """Whether the state is that of whole steps. Where an update in place is broken off it is not, and the run cannot go on."""
 
     def __init__(self) -> None:
-        self.broken: str | None = None  # why
+        self.broken: str | None = None  # why; a lane may set it while a step is handed out
+        self._is_stepping = False
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        self._is_stepping = True
+        yield
+        self._is_stepping = False  # which an error leaves as it is
 
     def check(self) -> None:
-        if self.broken is not None:
-            raise RuntimeError(f"{self.broken}; go on from the last checkpoint: anyfit.start(job, resume=...)")
+        broken = self.broken or (BROKEN_OFF if self._is_stepping else None)
+        if broken is not None:
+            raise RuntimeError(f"{broken}; go on from the last checkpoint: anyfit.start(job, resume=...)")
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

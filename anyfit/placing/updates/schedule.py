@@ -61,19 +61,17 @@ class Schedule:
             for chunk in self._chunks:
                 self._residency.settle(chunk.state)  # one that only other ranks used may still be at its last update
         before = self._before or self._context.lanes.so_far()  # the old weights have been read
-        integrity = self._context.integrity
-        integrity.broken = BROKEN_OFF  # unless it comes to its end
-        if self._context.users.must_step_together(self._context.stepper.coupled):
-            self._resident.update_together(factor)
-        else:
-            for chunk in self._chunks:
-                if chunk.state.placement.route == "resident":
-                    self._update_resident(chunk, factor, groups)
-            for chunk in self._chunks:
-                if chunk.state.placement.route != "resident":
-                    self._hand_out(chunk, factor, groups, before)
-            self._context.mirrors.spread()
-        integrity.broken = None
+        with self._context.integrity.stepping():
+            if self._context.users.must_step_together(self._context.stepper.coupled):
+                self._resident.update_together(factor)
+            else:
+                for chunk in self._chunks:
+                    if chunk.state.placement.route == "resident":
+                        self._update_resident(chunk, factor, groups)
+                for chunk in self._chunks:
+                    if chunk.state.placement.route != "resident":
+                        self._hand_out(chunk, factor, groups, before)
+                self._context.mirrors.spread()
 
     def _update_resident(self, chunk: OptimizerState, factor: float | None, groups: Groups) -> None:
         if chunk.update.begun is not None:
