@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from anyfit.values.call import leaves
 
 from .chunks import quietly
 from .edits import Lent
@@ -26,7 +28,7 @@ class Watched(nn.Parameter):
         with quietly():
             if func in FACTS:
                 return func(*args, **kwargs)
-            watched = [item for item in _leaves((args, kwargs)) if isinstance(item, Watched) and hasattr(item, "anyfit")]
+            watched = [item for item in leaves((args, kwargs)) if isinstance(item, Watched) and hasattr(item, "anyfit")]
             if not watched:  # a copy the user made
                 return func(*args, **kwargs)
             return called(watched[0].anyfit[0], func, args, kwargs, watched)
@@ -55,16 +57,6 @@ FACTS = _properties(
 }  # fmt: skip
 READ_GRADIENT, SET_GRADIENT, SET_DATA = _Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.data.__set__
 LENDS = {_Tensor.data.__get__, torch.Tensor.detach, torch.detach}
-
-
-def _leaves(nest: Any) -> Iterator[Any]:
-    for item in nest:
-        if isinstance(item, tuple | list):
-            yield from _leaves(item)
-        elif isinstance(item, dict):
-            yield from _leaves(item.values())
-        else:
-            yield item
 
 
 def called(residency: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], watched: Sequence[Any]) -> Any:

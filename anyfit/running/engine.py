@@ -34,9 +34,7 @@ class Engine:
 
     @property
     def micro_batches(self) -> list[int]:
-        """Samples of each micro-batch of a step; only the last may be smaller."""
-        whole, rest = divmod(self.plan.share, self.plan.micro_batch)
-        return [self.plan.micro_batch] * whole + ([rest] if rest else [])
+        return self.plan.micro_batches
 
     def begin(self) -> None:
         if self.timeline is not None:

@@ -235,8 +235,7 @@ def compare(case: Case, device: torch.device) -> Parity | str:
     """
     before = {name: parameter.detach().float().cpu().clone() for name, parameter in case.model.named_parameters()}
     plan = case.plan
-    whole, rest = divmod(plan.batch_size, plan.micro_batch)
-    sizes = [plan.micro_batch] * whole + ([rest] if rest else [])
+    sizes = plan.micro_batches
     try:
         plain_losses, plain = _plain_steps(case.job, copy.deepcopy(case.model), sizes, case.batch, device)
         free(device)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from anyfit.values.call import leaves
 from anyfit.values.graph import largest_sets
 
 FEW = 3  # parameters that any plan has room for together
@@ -64,7 +65,7 @@ class Needs(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        taken = {self._index[id(item)] for item in _leaves((args, kwargs)) if id(item) in self._index}
+        taken = {self._index[id(item)] for item in leaves((args, kwargs)) if id(item) in self._index}
         if taken:
             self._note(taken)
             block = self._block()
@@ -178,13 +179,3 @@ def storage_of(tensor: Tensor) -> Any:
 
 def _uses(storage: int) -> int:
     return int(torch._C._storage_Use_Count(storage))
-
-
-def _leaves(nest: Any) -> Iterator[Any]:
-    for item in nest:
-        if isinstance(item, tuple | list):
-            yield from _leaves(item)
-        elif isinstance(item, dict):
-            yield from _leaves(item.values())
-        else:
-            yield item

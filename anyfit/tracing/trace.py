@@ -1,6 +1,7 @@
 """The trace of one micro-batch: `trace(job, micro_batch) -> Graph`. Nothing is allocated, whatever the model's size.
 
-With `Job(real_run=True)` the pass is a real one, on the CPU, and every layer of it: values may make like layers run differently.
+Where a forward needs the values of tensors, the pass is a real one, on the CPU: of a small model by itself, of a larger one with
+`Job(real_run=True)`. It runs every layer, because values may make like layers run differently.
 """
 
 from __future__ import annotations

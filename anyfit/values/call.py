@@ -13,7 +13,7 @@ Equal calls have equal texts, so a text names what was measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,3 +99,14 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * max(shape[dim], 1)
     return tuple(strides)
+
+
+def leaves(nest: Any) -> Iterator[Any]:
+    """What an op's arguments hold, through tuples, lists and dicts."""
+    for item in nest:
+        if isinstance(item, tuple | list):
+            yield from leaves(item)
+        elif isinstance(item, dict):
+            yield from leaves(item.values())
+        else:
+            yield item

@@ -204,6 +204,12 @@ class Plan(Record):
         return self.micro_batch < self.batch_size
 
     @property
+    def micro_batches(self) -> list[int]:
+        """Samples of each micro-batch of a rank's step; only the last may be smaller."""
+        whole, rest = divmod(self.share, self.micro_batch)
+        return [self.micro_batch] * whole + ([rest] if rest else [])
+
+    @property
     def ranks(self) -> int:
         """Processes, each with a device of its own."""
         return math.prod(self.mesh.values())
