@@ -55,7 +55,7 @@ class ChunkState:
         self.own = chunk.part(part, self.shards)
         self.dtype: torch.dtype = getattr(torch, chunk.dtype)
         self.is_split = chunk.is_updated and self.dtype == torch.bfloat16
-        self._device, self._slabs = device, slabs
+        self.device, self._slabs = device, slabs
         self.on_device: Tensor | None = None
         self.on_host: Tensor | None = None  # of `own`
         on_host = placement.weights == "host" or (chunk.is_updated and placement.update == "host")
@@ -100,7 +100,7 @@ class ChunkState:
         """A flat buffer in the tier of the optimizer's state."""
         elements = self.own.elements if elements is None else elements
         if self.placement.optimizer == "device":
-            return torch.zeros(elements, dtype=dtype, device=self._device)
+            return torch.zeros(elements, dtype=dtype, device=self.device)
         return self._slabs.zeros(elements, dtype, crosses=self.placement.update == "device")
 
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
@@ -170,8 +170,8 @@ class ChunkState:
         """A flat buffer of `own`, put together with the other ranks'."""
         if self.shards == 1:
             return own
-        flat = torch.empty(self.chunk.elements, dtype=own.dtype, device=self._device)
-        self.ranks.gather("small", self.shards, flat, own.to(self._device), Label(Task.GATHER, self.index))
+        flat = torch.empty(self.chunk.elements, dtype=own.dtype, device=self.device)
+        self.ranks.gather("small", self.shards, flat, own.to(self.device), Label(Task.GATHER, self.index))
         return flat
 
     def adopt(self, edited: Tensor, before: Tensor) -> None:

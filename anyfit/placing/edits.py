@@ -84,19 +84,18 @@ class Bound:
 
     def refuse_replaced(self) -> None:
         """Raises where a module holds another parameter than it did at the start."""
-        for members, key, parameter, name in self._holders:
-            if members.get(key) is not parameter:
-                raise RuntimeError(
-                    f"{name} is not the parameter any more that it was when the run started, so the run does not train it; "
-                    "change its values (copy_, load_state_dict), or start a new run: anyfit.start"
-                )
+        for name in [each[3] for each in self._holders if each[0].get(each[1]) is not each[2]]:
+            raise RuntimeError(
+                f"{name} is not the parameter any more that it was when the run started, so the run does not train it; "
+                "change its values (copy_, load_state_dict), or start a new run: anyfit.start"
+            )
 
     def take_back(self) -> None:
         """Takes over tensors that user code has put in the place of weights (`p.data = tensor`)."""
+        with quietly():
+            moved = [home for home in self._homes if home[1].data_ptr() != home[3]]
         with quietly(), torch.no_grad():
-            for name, parameter, mine, address in self._homes:
-                if parameter.data_ptr() == address:
-                    continue
+            for name, parameter, mine, _address in moved:
                 given = parameter.data
                 if given.shape != mine.shape or given.dtype != mine.dtype or given.device != mine.device:
                     raise RuntimeError(f"{name}.data was replaced by {_kind(given)}, and is {_kind(mine)} in this run")

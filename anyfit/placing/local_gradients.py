@@ -10,7 +10,7 @@ another chunk needs the buffer. With several micro-batches the host adds them up
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -235,8 +235,7 @@ class LocalGradients(Gradients):
             if stage.state is not None:
                 self._go_down(stage)
         self._state.refuse_thawed()
-        with quietly():
-            on_device = {name: each for name in self._parameters if (each := self._on_device(name)) is not None}
+        on_device = self._on_device(self._parameters)
         norms = self._norms | _norms(on_device)
         if self.adds_up:
             norms |= self._finish_sums()
@@ -257,17 +256,18 @@ class LocalGradients(Gradients):
                 found |= _norms(home.there()) if on_cpu else together
         return found
 
-    def _on_device(self, name: str) -> Tensor | None:
-        total = self._sums[name].get(name) if name in self._sums else None
-        return self._parameters[name].grad if total is None else total
+    def _on_device(self, names: Iterable[str]) -> Views:
+        """Of these parameters, where they have one: the sum of several micro-batches, or autograd's own."""
+        with quietly():
+            own = {name: each for name in names if (each := self._parameters[name].grad) is not None}
+        sums = {name: self._sums[name].get(name) for name in names if name in self._sums}
+        return own | {name: total for name, total in sums.items() if total is not None}
 
     def of(self, state: ChunkState) -> tuple[dict[str, Tensor], Ticket | None]:
         home = self._on_host.get(state.index)
         if home is not None:
             return home.there(), home.ticket
-        with quietly():
-            names = [slot.name for slot in state.chunk.slots]
-            return {name: each for name in names if (each := self._on_device(name)) is not None}, None
+        return self._on_device([slot.name for slot in state.chunk.slots]), None
 
     def flat(self, state: ChunkState) -> Tensor | None:
         home = self._on_host.get(state.index) or self._sums.get(state.chunk.slots[0].name)

@@ -6,14 +6,14 @@ mirror follows; where its chunk is stepped, or loaded, the parameter does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from anyfit.values.demands import Demands, StaysOnDevice
-from anyfit.values.layout import Chunk
+from anyfit.values.layout import Chunk, Slot
 from anyfit.values.plan import Placement
 
 from .chunks import ChunkState, quietly
@@ -59,29 +59,26 @@ class Mirrors:
     parameters: Mapping[str, nn.Parameter]
     states: Mapping[str, ChunkState] = field(default_factory=dict)  # by name, of those that are mirrored
 
-    @torch.no_grad()
     def collect(self) -> None:
         """The chunks' mirrors are as the parameters are."""
-        for name, (mine, parameter) in self._pairs():
-            state = self.states[name]
-            if state.is_split:
-                slot = next(each for each in state.chunk.slots if each.name == name)
-                forget_low(state.view(state.low, slot), mine != parameter)
-            mine.copy_(parameter)
+        for state, slot, mine, parameter in self._mirrored():
+            with torch.no_grad():
+                if state.is_split:
+                    forget_low(state.view(state.low, slot), mine != parameter)
+                mine.copy_(parameter)
 
-    @torch.no_grad()
     def spread(self) -> None:
         """The parameters are as the chunks' mirrors are."""
-        for _name, (mine, parameter) in self._pairs():
-            parameter.copy_(mine)
+        for _state, _slot, mine, parameter in self._mirrored():
+            with torch.no_grad():
+                parameter.copy_(mine)
 
-    def _pairs(self) -> list[tuple[str, tuple[Tensor, Tensor]]]:
-        found = []
-        with quietly():
-            for name, state in self.states.items():
-                slot = next(each for each in state.chunk.slots if each.name == name)
-                found.append((name, (state.view(state.weights, slot), self.parameters[name].detach())))
-        return found
+    def _mirrored(self) -> Iterator[tuple[ChunkState, Slot, Tensor, Tensor]]:
+        for name, state in self.states.items():
+            slot = next(each for each in state.chunk.slots if each.name == name)
+            with quietly():
+                mine, parameter = state.view(state.weights, slot), self.parameters[name].detach()
+            yield state, slot, mine, parameter
 
     @property
     def device_bytes(self) -> int:

@@ -21,6 +21,7 @@ from anyfit.values.coupling import coupled_from_outside
 from anyfit.values.demands import StaysOnDevice
 from anyfit.values.plan import Placement
 
+from .gradients import scale
 from .optimizer_state import Entries, OptimizerState
 
 
@@ -68,6 +69,8 @@ class UsersOptimizer:
         self._hidden: set[str] = set()  # of parameters whose state was loaded, and is not shown yet
         self._elsewhere = Elsewhere()
         self._can_step_together = all(steps_together(each.state.placement) for each in chunks)
+        # On the CPU torch steps one parameter after the other: all in one call hold no more than one chunk.
+        self._can_step_itself = is_open and all(each.state.device.type == "cpu" and not each.state.is_split for each in chunks)
 
     def refuse_changed(self) -> None:
         """Before a step: what has been done to the optimizer since the run started and cannot be honoured."""
@@ -149,25 +152,25 @@ class UsersOptimizer:
 
     # ------------------------------------------------------------------ a step of all at once
 
-    def must_step_together(self, coupled: str | None) -> bool:
-        return coupled is not None or coupled_from_outside(self.optimizer) is not None
+    def steps_itself(self, coupled: str | None) -> bool:
+        """Whether the optimizer is called once for all parameters: it has to be, or that costs least."""
+        if coupled is not None or coupled_from_outside(self.optimizer) is not None:
+            return True
+        return self._can_step_itself and not any(group.get("foreach") for group in self.optimizer.param_groups)
 
     def step_together(self, gradients: Mapping[str, Tensor], masters: Mapping[str, Tensor], factor: float | None) -> None:
         """One step of the optimizer itself, with these gradients; on fp32 masters where a parameter has them."""
         before: dict[str, Tensor] = {}
         try:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-            for name, gradient in gradients.items():
-                parameter = self.parameters[name]
+            for name, parameter in self.parameters.items():
                 if name in masters:
                     before[name] = parameter.data
                     parameter.data = masters[name]
-                parameter.grad = gradient
+                gradient = gradients.get(name)
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
             if factor is not None:
-                for gradient in gradients.values():
-                    gradient.mul_(factor)
+                scale(list(gradients.values()), factor)
             self.optimizer.step()
         finally:
             for name, weights in before.items():

@@ -11,6 +11,7 @@ margin, plans are tried that need less than the one at hand, as long as there is
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import operator
 import random
@@ -41,6 +42,7 @@ MOST_STEP = 0.64
 LEAST_STEP = 0.02  # where no plan has room for more
 MOST_CELLS = 2**20  # of all that a step can reach
 SMALL_BYTES = 2**20  # of a buffer
+MERSENNE_BYTES = 624 * 4 + 4  # numpy's MT19937: its words, and how far they are used
 
 
 class Rescue:
@@ -187,6 +189,22 @@ class Kept:
     copy: Tensor
 
 
+class NumpyState:
+    """Of numpy's own generator. To read it takes longer than all else that is noted, so it is read where its memory has changed:
+    that is all there is to its state but for a normal number that was drawn and not used yet."""
+
+    def __init__(self) -> None:
+        self._memory, self._state = b"", dict[str, Any]()
+
+    def read(self) -> dict[str, Any]:
+        source = np.random.mtrand.get_bit_generator()
+        is_known = isinstance(source, np.random.MT19937)  # unless the user has put another there
+        memory = ctypes.string_at(source.ctypes.state_address, MERSENNE_BYTES) if is_known else b""
+        if not memory or memory != self._memory or self._state["has_gauss"]:
+            self._memory, self._state = memory, np.random.get_state(legacy=False)
+        return self._state
+
+
 class Buffers:
     """Random numbers and buffers as they were before a step: a few microseconds, and one copy of all small buffers together."""
 
@@ -195,13 +213,14 @@ class Buffers:
         self._modules = [module for module in model.modules() if module._buffers]
         self._kept: dict[tuple[int, str], Kept] = {}
         self._random: tuple[Any, ...] = ()
+        self._numpy = NumpyState()
 
     @torch.no_grad()
     def note(self) -> None:
         """Large buffers that have not changed since the last note are not copied again. Small ones are: torch does not count what
         batch norms write into their statistics."""
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        self._random = torch.get_rng_state(), cuda, random.getstate(), np.random.get_state(legacy=False)
+        self._random = torch.get_rng_state(), cuda, random.getstate(), self._numpy.read()
         copies: dict[torch.dtype, list[Kept]] = {}
         for module in self._modules:
             for name, buffer in module._buffers.items():

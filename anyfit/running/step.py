@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -217,12 +218,15 @@ class Step:
 
     def _apply(self, norm: Tensor, scale: float) -> None:
         updates, clip_norm = self._engine.placed.updates, self._engine.job.clip_norm
-        if not bool(torch.isfinite(norm)):
+        size = float(norm)
+        if not math.isfinite(size):
             updates.leave_out()
             self._refuse_unwatched()
             self._progress.skipped += 1
             return
-        factor = scale if clip_norm is None else scale * float(clip_factor(norm, clip_norm))
+        factor = scale
+        if clip_norm is not None and size > 0.999 * clip_norm:  # else clipping is by 1 exactly
+            factor *= float(clip_factor(norm, clip_norm))
         with self._counting.updating():
             updates.apply(None if factor == 1.0 else factor)
         if self._scheduler is not None:

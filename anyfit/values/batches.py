@@ -113,6 +113,8 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 def rows_of(batch: Any, expected: int | None = None) -> int | None:
     """How many samples there are, `expected` where they may be as many; None where that cannot be told."""
+    if is_tensor(batch):
+        return _first_dim(batch)
     refuse_iterators(batch)
     certain, others = Counter[int](), dict[int, None]()  # what tensors outside of lists say, and what else could be
     _count(batch, certain, others, in_list=False)
@@ -167,12 +169,12 @@ def uncuttable(batch: Any, rows: int) -> str | None:
 
 def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Consecutive parts of the batch. Those of tensors and arrays are views: nothing is copied."""
+    if len(sizes) == 1:
+        return [batch]
     rows = sum(sizes)
     found = rows_of(batch, rows)
     if found is not None and found != rows:
         raise ValueError(f"cannot cut {found} samples into micro-batches of {list(sizes)}")
-    if len(sizes) == 1:
-        return [batch]
     reason = NO_SAMPLES if found is None else uncuttable(batch, rows)
     if reason is not None:
         raise ValueError(reason)

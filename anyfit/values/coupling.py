@@ -8,6 +8,7 @@ put in the place of the class's own, see all parameters at once and couple them 
 from __future__ import annotations
 
 import copy
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import FunctionType
@@ -32,9 +33,8 @@ def coupled(optimizer: Optimizer) -> str | None:
 
 def coupled_from_outside(optimizer: Optimizer) -> str | None:
     """The part of it that can change at any time. Quick: it is asked in every step."""
-    from torch.optim import optimizer as base
-
     own: Any = optimizer
+    base: Any = sys.modules["torch.optim.optimizer"]
     name = type(optimizer).__name__
     if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks:
         return f"{name} has hooks around its step (register_step_pre_hook, register_step_post_hook)"

@@ -36,9 +36,12 @@ class Schedule:
         self._before: Ticket | None = None  # what was computed before the GPU was given resident chunks
 
     def begin(self, norm: Tensor, clip_norm: float | None, scale: Tensor | None) -> None:
-        context, groups = self._context, self._context.stepper.groups()
+        context = self._context
+        if context.device.type != "cuda":
+            return
+        groups = context.stepper.groups()
         begun = [chunk for chunk in self._chunks if self._resident.can_begin(chunk, groups)]
-        if not begun or self._context.users.must_step_together(context.stepper.coupled):
+        if not begun or self._context.users.steps_itself(context.stepper.coupled):
             return
         self._before = context.lanes.so_far()
         factor = torch.ones_like(norm) if clip_norm is None else clip_factor(norm, clip_norm)
@@ -55,23 +58,27 @@ class Schedule:
             chunk.update.begun = None
 
     def apply(self, factor: float | None) -> None:
-        groups = self._context.stepper.groups()
-        self._context.pace.note(clips=factor is not None, is_late=any(chunk.update.moments_pending for chunk in self._chunks))
-        if self._context.ranks.are_several:
+        context = self._context
+        context.pace.note(clips=factor is not None, is_late=any(chunk.update.moments_pending for chunk in self._chunks))
+        if context.ranks.are_several:
             for chunk in self._chunks:
                 self._residency.settle(chunk.state)  # one that only other ranks used may still be at its last update
-        before = self._before or self._context.lanes.so_far()  # the old weights have been read
-        with self._context.integrity.stepping():
-            if self._context.users.must_step_together(self._context.stepper.coupled):
+        with context.integrity.stepping():
+            if context.users.steps_itself(context.stepper.coupled):
                 self._resident.update_together(factor)
             else:
-                for chunk in self._chunks:
-                    if chunk.state.placement.route == "resident":
-                        self._update_resident(chunk, factor, groups)
-                for chunk in self._chunks:
-                    if chunk.state.placement.route != "resident":
-                        self._hand_out(chunk, factor, groups, before)
-                self._context.mirrors.spread()
+                self._update_apart(factor)
+                context.mirrors.spread()
+
+    def _update_apart(self, factor: float | None) -> None:
+        groups = self._context.stepper.groups()
+        before = self._before or self._context.lanes.so_far()  # the old weights have been read
+        for chunk in self._chunks:
+            if chunk.state.placement.route == "resident":
+                self._update_resident(chunk, factor, groups)
+        for chunk in self._chunks:
+            if chunk.state.placement.route != "resident":
+                self._hand_out(chunk, factor, groups, before)
 
     def _update_resident(self, chunk: OptimizerState, factor: float | None, groups: Groups) -> None:
         if chunk.update.begun is not None:

@@ -22,6 +22,7 @@ from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
 from anyfit.values.machine import update_threads
 
 from ..chunks import ChunkState
+from ..gradients import scale
 from ..lanes import Ticket
 from ..masters import Masters
 from ..optimizer_state import Entries, Flat, OptimizerState
@@ -126,7 +127,7 @@ class Stepper:
         factor, groups = inputs.factor, inputs.groups
         assert not isinstance(factor, Tensor)
         if factor is not None:
-            _scale(list(own.values()), factor)
+            scale(list(own.values()), factor)
         working = zip(chunk.own_slots, self._masters(chunk.state, exact), strict=True)
         parameters = {slot.name: parameter for slot, parameter in working if slot.name in own}
         for name, parameter in parameters.items():
@@ -215,14 +216,6 @@ def _adam(optimizer: Optimizer, group: Mapping[str, Any]) -> Settings | None:
         decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))),
         maximize=group["maximize"],
     )
-
-
-def _scale(gradients: list[Tensor], factor: float) -> None:
-    if any(each.layout != torch.strided for each in gradients):  # which foreach does not know
-        for each in gradients:
-            each.mul_(factor)
-    else:
-        torch._foreach_mul_(gradients, factor)
 
 
 def _refuse_coupled(before: Groups, after: Sequence[Mapping[str, Any]], name: str) -> None:
