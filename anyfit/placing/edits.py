@@ -93,9 +93,7 @@ class Bound:
     def take_back(self) -> None:
         """Takes over tensors that user code has put in the place of weights (`p.data = tensor`)."""
         with quietly():
-            moved = [home for home in self._homes if home[1].data_ptr() != home[3]]
-        with quietly(), torch.no_grad():
-            for name, parameter, mine, _address in moved:
+            for name, parameter, mine, _address in [home for home in self._homes if home[1].data_ptr() != home[3]]:
                 given = parameter.data
                 if given.shape != mine.shape or given.dtype != mine.dtype or given.device != mine.device:
                     raise RuntimeError(f"{name}.data was replaced by {_kind(given)}, and is {_kind(mine)} in this run")
@@ -104,7 +102,7 @@ class Bound:
                         f"{name}.data was made the memory of another weight; tie parameters as one object before the run starts: "
                         "module.a.weight = module.b.weight"
                     )
-                mine.copy_(given)
+                mine.copy_(given)  # views of buffers, which have no history
                 parameter.data = mine
 
 

@@ -39,7 +39,8 @@ class Norms:
 
     def together(self, device: torch.device) -> Tensor:
         """The norm of all, as torch's clip_grad_norm_ combines it."""
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([each.to(device, non_blocking=True) for each in self.parts]))
+        parts = [each if each.device == device else each.to(device, non_blocking=True) for each in self.parts]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(parts))
         return norm
 
     def squares(self, device: torch.device) -> Tensor:

@@ -83,6 +83,7 @@ class LocalGradients(Gradients):
     def __init__(self, state: ModelState, lanes: Lanes, slabs: HostSlabs, accumulation: int, moved: set[str]) -> None:
         super().__init__(state, lanes, accumulation, moved)
         self._sums: dict[str, DeviceSums] = {}  # by parameter
+        self._there: Views = {}  # those on the device, when the step is through
         self._counted: dict[int, set[str]] = {}  # by chunk that speculates, gradients that are there
         self._norms: dict[str, Tensor] = {}  # of final gradients that have left the device
         self._on_host: dict[int, HostGradients] = {}
@@ -235,8 +236,8 @@ class LocalGradients(Gradients):
             if stage.state is not None:
                 self._go_down(stage)
         self._state.refuse_thawed()
-        on_device = self._on_device(self._parameters)
-        norms = self._norms | _norms(on_device)
+        self._there = self._on_device(self._parameters)
+        norms = self._norms | _norms(self._there)
         if self.adds_up:
             norms |= self._finish_sums()
         return Norms([norms[name] for name in self._parameters if name in norms])
@@ -267,13 +268,17 @@ class LocalGradients(Gradients):
         home = self._on_host.get(state.index)
         if home is not None:
             return home.there(), home.ticket
-        return self._on_device([slot.name for slot in state.chunk.slots]), None
+        names = [slot.name for slot in state.chunk.slots]
+        if not self._there:  # the step goes on
+            return self._on_device(names), None
+        return {name: self._there[name] for name in names if name in self._there}, None
 
     def flat(self, state: ChunkState) -> Tensor | None:
         home = self._on_host.get(state.index) or self._sums.get(state.chunk.slots[0].name)
         return None if home is None else home.flat
 
     def clear(self) -> None:
+        self._there = {}
         for sums in self._sums.values():
             sums.names.clear()
         self._counted.clear()

@@ -215,7 +215,6 @@ class Buffers:
         self._random: tuple[Any, ...] = ()
         self._numpy = NumpyState()
 
-    @torch.no_grad()
     def note(self) -> None:
         """Large buffers that have not changed since the last note are not copied again. Small ones are: torch does not count what
         batch norms write into their statistics."""
@@ -235,7 +234,8 @@ class Buffers:
                     kept.version = buffer._version
                     copies.setdefault(buffer.dtype, []).append(kept)
         for group in copies.values():
-            torch._foreach_copy_([kept.copy for kept in group], [kept.buffer for kept in group])
+            with torch.no_grad():
+                torch._foreach_copy_([kept.copy for kept in group], [kept.buffer for kept in group])
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -120,9 +120,8 @@ def rows_of(batch: Any, expected: int | None = None) -> int | None:
     _count(batch, certain, others, in_list=False)
     candidates = list(certain) or list(others)
     clear = [each for each in candidates if not _unclear(batch, each)]
-    for found in (clear, candidates):
-        if expected in found:
-            return expected
+    if expected in candidates:
+        return expected
     if clear:
         return clear[0]
     most = certain.most_common(2)
@@ -169,12 +168,12 @@ def uncuttable(batch: Any, rows: int) -> str | None:
 
 def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Consecutive parts of the batch. Those of tensors and arrays are views: nothing is copied."""
-    if len(sizes) == 1:
-        return [batch]
     rows = sum(sizes)
     found = rows_of(batch, rows)
     if found is not None and found != rows:
         raise ValueError(f"cannot cut {found} samples into micro-batches of {list(sizes)}")
+    if len(sizes) == 1:
+        return [batch]
     reason = NO_SAMPLES if found is None else uncuttable(batch, rows)
     if reason is not None:
         raise ValueError(reason)
