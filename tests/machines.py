@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from anyfit.values.machine import Curve, Device, Figure, Host, Limits, Machine
+from anyfit.values.calibration import Calibration, Figure
+from anyfit.values.machine import Curve, Device, Host, Limits, Machine
 
 GIB = 2**30
 
@@ -37,6 +38,8 @@ def small_machine(*, device_bytes: int = 8 * GIB, cores: int = 2, flops_per_seco
             host_seconds=figure(1e-6),
             workspace_bytes=figure(0),
             measured={},
+            processors=figure(0),
+            calibration=Calibration.of("cpu"),
         ),
         host=Host(
             cores=cores,

@@ -17,14 +17,10 @@ from collections.abc import Mapping, Sequence
 from anyfit.values.graph import COSTLY_OPS, LEAST_OFFLOAD_BYTES, Graph
 from anyfit.values.profile import ChoiceCost, HostRates
 
-# What looking at a call costs, in calls of a training step: fitted to "4b batch 8 cap 40" of
-# benchmarks/results/planned-regret.json.
-LOOKED_AT = 3.4
 
-
-def choice_costs(graph: Graph, took: Sequence[float], host: HostRates, call_seconds: float) -> list[Mapping[str, ChoiceCost]]:
-    """By block; `took` are the seconds of every op, `call_seconds` the host's of one call. What is outside blocks can only be
-    kept, and so is what nothing can come between."""
+def choice_costs(graph: Graph, took: Sequence[float], host: HostRates, look_seconds: float) -> list[Mapping[str, ChoiceCost]]:
+    """By block; `took` are the seconds of every op, `look_seconds` the host's to look at one call. What is outside blocks can
+    only be kept, and so is what nothing can come between."""
     count = len(graph.blocks)
     kept, costly, large, last = ([0] * count for _ in range(4))
     for value in graph.values:
@@ -41,7 +37,7 @@ def choice_costs(graph: Graph, took: Sequence[float], host: HostRates, call_seco
     for index, (op, seconds) in enumerate(zip(graph.ops, took, strict=True)):
         if op.phase == "forward" and index <= last[op.block]:
             forward[op.block] += seconds
-            cheap[op.block] += (0.0 if _is_costly(op.name) else seconds) + LOOKED_AT * call_seconds * op.calls
+            cheap[op.block] += (0.0 if _is_costly(op.name) else seconds) + look_seconds * op.calls
     costs: list[Mapping[str, ChoiceCost]] = []
     for index, block in enumerate(graph.blocks):
         choices: dict[str, ChoiceCost] = {"keep": ChoiceCost(kept[index], 0, 0.0)}

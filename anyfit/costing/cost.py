@@ -24,26 +24,17 @@ from .memory import (
 )
 from .times import copy_seconds, device_seconds, measured_share, pass_seconds, rough_share, update_seconds
 
-# How far measured steps lay from their forecasts over the recorded cases, rounded up: on a GPU those of tests/golden, on a CPU
-# those of benchmarks/forecast.py (benchmarks/results/forecast-cpu.json). tests/costing/test_golden.py holds them to it.
-TIME_ERROR = {"cpu": 0.45, "cuda": 0.24}
-# Convolutions and routed experts are priced by rougher curves, and a GPU that waits for its host by a figure that no case tests.
-ROUGH_TIME_ERROR = {"cpu": 0.7, "cuda": 0.63}
-ROUGH = 0.02  # of the device's seconds: a convolution that only cuts images into patches makes no pass rough
-# Where the calls themselves were measured on the device, all but a few. With the lightest calls taken away again until only
-# LEAST_MEASURED of the device's seconds is left, the cases stay within it; but not those with rough passes, whose shares the
-# curves know badly: a ResNet of which 0.95 is left is 15 % off, a ConvNeXt of which 0.85 is left, 20 %.
-MEASURED_TIME_ERROR = {"cpu": 0.45, "cuda": 0.12}
+# A pass is rough where convolutions and routed experts, which the curves price badly, take this much of the device's seconds: a
+# convolution that only cuts images into patches does not.
+ROUGH = 0.02
+# The least share of the device's seconds in calls that were measured, for a forecast to be as good as these. Where a pass is
+# rough the curves know the shares badly: a ResNet of which 0.95 is left is 15 % off, a ConvNeXt of which 0.85 is left, 20 %.
 LEAST_MEASURED = 0.85
 LEAST_MEASURED_OF_ROUGH = 0.95
 # State that is partly on the host lies in about this many chunks at least, so that some can stay and few be in the way.
 FINE_CHUNKS, MOST_CHUNKS = 32, 200
 LEAST_CHUNK_BYTES = {"cpu": 2**14, "cuda": 2**23}  # a GPU is done with less before it has been told of it
 HOST_BOUND = 1.2  # a pass that takes this many times the device's own seconds waits for the host
-IN_A_RUN = 0.95  # of the rate at which an otherwise idle machine updates: 0.91 to 1.0 in timelines of runs
-MEMORY_ERROR = {"cpu": 0.02, "cuda": 0.02}
-RESERVED_ERROR = {"cpu": 0.08, "cuda": 0.05}
-OFFLOAD_ERROR = {"cpu": 0.08, "cuda": 0.02}
 
 
 def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, spread: tuple[int, int] = (1, 1)) -> Profile:
@@ -58,7 +49,7 @@ def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, spread: tup
 
 
 def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Links) -> Profile:
-    graph, device = graphs[0], machine.device
+    graph, device, fitted = graphs[0], machine.device, machine.device.calibration
     chunks = chunks_of(graph)
     share = -(-batch_size // links.ranks)
     passes = sorted((_pass(each, chunks, machine, share) for each in graphs), key=lambda each: -each.micro_batch)
@@ -86,11 +77,12 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Lin
         workspace_bytes=int(device.workspace_bytes.value),
         peak_flops_per_second=rates.peak,
         time_error=_time_error(largest, machine, passes[0].seconds, rates.spread),
-        memory_error=MEMORY_ERROR[device.kind],
-        reserved_error=RESERVED_ERROR[device.kind],
-        offload_error=OFFLOAD_ERROR[device.kind],
+        memory_error=fitted.peak_error.value,
+        reserved_error=fitted.reserved_error.value,
+        offload_error=fitted.offload_reserved_error.value,
         model_fingerprint=graph.fingerprint,
         machine_fingerprint=machine.fingerprint,
+        calibration=fitted,
         memory_bytes_per_second=device.memory.peak,
         offload_chunk_bytes=fine.chunk_bytes,
         chunks=fine.chunks,
@@ -133,14 +125,14 @@ def _size_near(graph: Graph, base: int, ranks: int) -> int:
 
 def _time_error(graph: Graph, machine: Machine, seconds: float, spread: float) -> float:
     """How far a step may lie from its forecast; `spread` is that of the curve which bounds most passes."""
-    device = machine.device
+    device, fitted = machine.device, machine.device.calibration
     busy = sum(device_seconds(op, graph.calls[op.call], device) for op in graph.ops)
     if device.kind == "cuda" and seconds - copy_seconds(graph, machine) > HOST_BOUND * busy:
-        return max(ROUGH_TIME_ERROR[device.kind], spread)
+        return max(fitted.rough_time_error.value, spread)
     rough = rough_share(graph, device) >= ROUGH
     if measured_share(graph, device) >= (LEAST_MEASURED_OF_ROUGH if rough else LEAST_MEASURED):
-        return MEASURED_TIME_ERROR[device.kind]
-    return max((ROUGH_TIME_ERROR if rough else TIME_ERROR)[device.kind], spread)
+        return fitted.measured_time_error.value
+    return max((fitted.rough_time_error if rough else fitted.time_error).value, spread)
 
 
 def _host_rates(machine: Machine, ranks: int = 1) -> HostRates:
@@ -151,7 +143,8 @@ def _host_rates(machine: Machine, ranks: int = 1) -> HostRates:
     if copies is None:  # on a CPU device a copy is read and written by the same cores
         rate = host.bytes_per_second.value / 2 / ranks
         return HostRates(loaded, rate, rate, overlaps=False)
-    alone, loaded = IN_A_RUN * alone, IN_A_RUN * loaded
+    share = machine.device.calibration.host_update_share.value
+    alone, loaded = share * alone, share * loaded
     up, down = copies.up_both.peak, copies.down_both.peak
     if ranks > 1:  # all copy in both directions
         each_way = host.bytes_per_second.value / 2 / ranks
@@ -167,8 +160,9 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, share: int) -
     seconds = {"forward": [0.0] * count, "backward": [0.0] * count}
     recompute = [0.0] * count
     all_seconds = pass_seconds(graph, machine, -(-share // graph.micro_batch))
-    call_seconds = machine.device.host_seconds.value if machine.device.kind == "cuda" else 0.0
-    choices = choice_costs(graph, all_seconds, _host_rates(machine), call_seconds)
+    device = machine.device
+    look_seconds = device.calibration.selective_call_factor.value * device.host_seconds.value if device.kind == "cuda" else 0.0
+    choices = choice_costs(graph, all_seconds, _host_rates(machine), look_seconds)
     for op, took in zip(graph.ops, all_seconds, strict=True):
         flops[op.phase][op.block] += op.flops
         seconds[op.phase][op.block] += took

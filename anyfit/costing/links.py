@@ -21,9 +21,6 @@ from anyfit.values.machine import Machine
 from anyfit.values.profile import Division, Exchange
 
 Name = Literal["all_gather", "reduce_scatter", "all_reduce"]
-# Where nothing is known: what PCIe without direct access, gloo, and a common network are good for, and how wrong that may be.
-ASSUMED = {"cuda": Exchange(5e-5, 1 / 10e9), "cpu": Exchange(3e-4, 1 / 1e9), "cluster": Exchange(2e-4, 1 / 1e9)}
-ASSUMED_ERROR = 3.0
 NOTHING = Exchange(0.0, 0.0)
 
 
@@ -63,6 +60,13 @@ class Links:
             same, share = self.cost("all_reduce", self.ranks), max(shards // self.node, 1)
         return Exchange(first.latency_seconds + same.latency_seconds, first.seconds_per_byte + same.seconds_per_byte / share)
 
+    def assumed(self, across: str) -> Exchange:
+        """Where no link has been measured."""
+        fitted = self.machine.device.calibration
+        if across == "node":
+            return Exchange(fitted.link_latency_seconds.value, 1 / fitted.link_bytes_per_second.value)
+        return Exchange(fitted.network_latency_seconds.value, 1 / fitted.network_bytes_per_second.value)
+
     def cost(self, name: Name, group: int) -> Exchange:
         """Of a group of neighbours."""
         across = "node" if group <= self.node else "cluster"
@@ -72,7 +76,7 @@ class Links:
             if (each.name, each.across) == (name, across)
         )
         if not known:
-            assumed = ASSUMED[self.machine.device.kind if across == "node" else "cluster"]
+            assumed = self.assumed(across)
             times = 2 if name == "all_reduce" else 1
             return Exchange(times * assumed.latency_seconds, times * assumed.seconds_per_byte)
         latency = _between([(size, seconds) for size, seconds, _ in known], group)
@@ -107,9 +111,11 @@ class Links:
         where = {"node": "inside a node", "cluster": "between nodes"}
         said = []
         for across in lacking:
-            rate = 1 / ASSUMED[self.machine.device.kind if across == "node" else across].seconds_per_byte
-            said.append(f"{rate / 1e9:.0f} GB/s {where[across]}")
-        return ASSUMED_ERROR, f"{' and '.join(said)}, as nobody has measured the links of {self.machine.name}"
+            said.append(f"{1e-9 / self.assumed(across).seconds_per_byte:.0f} GB/s {where[across]}")
+        return (
+            self.machine.device.calibration.link_error.value,
+            f"{' and '.join(said)}, as nobody has measured the links of {self.machine.name}",
+        )
 
 
 def _degrees(node: int, nodes: int) -> list[int]:

@@ -133,7 +133,7 @@ def live_bytes(graph: Graph, device: Device, gradients: Literal["kept", "consume
     live = graph.live_bytes(gradients)
     if device.kind != "cuda":
         return live
-    most = [max((each.bytes for each in workspaces(text)), default=0) for text in graph.calls]
+    most = [max((each.bytes for each in workspaces(text, int(device.processors.value))), default=0) for text in graph.calls]
     return [bytes + most[op.call] for bytes, op in zip(live, graph.ops, strict=True)]
 
 
@@ -192,7 +192,7 @@ def reserved_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device, *, acc
     used = {parameter.name for parameter in graph.parameters if parameter.used}
     library_bytes = int(device.workspace_bytes.value)
     for step in range(2):
-        gradients = _play_pass(allocator, graph, library_bytes if step == 0 else 0, consumed=accumulating)
+        gradients = _play_pass(allocator, graph, device, library_bytes if step == 0 else 0, consumed=accumulating)
         if not is_in_one_pass(graph.update, device):
             _play_update(allocator, graph.update, chunks, used, first=step == 0)
         _give(allocator, gradients)
@@ -228,10 +228,10 @@ def _take_moments(allocator: CachingAllocator, rule: UpdateRule, chunk: Chunk) -
         allocator.take(4 * chunk.elements)
 
 
-def _play_pass(allocator: CachingAllocator, graph: Graph, library_bytes: int, *, consumed: bool) -> list[Piece]:
+def _play_pass(allocator: CachingAllocator, graph: Graph, device: Device, library_bytes: int, *, consumed: bool) -> list[Piece]:
     """Takes and gives what one pass does; the gradients that are left. `library_bytes` are what matmul libraries keep."""
     taken = _play_inputs(allocator, graph)
-    needed = [workspaces(text) for text in graph.calls]
+    needed = [workspaces(text, int(device.processors.value)) for text in graph.calls]
     kept = _kept_by_libraries(library_bytes)
     births, deaths = _births_and_deaths(graph, consumed=consumed)
     for op, born, died in zip(graph.ops, births, deaths, strict=True):

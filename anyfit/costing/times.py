@@ -19,34 +19,18 @@ from anyfit.values.machine import Curve, Device, Machine
 
 from .memory import is_in_one_pass
 
-# Bytes the engine itself moves in an update, by element of a bf16 chunk. Counted they are 70: merging the masters (6 + 8 + 10),
-# widening (6) and scaling (8) the gradient, its norm (2), splitting the masters again (6 + 10 + 8 + 6). 90 is a fit, not a count:
-# it is what the steps of the cases marked `calibrates` take, at the bandwidth of one element-wise op.
-SPLIT_BYTES_PER_ELEMENT = 90
-# By element of an fp32 chunk: norm (4) and scaling (8).
+# Bytes the engine itself moves in an update, by element of an fp32 chunk: norm (4) and scaling (8).
 WHOLE_BYTES_PER_ELEMENT = 12
 # What a kernel of the engine's moves instead, by element of a bf16 and of an fp32 chunk: the norm (2, 4), gradients put side by
 # side (4, 8), and the pass over them and the state (26, 28).
 ONE_PASS_BYTES_PER_ELEMENT = {"bfloat16": 32, "float32": 40}
-# What one parameter costs the host in an update, in dispatcher calls: lists, lookups and the optimizer's bookkeeping.
-CALLS_PER_PARAMETER = 2.5
-# Fitted, on a GPU to the cases of benchmarks/cases.py that are marked `calibrates`, on a CPU to the demo. A probe's short bursts
-# find a GPU's clocks higher than minutes of load leave them, and a CPU's caches warmer.
-SUSTAINED = {"cpu": 1.2, "cuda": 1.05}
-MEASURED_SUSTAINED = {"cpu": 1.0, "cuda": 1.02}  # the same for calls that were measured one by one
-# What a call of a real model costs the host, in calls of the probe's tiny blocks. Fitted too, but on a GPU the cases only bound
-# it from above: none of them waits for its host throughout, and any share from 0.45 to 0.9 fits them alike.
-HOST_SHARE = {"cpu": 3.0, "cuda": 0.9}
-# Of a parameter whose gradient is added up over passes, what the hook that does it costs the host: as the steps of ConvNeXt in
-# four passes have it, which wait for the host throughout (benchmarks/results/planned-more.json, planned-fourth.json).
-SUMMED_CALLS = 3
 PLAYED = 3  # passes of a step: by then the host is as far ahead, or behind, as it will be
 
 
 def device_seconds(op: Op, call: str, device: Device) -> float:
     """How long the device is busy with one op: as it was measured for this very call, or else by the curves."""
     measured = device.measured.get(call)
-    return curve_seconds(op, device) if measured is None else measured * MEASURED_SUSTAINED[device.kind]
+    return curve_seconds(op, device) if measured is None else measured * device.calibration.call_slowdown.value
 
 
 def curve_seconds(op: Op, device: Device) -> float:
@@ -56,7 +40,7 @@ def curve_seconds(op: Op, device: Device) -> float:
     seconds = op.bytes / bandwidth.at(max(op.bytes, 1))
     if op.flops:
         seconds = max(op.bytes / device.memory.at(op.bytes), op.flops / _rates(op, name, device).at(op.flops))
-    return seconds * SUSTAINED[device.kind]
+    return seconds * device.calibration.curve_slowdown.value
 
 
 def _rates(op: Op, name: str, device: Device) -> Curve:
@@ -107,12 +91,12 @@ def pass_seconds(graph: Graph, machine: Machine, passes: int = 1) -> list[float]
     for op in graph.ops:
         if op.call not in known:
             known[op.call] = device_seconds(op, graph.calls[op.call], device)
-    call_seconds = device.host_seconds.value * HOST_SHARE[device.kind]
+    call_seconds = device.host_seconds.value * device.calibration.host_call_factor.value
     if device.kind == "cpu":
         launch = device.launch_seconds.value
         return [known[op.call] + max(op.calls * call_seconds - launch, 0.0) for op in graph.ops]
     backward = sum(op.phase == "backward" for op in graph.ops) or 1
-    summed = (passes > 1) * SUMMED_CALLS * len(graph.parameters) / backward
+    summed = (passes > 1) * device.calibration.accumulation_calls.value * len(graph.parameters) / backward
     took = [0.0] * len(graph.ops)
     batch = copy_seconds(graph, machine)
     host = done = 0.0
@@ -132,20 +116,20 @@ def pass_seconds(graph: Graph, machine: Machine, passes: int = 1) -> list[float]
 def update_seconds(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) -> float:
     """One optimizer step over all chunks. The device has waited for the norm, and each chunk is prepared before it is launched:
     host and device hardly overlap."""
-    seconds = 0.0
+    seconds, fitted = 0.0, device.calibration
     for chunk in chunks:
         if not chunk.is_updated:
             continue
         parameters = len(chunk.slots)
         if is_in_one_pass(rule, device):
             passed = chunk.elements * ONE_PASS_BYTES_PER_ELEMENT[chunk.dtype]
-            seconds += passed / device.memory.at(passed) * SUSTAINED[device.kind]
-            seconds += CALLS_PER_PARAMETER * parameters * device.host_seconds.value
+            seconds += passed / device.memory.at(passed) * fitted.curve_slowdown.value
+            seconds += fitted.update_calls.value * parameters * device.host_seconds.value
             continue
-        own = SPLIT_BYTES_PER_ELEMENT if chunk.dtype == "bfloat16" else WHOLE_BYTES_PER_ELEMENT
+        own = fitted.split_update_bytes.value if chunk.dtype == "bfloat16" else WHOLE_BYTES_PER_ELEMENT
         moved = chunk.elements * (rule.bytes_per_element + own)
         one_by_one = rule.scratch_is_shared  # an op for each parameter, not one for all
         typical = 8 * max(chunk.elements // parameters, 1) if one_by_one else 8 * chunk.elements
-        calls = CALLS_PER_PARAMETER + (rule.ops_per_parameter if one_by_one else 0)
+        calls = fitted.update_calls.value + (rule.ops_per_parameter if one_by_one else 0)
         seconds += moved / device.memory.at(typical) + calls * parameters * device.host_seconds.value
     return seconds

@@ -14,8 +14,7 @@ from functools import cache
 
 from anyfit.values.call import Call, TensorForm
 
-# Of an H100 or H200. The reduction makes partial sums for as many threads as a GPU runs at once; an A100 has 108 processors.
-PROCESSORS, THREADS_A_PROCESSOR = 132, 2048
+THREADS_A_PROCESSOR = 2048
 TILE = 128  # rows and columns of a product that one processor works on
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -29,14 +28,17 @@ class Workspace:
 
 
 @cache
-def workspaces(text: str) -> tuple[Workspace, ...]:
-    """Those of the call with this text, in order."""
+def workspaces(text: str, processors: int) -> tuple[Workspace, ...]:
+    """Those of the call with this text on a GPU of so many processors, in order."""
     call = Call.read(text)
-    rule = RULES.get(call.op)
-    return () if rule is None else tuple(each for each in rule(call) if each.bytes)
+    if call.op in SHARED_RULES:
+        found = SHARED_RULES[call.op](call, processors)
+    else:
+        found = RULES[call.op](call) if call.op in RULES else []
+    return tuple(each for each in found if each.bytes)
 
 
-def _of_reduction(call: Call) -> list[Workspace]:
+def _of_reduction(call: Call, processors: int) -> list[Workspace]:
     """Partial sums of the threads that share an output (ATen/native/cuda/Reduce.cuh, setReduceConfig): to the byte.
 
     Large where the rows of a matrix are added up, as for the gradient of a bias. Where each row is summed by itself, threads
@@ -58,7 +60,7 @@ def _of_reduction(call: Call) -> list[Workspace]:
         return []
     values = -(-inputs // height)  # for a thread to add up
     blocks = -(-outputs // (vector * width))
-    wanted = PROCESSORS * (THREADS_A_PROCESSOR // (width * height))
+    wanted = processors * (THREADS_A_PROCESSOR // (width * height))
     if values < 256 or blocks > wanted:
         return []
     shares = max(min(-(-wanted // blocks), -(-values // 16)), -(-values // 256))
@@ -82,7 +84,7 @@ def _of_convolution(call: Call) -> list[Workspace]:
     return [Workspace(1, _copies(source, weight, source.shape[0] * weight.shape[0] * pixels * ELEMENT_BYTES[source.dtype]))]
 
 
-def _of_convolution_backward(call: Call) -> list[Workspace]:
+def _of_convolution_backward(call: Call, processors: int) -> list[Workspace]:
     """For the gradient of the input as in forward; for that of the weight, partial sums in fp32 as well."""
     result, source, weight, stride, groups, wanted = (call.arguments[index] for index in (0, 1, 2, 4, 9, 10))
     if groups != 1:
@@ -90,7 +92,7 @@ def _of_convolution_backward(call: Call) -> list[Workspace]:
     copies, is_product = _copies(source, weight, _bytes(result)), _is_product(source, weight, stride)
     exact = 4 * math.prod(weight.shape)
     tiles = -(-weight.shape[0] // TILE) * -(-math.prod(weight.shape[1:]) // TILE)
-    sums = copies + exact * max(PROCESSORS // tiles, 1)  # of as many tiles as there are processors
+    sums = copies + exact * max(processors // tiles, 1)  # of as many tiles as there are processors
     return [
         Workspace(1, copies if wanted[0] and not is_product else 0),
         Workspace(2, min(sums, source.shape[0] * exact) if is_product else sums),  # a product may do with one a sample
@@ -149,11 +151,14 @@ def _bytes(form: TensorForm) -> int:
     return math.prod(form.shape) * ELEMENT_BYTES[form.dtype]
 
 
-RULES: Mapping[str, Callable[[Call], list[Workspace]]] = {
+# By op. Those that share their work among all processors have sums for each.
+SHARED_RULES: Mapping[str, Callable[[Call, int], list[Workspace]]] = {
     "sum.dim_IntList": _of_reduction,
     "mean.dim": _of_reduction,
-    "convolution.default": _of_convolution,
     "convolution_backward.default": _of_convolution_backward,
+}
+RULES: Mapping[str, Callable[[Call], list[Workspace]]] = {
+    "convolution.default": _of_convolution,
     "_scaled_dot_product_cudnn_attention_backward.default": _of_cudnn_attention_backward,
     "_scaled_dot_product_efficient_attention_backward.default": _of_efficient_attention_backward,
     "_safe_softmax.default": _of_safe_softmax,

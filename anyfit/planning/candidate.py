@@ -10,11 +10,6 @@ from anyfit.values.profile import ALONE, ChunkCost, Division, Pass
 
 from .rates import Rates
 
-# What the computation takes where copies, updates and exchanges run beside it, on the same memory and behind the same Python
-# lock: the planned steps of benchmarks/results/planned.json that were to wait for nothing took 1.04 to 1.14 of their own, most
-# under 1.09. Of exchanges nobody has measured it.
-BESIDE = 1.07
-HAND_OUT_SECONDS = 1e-4  # that the host takes to start one chunk's update, while the device has nothing to do
 REDUCED_BYTES = 4  # an element, of gradients that ranks sum
 
 
@@ -63,12 +58,13 @@ class Candidate:
         """What each second of the computation takes, beside all else."""
         stays = all(each.route == "resident" and each.weights != "host" for each in self.placements)
         is_alone = stays and not self.offloaded and self.division.is_alone
-        return 1.0 if is_alone or not rates.host.overlaps else BESIDE
+        return 1.0 if is_alone or not rates.host.overlaps else rates.calibration.overlap_slowdown.value
 
-    def ending_seconds(self, resident: float) -> float:
+    def ending_seconds(self, resident: float, rates: Rates) -> float:
         """After the norm is known, where the device takes so many for resident updates: the host starts the others meanwhile. Of
         several ranks it starts them all, one after another."""
-        handed_out = HAND_OUT_SECONDS * sum(placement.route != "resident" for placement in self.placements)
+        elsewhere = sum(placement.route != "resident" for placement in self.placements)
+        handed_out = rates.calibration.update_launch_seconds.value * elsewhere
         return max(resident, handed_out) if self.division.is_alone else resident + handed_out
 
     @cached_property

@@ -20,7 +20,6 @@ from .simulation import Simulated, simulate
 # 120 GiB 1.4 GiB and 0.8 % were seen on an H200; the rest stays free.
 PROCESS_BYTES, PINNED_SHARE = 2 * 2**30, 0.02
 PAGES_BYTES = 10 * PAGE_BYTES  # of the host, at most, for a chunk's arrays to begin on pages
-FRAGMENTATION = 0.21  # of what is live beyond the pools: the most that torch's allocator was seen to add, with segments that grow
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ class Evaluation:
         return self._live_bytes[key]
 
     def reserved_bytes(self, footprint: Footprint) -> int:
-        added = int(FRAGMENTATION * footprint.live_bytes) if self.candidates.is_gpu else 0
-        return footprint.device_bytes + added + self.profile.context_bytes
+        added = self.profile.calibration.fragmentation.value * footprint.live_bytes if self.candidates.is_gpu else 0
+        return footprint.device_bytes + int(added) + self.profile.context_bytes
 
     def needed_bytes(self, footprint: Footprint) -> int:
         """Of the device, at the far end of the error band."""

@@ -22,13 +22,6 @@ from .evaluation import Offer
 from .rates import add_seconds
 from .space import Space
 
-# Of peak memory: tests/planning/test_planned.py has the GPU's; on a CPU a chunk's gradients are counted from their first on.
-OFFLOAD_PEAK_ERROR = {"cuda": 0.02, "cpu": 0.08}
-# From building to the first step, as benchmarks/results/mixed.json has it: parameters that are placed, host memory made ready.
-START_SECONDS, PLACED_PER_SECOND, MADE_READY_PER_SECOND = 2.0, 0.38e9, 9e9
-# Of step time, where part of the state is on the host: tests/planning/test_planned.py has the GPU's; on a CPU all shares cores.
-OFFLOAD_ERROR = {"cuda": 0.26, "cpu": 1.0}
-
 
 def forecast(profile: Profile, each: Pass) -> Forecast:
     """What a step costs when this pass is its micro-batch."""
@@ -62,7 +55,7 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
 def forecast_of(space: Space, offer: Offer) -> Forecast:
     """What a step of an offer costs, by its simulation."""
     profile, candidate, simulated = space.profile, offer.candidate, offer.simulated
-    plain, kind = forecast(profile, candidate.profile_pass), "cuda" if space.is_gpu else "cpu"
+    plain, fitted = forecast(profile, candidate.profile_pass), profile.calibration
     whole = profile.batch_size / candidate.micro_batch / candidate.accumulation  # of its passes: the last may be smaller
     waits = simulated.waits_seconds
     own = candidate.accumulation * candidate.profile_pass.seconds_recompute  # what the model recomputes without being told to
@@ -79,10 +72,11 @@ def forecast_of(space: Space, offer: Offer) -> Forecast:
     return replace(
         plain,
         step_seconds=total,
-        step_error=max(plain.step_error, OFFLOAD_ERROR[kind]) + profile.link_error * simulated.exchange_seconds / total,
+        step_error=max(plain.step_error, fitted.offload_time_error.value)
+        + profile.link_error * simulated.exchange_seconds / total,
         split_seconds=seconds,
         peak_bytes={"device": offer.footprint.device_bytes, "host": offer.footprint.host_bytes, "disk": 0},
-        peak_error=max(plain.peak_error, OFFLOAD_PEAK_ERROR[kind]),
+        peak_error=max(plain.peak_error, fitted.offload_peak_error.value),
         reserved_bytes=space.evaluation.reserved_bytes(offer.footprint),
         reserved_error=profile.offload_error,
         samples_per_second=plain.samples_per_second * share,
@@ -96,7 +90,9 @@ def start_seconds(profile: Profile, host_bytes: int) -> float:
     """To place the state beside a GPU; on a CPU nobody has measured it."""
     if profile.host is None or not profile.host.overlaps:
         return 0.0
-    return START_SECONDS + profile.parameters / PLACED_PER_SECOND + host_bytes / MADE_READY_PER_SECOND
+    fitted = profile.calibration
+    placed = profile.parameters / fitted.placed_parameters_per_second.value
+    return fitted.start_seconds.value + placed + host_bytes / fitted.readied_bytes_per_second.value
 
 
 def passes_of(batch_size: int, micro_batch: int) -> int:

@@ -22,7 +22,6 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 
-from .candidate import BESIDE
 from .evaluation import Evaluation, Offer
 from .knobs import Knobs
 
@@ -137,7 +136,9 @@ class LocalSearch:
         """Of all passes of a step, and nothing else."""
         candidate = self._candidates.of(knobs)
         one = sum(each.seconds for each in candidate.profile_pass.segments) + candidate.recompute_seconds
-        return candidate.accumulation * one * (BESIDE if not candidate.division.is_alone and self._is_gpu else 1.0)
+        if candidate.division.is_alone or not self._is_gpu:
+            return candidate.accumulation * one
+        return candidate.accumulation * one * self._evaluation.rates.calibration.overlap_slowdown.value
 
     def fillings(self, knobs: Knobs) -> Iterator[Knobs]:
         filled = self.fill(knobs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
+from anyfit.values.calibration import Calibration
 from anyfit.values.profile import HostRates, Profile
 
 NORM_BYTES, UPDATE_BYTES, GATHER_BYTES = 2, 30, 4  # read and written of a parameter on the device
@@ -23,6 +25,7 @@ class Rates:
     update_seconds: float  # of a resident parameter, or one that was lifted
     gather_seconds: float = 0.0  # of a gradient that is put beside its chunk's others, to go down with them
     add_seconds: float = 0.0  # of one that is added to those of earlier passes on the device
+    calibration: Calibration = field(default_factory=partial(Calibration.of, "cuda"))
 
     @property
     def host_norm_seconds(self) -> float:
@@ -37,7 +40,7 @@ def rates_of(profile: Profile) -> Rates:
     update = (
         max(UPDATE_BYTES / memory, whole - norm) if profile.host.overlaps else whole
     )  # torch updates resident chunks on a CPU
-    return Rates(profile.host, norm, update, GATHER_BYTES / memory, add_seconds(profile))
+    return Rates(profile.host, norm, update, GATHER_BYTES / memory, add_seconds(profile), profile.calibration)
 
 
 def add_seconds(profile: Profile) -> float:

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from anyfit.values.machine import Disk, Figure
+from anyfit.values.calibration import Figure
+from anyfit.values.machine import Disk
 
 from .meters import Effort, Ladder, Meter
 

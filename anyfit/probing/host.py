@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from anyfit.values.machine import Figure
+from anyfit.values.calibration import Figure
 
 from . import cgroups
 from .cuda import pinned

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
-from anyfit.values.machine import Figure
+from anyfit.values.calibration import Figure
 
 from .cuda import forget_workspaces, is_in_use
 from .meters import LEAST_SPREAD, Effort, Ladder, Work, climb, timer_of

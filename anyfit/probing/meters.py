@@ -18,7 +18,8 @@ from typing import TypeVar
 
 import torch
 
-from anyfit.values.machine import Curve, Figure
+from anyfit.values.calibration import Figure
+from anyfit.values.machine import Curve
 
 from .cuda import kernel_seconds, paced_seconds
 

@@ -20,8 +20,9 @@ from typing import Literal
 import psutil
 import torch
 
+from anyfit.values.calibration import Calibration, Figure
 from anyfit.values.folder import cache_folder
-from anyfit.values.machine import Collective, Copies, Curve, Device, Disk, Figure, Host, Limits, Machine
+from anyfit.values.machine import Collective, Copies, Curve, Device, Disk, Host, Limits, Machine
 
 from . import compute, dispatch, host, memory, operations
 from .copies import CopyLadders, copy_ladders
@@ -176,8 +177,9 @@ def _device(device: torch.device, subjects: Subjects) -> Device:
         # GPUs of other kinds in the same node are left alone: a Machine has one kind.
         count = sum(torch.cuda.get_device_name(index) == name for index in range(torch.cuda.device_count()))
         usable, context = memory.gpu_figures(device)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
     else:
-        name, count = host.processor_name(), 1
+        name, count, processors = host.processor_name(), 1, 0
         # Of a CPU device's memory, a limit counts tensors only: the interpreter's own share is no part of it.
         usable, context = host.memory_figure(), Figure(0.0, 0.0, "measured: a CPU has no context outside the allocator")
     return Device(
@@ -197,6 +199,8 @@ def _device(device: torch.device, subjects: Subjects) -> Device:
         host_seconds=subjects.training.figure(),
         workspace_bytes=memory.workspace_figure(device),
         measured={},
+        processors=Figure(processors, 0.0, "measured"),
+        calibration=Calibration.of(device.type),
     )
 
 

@@ -17,10 +17,12 @@ from importlib import resources
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from .record import Record, nearest
+from .calibration import Calibration, Figure
+from .record import Record, encode, nearest
 from .units import parse_bytes, show_bytes
 
 DTYPES = ("float32", "bfloat16")
+ASSUMED_PROCESSORS = Figure(132, 0.5, "assumed: as an H100 has")
 # Ops that reach a fraction of the bandwidth of their own, named as aten's overload packets are.
 OPERATIONS = (
     "native_layer_norm",
@@ -47,15 +49,6 @@ OPERATIONS = (
     "embedding_dense_backward",
     "linalg_vector_norm",
 )
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One number about the hardware."""
-
-    value: float
-    spread: float  # relative: how far from their median repeated measurements lay at most
-    source: str  # "measured" or "measured: <how>", or "datasheet: <where it is printed, and what was taken off>"
 
 
 @dataclass(frozen=True)
@@ -108,6 +101,8 @@ class Device:
     host_seconds: Figure  # that the host takes for one dispatcher call in training, autograd's and Python's share included
     workspace_bytes: Figure  # what matmul libraries hold of torch's allocator, once forward and backward have run
     measured: Mapping[str, float]  # seconds of calls (values/call.py) that were made on this very device; elsewhere none
+    processors: Figure  # of a GPU: streaming multiprocessors
+    calibration: Calibration  # by recorded runs on devices of this kind
 
     def __post_init__(self) -> None:
         for name in ("matmul", "matmul_unaligned", "attention", "attention_backward", "convolution"):
@@ -205,6 +200,15 @@ class Machine(Record):
     date: str  # of the measurement, or of the datasheets
     versions: Mapping[str, str]  # of torch, the driver, …, where measured
     comment: str
+
+    @classmethod
+    def from_json(cls, document: object, *, where: str = "") -> Self:
+        """Files from before devices had a calibration get that of their kind."""
+        device = document.get("device") if isinstance(document, Mapping) else None
+        if isinstance(device, Mapping) and device.get("kind") in ("cpu", "cuda"):
+            added = {"processors": encode(ASSUMED_PROCESSORS), "calibration": encode(Calibration.of(device["kind"]))}
+            document = {**document, "device": {**added, **device}}  # type: ignore[dict-item]
+        return super().from_json(document, where=where)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Self
 
+from .calibration import Calibration
 from .corrections import Correction, Pace
 from .loss_rule import MEAN, LossRule
 from .record import Record
@@ -204,7 +205,7 @@ ALONE = Division(1, 1, False, False, Exchange(0.0, 0.0), Exchange(0.0, 0.0), 0.0
 @dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 9
+    version: ClassVar[int] = 10
 
     model: str
     machine: str
@@ -229,6 +230,7 @@ class Profile(Record):
     reserved_error: float  # relative, of what is forecast to be reserved with everything on the device
     model_fingerprint: str
     machine_fingerprint: str
+    calibration: Calibration
     memory_bytes_per_second: float = 1.0  # of the device's own memory, read and written
     offload_error: float = 0.02  # relative, of the same where chunks are placed one by one
     offload_chunk_bytes: int = 0  # of a layout fine enough to place part of the state on the host

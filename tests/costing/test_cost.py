@@ -14,13 +14,7 @@ from torch import nn
 
 from anyfit import Job
 from anyfit.costing import cost
-from anyfit.costing.cost import MEASURED_TIME_ERROR, ROUGH_TIME_ERROR, TIME_ERROR
 from anyfit.costing.times import (
-    HOST_SHARE,
-    MEASURED_SUSTAINED,
-    SPLIT_BYTES_PER_ELEMENT,
-    SUMMED_CALLS,
-    SUSTAINED,
     WHOLE_BYTES_PER_ELEMENT,
     call_weights,
     curve_seconds,
@@ -29,6 +23,7 @@ from anyfit.costing.times import (
 )
 from anyfit.demo import GPT
 from anyfit.tracing import trace
+from anyfit.values.calibration import Calibration
 from anyfit.values.graph import Graph, Op
 from anyfit.values.machine import Copies, Curve, Device, Machine
 from anyfit.values.profile import Profile, StateBytes
@@ -43,6 +38,9 @@ VECTORS = 4 * PADDED_VECTOR  # group 1: twice.bias, unused.bias, norm.weight, no
 FROZEN = MATRIX + PADDED_VECTOR
 USED = EMBED + MATRIX + 3 * VECTOR  # what gets a gradient: all that is neither frozen nor unused
 BUFFER = 4 * 16
+
+CPU, CUDA = Calibration.of("cpu"), Calibration.of("cuda")
+GPU: dict[str, Any] = {"kind": "cuda", "calibration": CUDA}
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
@@ -211,7 +209,7 @@ def test_an_op_takes_as_long_as_the_slower_of_compute_and_memory(kind: str, flop
     rates = {"matmul": 1e12, "matmul_unaligned": 2e11, "attention": 1e11, "convolution": 5e10}
     device = device_with(**{name: {"float32": constant(rate)} for name, rate in rates.items()}, memory=constant(1e10))
     name = {"memory": "matmul"}.get(kind, kind) if aligned or kind in ("attention", "convolution") else "matmul_unaligned"
-    wanted = SUSTAINED["cpu"] * max(touched / 1e10, flops / rates[name])
+    wanted = CPU.curve_slowdown.value * max(touched / 1e10, flops / rates[name])
     assert curve_seconds(an_op(kind, flops, touched, aligned=aligned), device) == pytest.approx(wanted)
 
 
@@ -224,16 +222,17 @@ def test_more_work_never_takes_less_time(kind: str, flops: int, touched: int, mo
 
 def test_an_op_is_costed_at_the_rate_of_its_own_size_and_dtype() -> None:
     device = device_with(matmul={"float32": RISING}, memory=constant(1e15))
-    assert curve_seconds(an_op("matmul", 10**6, 0), device) == pytest.approx(SUSTAINED["cpu"] * 1e-3)
-    assert curve_seconds(an_op("matmul", 10**9, 0), device) == pytest.approx(SUSTAINED["cpu"] * 1e-3)
+    assert curve_seconds(an_op("matmul", 10**6, 0), device) == pytest.approx(CPU.curve_slowdown.value * 1e-3)
+    assert curve_seconds(an_op("matmul", 10**9, 0), device) == pytest.approx(CPU.curve_slowdown.value * 1e-3)
     device = device_with(matmul={"float32": constant(1e9), "bfloat16": constant(4e9)}, memory=constant(1e15))
-    assert curve_seconds(an_op("matmul", 10**9, 0, "bfloat16"), device) == pytest.approx(SUSTAINED["cpu"] * 0.25)
+    assert curve_seconds(an_op("matmul", 10**9, 0, "bfloat16"), device) == pytest.approx(CPU.curve_slowdown.value * 0.25)
 
 
 def test_an_op_with_a_curve_of_its_own_is_costed_by_it() -> None:
     device = device_with(operations={"gelu": constant(1e9)}, memory=constant(1e10))
-    assert curve_seconds(replace(an_op("memory", 0, 10**9), name="gelu.default"), device) == pytest.approx(SUSTAINED["cpu"])
-    assert curve_seconds(replace(an_op("memory", 0, 10**9), name="relu.default"), device) == pytest.approx(SUSTAINED["cpu"] * 0.1)
+    slowdown = CPU.curve_slowdown.value
+    assert curve_seconds(replace(an_op("memory", 0, 10**9), name="gelu.default"), device) == pytest.approx(slowdown)
+    assert curve_seconds(replace(an_op("memory", 0, 10**9), name="relu.default"), device) == pytest.approx(slowdown * 0.1)
 
 
 def chain(graph: Graph, count: int, seconds: float, calls: int) -> Graph:
@@ -242,14 +241,14 @@ def chain(graph: Graph, count: int, seconds: float, calls: int) -> Graph:
 
 
 def test_a_gpu_is_bound_by_the_host_or_by_itself_and_a_cpu_by_both(graph: Graph) -> None:
-    device = device_with(kind="cuda", memory=constant(1e10), host_seconds=figure(1e-5), launch_seconds=figure(0))
+    device = device_with(**GPU, memory=constant(1e10), host_seconds=figure(1e-5), launch_seconds=figure(0))
     gpu = replace(small_machine(), device=device)
     large, small = chain(graph, 100, 1e-3, calls=2), chain(graph, 100, 1e-6, calls=2)
     launching = 100 * 2 * 1e-5
-    assert sum(pass_seconds(large, gpu)) == pytest.approx(SUSTAINED["cuda"] * 0.1, rel=1e-3)
-    assert sum(pass_seconds(small, gpu)) == pytest.approx(HOST_SHARE["cuda"] * launching, rel=1e-2)
-    cpu = replace(gpu, device=replace(device, kind="cpu"))
-    assert sum(pass_seconds(large, cpu)) == pytest.approx(SUSTAINED["cpu"] * 0.1 + HOST_SHARE["cpu"] * launching)
+    assert sum(pass_seconds(large, gpu)) == pytest.approx(CUDA.curve_slowdown.value * 0.1, rel=1e-3)
+    assert sum(pass_seconds(small, gpu)) == pytest.approx(CUDA.host_call_factor.value * launching, rel=1e-2)
+    cpu = replace(gpu, device=replace(device, kind="cpu", calibration=CPU))
+    assert sum(pass_seconds(large, cpu)) == pytest.approx(CPU.curve_slowdown.value * 0.1 + CPU.host_call_factor.value * launching)
 
 
 # ---------------------------------------------------------------------- calls that were measured
@@ -270,11 +269,11 @@ def with_calls(graph: Graph, seconds: float, share: float = 1.0, **changes: Any)
 def test_an_op_takes_what_its_call_was_measured_to_take(graph: Graph) -> None:
     machine = with_calls(graph, 0.5)
     for op in graph.ops:
-        assert device_seconds(op, graph.calls[op.call], machine.device) == MEASURED_SUSTAINED["cpu"] * 0.5
+        assert device_seconds(op, graph.calls[op.call], machine.device) == CPU.call_slowdown.value * 0.5
         assert device_seconds(op, "another call", machine.device) == curve_seconds(op, machine.device)
     device_only = replace(machine, device=replace(machine.device, host_seconds=figure(0)))
     (each,) = cost([graph], device_only, 4).passes
-    assert each.seconds == pytest.approx(MEASURED_SUSTAINED["cpu"] * 0.5 * len(graph.ops))
+    assert each.seconds == pytest.approx(CPU.call_slowdown.value * 0.5 * len(graph.ops))
 
 
 def test_the_weights_of_calls_are_shares_of_each_pass(graph: Graph) -> None:
@@ -285,15 +284,15 @@ def test_the_weights_of_calls_are_shares_of_each_pass(graph: Graph) -> None:
 
 
 def test_the_error_band_is_the_narrow_one_only_where_nearly_all_was_measured(graph: Graph) -> None:
-    gpu = {"kind": "cuda", "host_seconds": figure(0)}
+    gpu = {**GPU, "host_seconds": figure(0)}
 
     def band(share: float) -> float:
         return cost([graph], with_calls(graph, 1e-3, share, **gpu), 4).time_error
 
-    assert band(1.0) == MEASURED_TIME_ERROR["cuda"]
-    assert band(0.5) == TIME_ERROR["cuda"]
-    waiting = with_calls(graph, 1e-9, 1.0, kind="cuda", host_seconds=figure(1e-3))
-    assert cost([graph], waiting, 4).time_error == ROUGH_TIME_ERROR["cuda"], "of a GPU that waits for its host"
+    assert band(1.0) == CUDA.measured_time_error.value
+    assert band(0.5) == CUDA.time_error.value
+    waiting = with_calls(graph, 1e-9, 1.0, **GPU, host_seconds=figure(1e-3))
+    assert cost([graph], waiting, 4).time_error == CUDA.rough_time_error.value, "of a GPU that waits for its host"
 
 
 def test_a_gpu_waits_for_its_batch_as_the_host_holds_it() -> None:
@@ -301,7 +300,7 @@ def test_a_gpu_waits_for_its_batch_as_the_host_holds_it() -> None:
     traced = trace(job, 2)
     assert job.precision == "bf16"
     assert traced.batch_bytes == 2 * (3 * 8 * 8 * 4 + 8)
-    device = device_with(kind="cuda", memory=constant(1e10), host_seconds=figure(1e-5), launch_seconds=figure(0))
+    device = device_with(**GPU, memory=constant(1e10), host_seconds=figure(1e-5), launch_seconds=figure(0))
     alone = replace(small_machine(), device=device)
     waiting = replace(alone, copies=Copies(*(constant(1e10),) * 4, *(figure(1e10),) * 2, pageable=figure(1e6)))
     batch = traced.batch_bytes / 1e6
@@ -309,25 +308,25 @@ def test_a_gpu_waits_for_its_batch_as_the_host_holds_it() -> None:
     large, small = chain(traced, 100, 1e-3, calls=2), chain(traced, 100, 1e-6, calls=2)
     for passes in (1, 2, 3, 7):  # a device with much to do is at one pass while the host is at the batch of the next
         assert passes * sum(pass_seconds(large, waiting, passes)) == pytest.approx(
-            passes * SUSTAINED["cuda"] * 0.1 + batch, rel=1e-3
+            passes * CUDA.curve_slowdown.value * 0.1 + batch, rel=1e-3
         )
-        launched = HOST_SHARE["cuda"] * 100 * 2 * 1e-5
+        launched = CUDA.host_call_factor.value * 100 * 2 * 1e-5
         assert passes * sum(pass_seconds(small, waiting, passes)) == pytest.approx(passes * (launched + batch), rel=1e-2)
 
 
 def test_gradients_that_are_added_up_over_passes_cost_the_host(graph: Graph) -> None:
-    device = device_with(kind="cuda", memory=constant(1e10), host_seconds=figure(1e-5), launch_seconds=figure(0))
+    device = device_with(**GPU, memory=constant(1e10), host_seconds=figure(1e-5), launch_seconds=figure(0))
     gpu = replace(small_machine(), device=device)
     backward = replace(an_op("memory", 0, 10_000, calls=2), phase="backward")
     waiting = replace(graph, ops=(backward,) * 100)
-    added = HOST_SHARE["cuda"] * SUMMED_CALLS * len(graph.parameters) * 1e-5
+    added = CUDA.host_call_factor.value * CUDA.accumulation_calls.value * len(graph.parameters) * 1e-5
     assert sum(pass_seconds(waiting, gpu, 2)) - sum(pass_seconds(waiting, gpu)) == pytest.approx(added, rel=1e-2)
 
 
 def test_an_update_touches_every_trained_parameter(graph: Graph) -> None:
     machine = small_machine()
     free_host = replace(machine, device=replace(machine.device, host_seconds=figure(0)))
-    for precision, own in (("fp32", WHOLE_BYTES_PER_ELEMENT), ("bf16", SPLIT_BYTES_PER_ELEMENT)):
+    for precision, own in (("fp32", WHOLE_BYTES_PER_ELEMENT), ("bf16", CPU.split_update_bytes.value)):
         traced = trace(tangled_job(precision=precision), 4)
         wanted = (traced.update.bytes_per_element + own) * (MATRICES + VECTORS) / 1e10
         assert cost([traced], free_host, 4).update.seconds == pytest.approx(wanted)

@@ -18,13 +18,14 @@ from typing import Any, Literal
 import pytest
 
 from anyfit.costing import cost
-from anyfit.costing.cost import MEASURED_TIME_ERROR, MEMORY_ERROR, ROUGH_TIME_ERROR, TIME_ERROR
 from anyfit.planning.forecast import forecast
 from anyfit.tracing import trace
-from anyfit.values.machine import Curve, Figure, Machine
+from anyfit.values.calibration import Calibration, Figure
+from anyfit.values.machine import Curve, Machine
 from anyfit.values.plan import Forecast
 from benchmarks.cases import Case, job_of
 
+CPU, CUDA = Calibration.of("cpu"), Calibration.of("cuda")
 GOLDEN = Path(__file__).parent.parent / "golden"
 RECORDS = sorted(GOLDEN.glob("*/cases.json"))
 AGAIN = sorted(GOLDEN.glob("*/machine-again.json"))  # a second probe of the machine that is in machine.json
@@ -89,9 +90,9 @@ def test_a_recorded_step_lies_within_the_forecasts_error_band(folder: Path, row:
 def test_only_convolutions_and_routed_experts_widen_the_band(folder: Path, row: dict[str, Any]) -> None:
     expected = predicted(folder, json.dumps(row["case"]))
     rough = row["case"]["kind"] in ("resnet", "convnext", "mixtral")  # ViT has a convolution, but hardly computes with it
-    assert expected["by curves"].step_error == (ROUGH_TIME_ERROR if rough else TIME_ERROR)["cuda"]
+    assert expected["by curves"].step_error == (CUDA.rough_time_error if rough else CUDA.time_error).value
     too_few = row["case"]["kind"] == "convnext"  # 0.93 of its seconds were measured
-    assert expected["by calls"].step_error == (ROUGH_TIME_ERROR if too_few else MEASURED_TIME_ERROR)["cuda"]
+    assert expected["by calls"].step_error == (CUDA.rough_time_error if too_few else CUDA.measured_time_error).value
 
 
 @pytest.mark.parametrize(("folder", "row"), CASES)
@@ -144,6 +145,6 @@ def test_steps_recorded_on_a_cpu_lie_within_the_error_band_that_plans_for_one_ca
     rows = recorded["figures"]["cases"]
     assert len(rows) >= 8
     for row in rows:
-        band = ROUGH_TIME_ERROR if row["case"].startswith("resnet") else TIME_ERROR
-        assert abs(row["off"]["step"]) <= band["cpu"], row["case"]
-        assert abs(row["off"]["peak"]) <= MEMORY_ERROR["cpu"], row["case"]
+        band = CPU.rough_time_error if row["case"].startswith("resnet") else CPU.time_error
+        assert abs(row["off"]["step"]) <= band.value, row["case"]
+        assert abs(row["off"]["peak"]) <= CPU.peak_error.value, row["case"]

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from anyfit import Machine
-from anyfit.costing.links import ASSUMED, ASSUMED_ERROR, Links
-from anyfit.values.machine import Collective, Figure
+from anyfit.costing.links import Links
+from anyfit.values.calibration import Figure
+from anyfit.values.machine import Collective
+from anyfit.values.profile import Exchange
 from tests.machines import small_machine
 
 NODE = Machine.load("h100-node")
@@ -83,8 +85,8 @@ def test_exchanges_share_the_link_to_the_host_across_nodes_and_without_a_faster_
 def test_links_that_nobody_measured_are_assumed_and_said_to_be() -> None:
     machine = small_machine()
     found, (error, note) = Links(machine, 4, 1).cost("all_gather", 4), Links(machine, 4, 1).error()
-    assert found == ASSUMED["cpu"]
-    assert error == ASSUMED_ERROR
+    assert found == Exchange(3e-4, 1e-9)
+    assert error == 3.0
     assert "1 GB/s inside a node" in note
     assert "small" in note
     assert Links(replace(NODE, collectives=()), 8, 2).error()[1].startswith("1 GB/s between nodes and 10 GB/s inside a node")

@@ -54,7 +54,7 @@ class Written:
 
 def played(graph: Graph, library_bytes: int = 0, *, consumed: bool = False) -> tuple[list[tuple[str, int]], list[int]]:
     allocator: Any = Written()
-    left: Any = memory._play_pass(allocator, graph, library_bytes, consumed=consumed)
+    left: Any = memory._play_pass(allocator, graph, anyfit.Machine.load("h200").device, library_bytes, consumed=consumed)
     return allocator.events, left
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from anyfit.planning.candidate import Candidate
+from anyfit.values.calibration import Calibration
 from anyfit.values.plan import Placement
 from anyfit.values.profile import BlockCost, ChoiceCost, ChunkCost, Pass, Profile, Segment, StateBytes, UpdateCost
 
@@ -78,6 +79,7 @@ def small_profile(**changes: Any) -> Profile:
         "reserved_error": 0.03,
         "model_fingerprint": "model-1",
         "machine_fingerprint": "machine-1",
+        "calibration": Calibration.of("cuda"),
         "memory_bytes_per_second": 1e12,
     }
     return Profile(**profile | changes)

@@ -18,8 +18,8 @@ from anyfit.placing.activations import Activations, Away, Block
 from anyfit.planning import search
 from anyfit.planning.candidate import Candidate
 from anyfit.planning.footprint import footprint_of, going_bytes
-from anyfit.planning.forecast import OFFLOAD_PEAK_ERROR
 from anyfit.planning.local_search import fullest
+from anyfit.values.calibration import Calibration
 from anyfit.values.plan import Placement
 from tests.conftest import FULL
 from tests.machines import small_machine
@@ -121,7 +121,7 @@ def test_what_moved_activations_take_of_device_and_host_is_as_forecast(
         measured = run.metrics.peak_bytes
     assert measured["host"] == footprint.host_bytes
     assert (footprint.host_bytes > 0) == ("offload" in activations)
-    error = OFFLOAD_PEAK_ERROR["cpu"]
+    error = Calibration.of("cpu").offload_peak_error.value
     in_time = footprint.device_bytes - max(going_bytes(candidate, profile.host))  # this host copies faster than the machine's
     assert (1 - error) * in_time <= measured["device"] <= (1 + error) * footprint.device_bytes
 

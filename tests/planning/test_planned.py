@@ -15,12 +15,12 @@ import pytest
 from anyfit import profiling
 from anyfit.costing import cost
 from anyfit.planning import search
-from anyfit.planning.evaluation import FRAGMENTATION
 from anyfit.planning.fastest import fastest
 from anyfit.planning.footprint import footprint_of
-from anyfit.planning.forecast import OFFLOAD_ERROR, forecast
+from anyfit.planning.forecast import forecast
 from anyfit.planning.simulation import simulate
 from anyfit.planning.space import Space
+from anyfit.values.calibration import Calibration
 from anyfit.values.graph import Graph
 from anyfit.values.machine import Machine
 from anyfit.values.profile import Profile
@@ -29,8 +29,9 @@ from benchmarks.peers import CONTEXT_BYTES, GIB
 
 ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
+CALIBRATION = Calibration.of("cuda")
 FULL = 0.97  # of what the allocator may take
-# In place of FRAGMENTATION, of plans that were measured beside the planner's; and of the planner's where ten others had been
+# In place of the usual fragmentation, of plans measured beside the planner's; and of the planner's where ten others had been
 # placed in the process before, whose segments are not all given back: the same was 0.17 in another.
 MOST_KEPT = {"planned-fifth-llama": 0.33, "planned-seventh": 0.37, "planned-eighth": 0.43}
 MOST_KEPT_AFTER_OTHERS = {("planned-eighth", "llama-1b batch 4 cap 12"): 0.24}
@@ -114,16 +115,16 @@ def test_memory_is_as_forecast(index: int) -> None:
     if reserved < FULL * allowed:  # beyond that the allocator gives back what it keeps, and what it keeps means little
         added = reserved - measured["allocated_bytes"]
         if row["plan"] in ("planned", planned.AGAIN):
-            most = MOST_KEPT_AFTER_OTHERS.get((name, row["job"]), FRAGMENTATION)
+            most = MOST_KEPT_AFTER_OTHERS.get((name, row["job"]), CALIBRATION.fragmentation.value)
         else:
-            most = MOST_KEPT.get(name, FRAGMENTATION)
+            most = MOST_KEPT.get(name, CALIBRATION.fragmentation.value)
         assert added <= most * (measured["allocated_bytes"] - measured["pool_bytes"])
 
 
 @pytest.mark.parametrize("index", range(len(RECORDS)), ids=IDS)
 def test_a_step_takes_what_is_forecast_within_its_band(index: int) -> None:
     measured = RECORDS[index][1]["measured"]["step_seconds"]
-    assert predicted(index)["step_seconds"] == pytest.approx(measured, rel=OFFLOAD_ERROR["cuda"])
+    assert predicted(index)["step_seconds"] == pytest.approx(measured, rel=CALIBRATION.offload_time_error.value)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_what_reasons_name_costs_what_they_say(name: str, plans: int, outside: i
     """Within the stated band of what was forecast then, measured beside the plan they belong to; but a Llama's two passes."""
     named = [row for row in rows_of(name) if row["plan"].startswith(planned.WHY)]
     assert len(named) == plans
-    off = [row for row in named if abs(_then(row) / row["measured"]["step_seconds"] - 1) > OFFLOAD_ERROR["cuda"]]
+    off = [row for row in named if abs(_then(row) / row["measured"]["step_seconds"] - 1) > CALIBRATION.offload_time_error.value]
     assert [(row["job"], row["plan"]) for row in off] == [
         ("llama-1b batch 4 cap 12", "not micro-batch: 2, 2 passes a step")
     ] * outside

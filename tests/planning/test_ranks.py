@@ -15,7 +15,7 @@ from anyfit.costing.links import Links
 from anyfit.planning import search
 from anyfit.planning.answers import answered
 from anyfit.planning.bound import least_seconds
-from anyfit.planning.candidate import BESIDE, HAND_OUT_SECONDS, Candidate
+from anyfit.planning.candidate import Candidate
 from anyfit.planning.divisions import RANKS_TIE, described
 from anyfit.planning.fastest import fastest
 from anyfit.planning.found import Found
@@ -24,6 +24,7 @@ from anyfit.planning.rates import Rates
 from anyfit.planning.reasons import settled
 from anyfit.planning.simulation import computation, simulate
 from anyfit.planning.space import WORTH_LEAVING, Space
+from anyfit.values.calibration import Calibration
 from anyfit.values.plan import AXES, Placement
 from anyfit.values.profile import Division, Exchange, HostRates, Profile
 from anyfit.values.units import parse_bytes, show_bytes, show_seconds
@@ -31,6 +32,7 @@ from anyfit.values.units import parse_bytes, show_bytes, show_seconds
 from .profiles import GIB, MIB, candidates
 from .test_answers import BLOCKS, chain, check_sentences, with_moves
 
+CALIBRATION = Calibration.of("cuda")
 EASY = Rates(HostRates(1e9, 1e9, 1e9, overlaps=True), norm_seconds=1e-12, update_seconds=1e-11)
 NONE = Exchange(0.0, 0.0)
 
@@ -200,7 +202,7 @@ def resident(level: int, accumulation: int, gather: Exchange, reduce: Exchange) 
 
 
 def work(candidate: Candidate) -> float:
-    return BESIDE * candidate.accumulation * candidate.profile_pass.seconds
+    return CALIBRATION.overlap_slowdown.value * candidate.accumulation * candidate.profile_pass.seconds
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -277,7 +279,7 @@ def test_no_step_of_a_rank_is_under_its_bound_and_each_is_its_parts(
     simulated = simulate(candidate, rates)
     assert least_seconds(candidate, rates) <= simulated.step_seconds * (1 + 1e-9)
     if overlaps:
-        handed_out = HAND_OUT_SECONDS * sum(each.route != "resident" for each in candidate.placements)
+        handed_out = CALIBRATION.update_launch_seconds.value * sum(each.route != "resident" for each in candidate.placements)
         parts = simulated.compute_seconds + simulated.recompute_seconds + simulated.update_seconds + handed_out
         assert simulated.step_seconds == pytest.approx(parts + sum(simulated.waits_seconds.values()))
 

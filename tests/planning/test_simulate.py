@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from anyfit.costing import cost
 from anyfit.costing.memory import chunk_costs, chunks_of
 from anyfit.planning import search
-from anyfit.planning.candidate import HAND_OUT_SECONDS, Candidate
+from anyfit.planning.candidate import Candidate
 from anyfit.planning.footprint import Footprint, footprint_of
 from anyfit.planning.forecast import start_seconds
 from anyfit.planning.rates import Rates
 from anyfit.planning.simulation import Simulated, simulate
 from anyfit.planning.space import Space
 from anyfit.tracing import trace
+from anyfit.values.calibration import Calibration
 from anyfit.values.machine import Machine
 from anyfit.values.plan import Placement
 from anyfit.values.profile import HostRates, LoadedRates, Profile
@@ -34,6 +35,7 @@ from tests.planning.profiles import candidates
 ROOT = Path(__file__).parents[2]
 ROWS = {row["job"]: row for row in json.loads((ROOT / "benchmarks/results/mixed.json").read_text())["figures"]["rows"]}
 # Of that box, as benchmarks/results/host-update-h200.json has it.
+CALIBRATION = Calibration.of("cuda")
 H200 = Rates(
     HostRates(5.25e9, 48.5e9, 50.4e9, overlaps=True, loaded=LoadedRates(3.44e9, 29.3e9, 46.8e9)),
     norm_seconds=2.2e-3 / 3.78e9,
@@ -86,7 +88,9 @@ def test_a_step_is_its_parts(candidate: Candidate) -> None:
     simulated = simulate(candidate, EASY)
     pairs = zip(candidate.chunks, candidate.placements, strict=True)
     resident = sum(chunk.elements for chunk, placement in pairs if placement.route == "resident" and chunk.is_updated)
-    handed_out = HAND_OUT_SECONDS * sum(placement.route != "resident" for placement in candidate.placements)
+    handed_out = CALIBRATION.update_launch_seconds.value * sum(
+        placement.route != "resident" for placement in candidate.placements
+    )
     waited = max(handed_out - EASY.update_seconds * resident / candidate.shards, 0.0)
     parts = simulated.compute_seconds + simulated.recompute_seconds + simulated.update_seconds + waited
     assert simulated.step_seconds == pytest.approx(parts + sum(simulated.waits_seconds.values()))

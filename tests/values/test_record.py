@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anyfit.values.calibration import Calibration
 from anyfit.values.machine import Machine
 from anyfit.values.plan import Plan
 from anyfit.values.record import Record, nearest, write_atomically
@@ -22,6 +23,7 @@ from tests.machines import small_machine
 
 from .strategies import OPEN, RECORDS, places, records
 
+ADDED = ("processors", "calibration")  # which machine files from before do not have
 DRAWN = 4  # places of each random document that are spoilt
 
 
@@ -65,6 +67,8 @@ def keys_that_matter(data: st.DataObject, record: Record) -> list[tuple[Any, Any
 @given(records, st.data())
 def test_a_missing_key_is_an_error_that_names_it_and_where(record: Record, data: st.DataObject) -> None:
     for whole, container, key, owner in keys_that_matter(data, record):
+        if owner == "machine.device" and key in ADDED:
+            continue
         del container[key]
         with pytest.raises(ValueError, match="^" + re.escape(f"{owner}: missing key {key!r}")):
             type(record).from_json(whole)
@@ -211,3 +215,12 @@ def test_a_written_file_replaces_the_old_one_makes_its_folder_and_has_the_users_
     assert file.read_bytes() == b"new"
     assert file.stat().st_mode & 0o777 == 0o640
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_machine_file_from_before_calibrations_gets_that_of_its_kind() -> None:
+    document = small_machine().to_json()
+    for key in ADDED:
+        del document["device"][key]
+    device = Machine.from_json(document).device
+    assert device.calibration == Calibration.of("cpu")
+    assert device.processors.source.startswith("assumed")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator
 
 from anyfit.values.profile import HostRates
 
-DOWN = 1.7  # times as much as a byte that goes up, one that comes down slows the host's updates: it is written to their memory
 DONE = 1e-3  # of an update: what is left of it when it counts as done
 Call = Callable[[], None]
 Waiting = tuple[float, int, float, Call]  # order, count, amount, and what is then done
@@ -108,9 +107,9 @@ class Server:
 class HostServer(Server):
     """The host's updates, the most urgent first; how fast one was is known when it ends, by what was copied meanwhile."""
 
-    def __init__(self, clock: Clock, rates: HostRates, up: Server, down: Server) -> None:
+    def __init__(self, clock: Clock, rates: HostRates, up: Server, down: Server, download_weight: float) -> None:
         super().__init__(clock, "update")
-        self._rates, self._copies = rates, (up, down)
+        self._rates, self._copies, self._download_weight = rates, (up, down), download_weight
         self.rate = lambda: rates.updates_per_second
 
     def _serve(self, queue: list[Waiting]) -> None:
@@ -137,11 +136,11 @@ class HostServer(Server):
         alone, loaded = self._rates.updates_per_second, self._rates.loaded
         if loaded is None:
             return alone
-        share = copied_per_second / (loaded.up_bytes_per_second + DOWN * loaded.down_bytes_per_second)
+        share = copied_per_second / (loaded.up_bytes_per_second + self._download_weight * loaded.down_bytes_per_second)
         return max(alone - (alone - loaded.updates_per_second) * share, loaded.updates_per_second / 2)
 
     @property
     def _copied(self) -> float:
         """Bytes, as many as would go up in their place."""
         up, down = self._copies
-        return up.done + DOWN * down.done
+        return up.done + self._download_weight * down.done

@@ -56,7 +56,7 @@ class Computation:
         for segment, used in zip(candidate.profile_pass.segments, candidate.uses, strict=True):
             for index in used if segment.phase == "backward" else ():
                 self._backward_segments[index] += 1
-        self._slowness = candidate.slowness(rates)
+        self._slowness, self._rates = candidate.slowness(rates), rates
         self._steps: list[float] = []
         self._began = 0.0  # the step at hand
         self._forwards: list[float] = []  # by step, seconds up to its first backward
@@ -114,7 +114,7 @@ class Computation:
             for chunk in self._chunks if candidate.shards > 1 and not candidate.gathers else ():
                 if chunk.is_resident:
                     self._exchanges.share(chunk)
-            yield candidate.ending_seconds(resident) - resident
+            yield candidate.ending_seconds(resident, self._rates) - resident
             self._steps.append(self._clock.now - began)
         over.fire()
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-from anyfit.values.profile import HostRates
-
+from ..rates import Rates
 from .clock import Call, Clock, HostServer, Server
 
 Resource = Literal["compute", "up", "down", "link", "host"]
@@ -26,19 +25,20 @@ Resource = Literal["compute", "up", "down", "link", "host"]
 class Resources:
     """One more (a disk) is one more server here, with its rate."""
 
-    def __init__(self, clock: Clock, rates: HostRates, *, shares_copies: bool) -> None:
+    def __init__(self, clock: Clock, rates: Rates, *, shares_copies: bool) -> None:
+        host_rates = rates.host
         up = Server(clock, "fetch", "fresh", "activations", yields="lift")
         down = Server(clock, "gradients", "lower", "activations")
         link = Server(clock, "gather", "reduce", "spread")
-        host = HostServer(clock, rates, up, down)
+        host = HostServer(clock, host_rates, up, down, rates.calibration.download_weight.value)
         self.servers: dict[Resource, Server] = {"up": up, "down": down, "link": link, "host": host}
         self.servers["compute"] = Server(clock, "work")
-        loaded = rates.loaded or rates
-        up.rate = functools.partial(self._copy_rate, down, rates.up_bytes_per_second, loaded.up_bytes_per_second)
-        down.rate = functools.partial(self._copy_rate, up, rates.down_bytes_per_second, loaded.down_bytes_per_second)
+        loaded = host_rates.loaded or host_rates
+        up.rate = functools.partial(self._copy_rate, down, host_rates.up_bytes_per_second, loaded.up_bytes_per_second)
+        down.rate = functools.partial(self._copy_rate, up, host_rates.down_bytes_per_second, loaded.down_bytes_per_second)
         link.rate = lambda: 0.5 if shares_copies and (up.is_busy or down.is_busy) else 1.0
         self._meets_copies = link if shares_copies else None
-        self._overlaps = rates.overlaps
+        self._overlaps = host_rates.overlaps
         self.owed_seconds = 0.0  # by the computation, for work of the device's or of its own cores that is not on a server
 
     def use(self, name: Resource, queue: str, amount: float, done: Call, order: float = 0) -> None:

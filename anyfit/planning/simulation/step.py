@@ -98,7 +98,7 @@ class Step:
 
     def __init__(self, candidate: Candidate, rates: Rates) -> None:
         self.candidate, self.rates, self.clock = candidate, rates, Clock()
-        self.resources = Resources(self.clock, rates.host, shares_copies=candidate.division.shares_copies)
+        self.resources = Resources(self.clock, rates, shares_copies=candidate.division.shares_copies)
         self.ledger = Ledger(self.clock)
         self.exchanges = Exchanges(candidate, self.resources, self.ledger)
         self.chunks = [

@@ -21,7 +21,6 @@ from .fetches import Fetches
 from .resources import Resource
 from .step import Chunk, Step
 
-LIFT_SECONDS = 1.5e-3  # of a lift, beside its copies: its parts wait for each other
 PARTS = 3  # moments and low halves are copies of their own: others come in between
 
 
@@ -134,7 +133,7 @@ class StreamedUpdates:
 
     def _lifted(self, chunk: Chunk, done: Call) -> None:
         self._resources.owed_seconds += self._rates.update_seconds * chunk.elements  # the computation has less of the device
-        self._clock.at(LIFT_SECONDS, self._lift_over)
+        self._clock.at(self._rates.calibration.lift_seconds.value, self._lift_over)
         size = chunk.optimizer_bytes + (chunk.weights_bytes if chunk.is_on_host or chunk.speculates else 0)
         self._copy("down", "lower", size, chunk.index, partial(self._lowered, done))
 

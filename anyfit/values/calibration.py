@@ -1,0 +1,75 @@
+"""What recorded runs say beyond what a probe can measure: how much slower, larger or less certain real training is.
+
+A figure is fitted to runs on one device; `benchmarks/calibrate.py` holds it to the recorded ones. For another device of the same
+kind it is borrowed, and `device` says from which.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import ClassVar, Self
+
+from .record import Record
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number about the hardware."""
+
+    value: float
+    spread: float  # relative: how far from their median repeated measurements lay at most
+    source: (
+        str  # "measured" or "measured: <how>", "datasheet: <where it is printed, and what was taken off>", "fitted: <to what>"
+    )
+
+
+@dataclass(frozen=True)
+class Calibration(Record):
+    kind: ClassVar[str] = "calibration"
+    version: ClassVar[int] = 1
+
+    device: str  # that the runs were on
+    # The computation
+    curve_slowdown: Figure  # seconds of an op in a run, in those that the probe's curves say
+    call_slowdown: Figure  # the same of a call that was measured by itself
+    host_call_factor: Figure  # what a call of a real model costs the host, in calls of the probe's tiny blocks
+    selective_call_factor: Figure  # what selective recomputation costs, that looks at every call: calls of the host
+    accumulation_calls: Figure  # of the host, to add up one parameter's gradient over micro-batches
+    update_calls: Figure  # of the host, to update one parameter
+    split_update_bytes: Figure  # that torch's own update of a bf16 parameter moves besides the optimizer's
+    # Beside the computation
+    overlap_slowdown: Figure  # seconds of the computation while copies, updates and exchanges run, in those without
+    host_update_share: Figure  # of the rate at which an otherwise idle host updates
+    update_launch_seconds: Figure  # that the host takes to start one chunk's update, while the device has nothing to do
+    lift_seconds: Figure  # of a streamed update, beside its copies: its parts wait for each other
+    download_weight: Figure  # how much more than a byte to the device one from it slows the host's updates
+    fragmentation: Figure  # of what is live beyond the pools: what torch's allocator adds to it
+    # From building to the first step
+    start_seconds: Figure
+    placed_parameters_per_second: Figure
+    readied_bytes_per_second: Figure  # of host memory
+    # Links that nobody has measured: inside a node, and between nodes
+    link_latency_seconds: Figure
+    link_bytes_per_second: Figure
+    network_latency_seconds: Figure
+    network_bytes_per_second: Figure
+    link_error: Figure
+    # How far forecasts lay from recorded runs
+    time_error: Figure
+    rough_time_error: Figure  # of convolutions and routed experts, and of a GPU that waits for its host
+    measured_time_error: Figure  # where nearly all calls were measured by themselves
+    offload_time_error: Figure  # where part of the state is on the host
+    peak_error: Figure
+    reserved_error: Figure  # with all state on the device
+    offload_peak_error: Figure
+    offload_reserved_error: Figure
+
+    @classmethod
+    @cache
+    def of(cls, kind: str) -> Self:
+        """That of devices of a kind, `cuda` or `cpu`."""
+        file = resources.files(__package__).joinpath("calibrations", f"{kind}.json")
+        return cls.from_json(json.loads(file.read_text()), where=f"{kind}'s calibration")
