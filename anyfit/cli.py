@@ -358,7 +358,7 @@ def export(
     """Writes a checkpoint's weights as a folder of safetensors, which transformers loads."""
     from .running import numbered as checkpoints
     from .running.export import export as write
-    from .values.job import PRECISIONS
+    from .values.precision import PRECISIONS
     from .values.record import nearest
     from .values.units import parse_bytes, show_bytes
 

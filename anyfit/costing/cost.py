@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from anyfit.values.graph import Graph
 from anyfit.values.layout import CHUNK_BYTES, Chunk
 from anyfit.values.machine import Machine, update_threads
+from anyfit.values.precision import PRECISIONS
 from anyfit.values.profile import BlockCost, HostRates, Layout, LoadedRates, Pass, Profile, UpdateCost
 
 from .choices import choice_costs
@@ -56,7 +57,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Lin
     fine, *others = _layouts(graph, device.kind, links.ranks)
     link_error, link_note = links.error()
     largest = max(graphs, key=lambda each: each.micro_batch)
-    rates = device.matmul.get("bfloat16" if graph.precision == "bf16" else "float32") or device.matmul["float32"]
+    rates = device.matmul.get(PRECISIONS[graph.precision].weight) or device.matmul["float32"]
     made = Profile(
         model=graph.model,
         machine=machine.name,

@@ -9,15 +9,13 @@ from typing import Literal
 from anyfit.values.graph import Graph, UpdateRule, largest_sets
 from anyfit.values.layout import CHUNK_BYTES, Chunk, Placeable, lay_out
 from anyfit.values.machine import Device
+from anyfit.values.precision import ELEMENT_BYTES, SUM_BYTES
 from anyfit.values.profile import ChunkCost, Segment, StateBytes
 
 from .allocator import MIB, CachingAllocator, Piece
 from .workspaces import workspaces
 
-ELEMENT_BYTES = {
-    "float32": 4, "bfloat16": 2, "complex64": 8, "complex128": 16,
-    "uint8": 1, "int8": 1, "bool": 1, "int16": 2, "int32": 4, "int64": 8,
-}  # fmt: skip
+SUPPORTED = ELEMENT_BYTES.keys() - {"float64", "float16"}  # which no precision of a Job holds exactly
 MADE_AT_START = {"Adam", "AdamW"}  # whose state placing takes before the first step
 
 
@@ -34,18 +32,9 @@ def chunks_of(graph: Graph, chunk_bytes: int = CHUNK_BYTES, ranks: int = 1) -> t
 
 
 def element_bytes(dtype: str) -> int:
-    if dtype not in ELEMENT_BYTES:
+    if dtype not in SUPPORTED:
         raise ValueError(f"parameters of dtype {dtype} are not supported")
     return ELEMENT_BYTES[dtype]
-
-
-def split_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Those whose fp32 masters are two halves."""
-    return [chunk for chunk in chunks if _is_split(chunk)]
-
-
-def _is_split(chunk: Chunk) -> bool:
-    return chunk.is_updated and chunk.dtype == "bfloat16"
 
 
 def is_in_one_pass(rule: UpdateRule, device: Device) -> bool:
@@ -57,13 +46,13 @@ def _scratch_bytes(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) ->
     """Held between steps: gradients side by side, for one pass over them; or masters and gradients in fp32, for torch."""
     if is_in_one_pass(rule, device):
         return max((chunk.bytes for chunk in chunks if chunk.is_updated), default=0)
-    return max((8 * chunk.elements for chunk in split_chunks(chunks)), default=0)
+    return max((2 * SUM_BYTES * chunk.elements for chunk in chunks if chunk.is_split), default=0)
 
 
 def state_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device) -> StateBytes:
     rule = graph.update
     used = {parameter.name for parameter in graph.parameters if parameter.used}
-    split = split_chunks(chunks)
+    split = [chunk for chunk in chunks if chunk.is_split]
     gradients = dict.fromkeys(ELEMENT_BYTES, 0)
     for parameter in graph.parameters:
         if parameter.used:
@@ -75,13 +64,13 @@ def state_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device) -> StateB
     )
     return StateBytes(
         parameters=sum(chunk.bytes for chunk in chunks),
-        masters=sum(2 * chunk.elements for chunk in split),
+        masters=sum(chunk.precision.low_bytes * chunk.elements for chunk in split),
         optimizer=int(optimizer),
         buffers=graph.buffer_bytes,
         scratch=_scratch_bytes(rule, chunks, device),
         gradients=sum(gradients.values()),
         # fp32 gradients add up where autograd put them, bf16 ones in fp32 beside the chunk
-        accumulators=gradients["float32"] + sum(4 * chunk.elements for chunk in split),
+        accumulators=gradients["float32"] + sum(SUM_BYTES * chunk.elements for chunk in split),
     )
 
 
@@ -93,7 +82,7 @@ def chunk_costs(graph: Graph, chunks: Sequence[Chunk]) -> tuple[ChunkCost, ...]:
     block_of = {parameter.name: parameter.block for parameter in graph.parameters}
     costs = []
     for chunk in chunks:
-        low = 2 if chunk.dtype == "bfloat16" else 0
+        low = chunk.precision.low_bytes
         optimizer = chunk.elements * (rule.state_bytes_per_element[chunk.group] + low) if chunk.is_updated else 0
         gradient, sums = (
             sum(slot.elements for slot in chunk.slots if slot.name in names) * chunk.element_bytes for names in (used, summed)
@@ -102,7 +91,16 @@ def chunk_costs(graph: Graph, chunks: Sequence[Chunk]) -> tuple[ChunkCost, ...]:
         outside = tuple(slot.name for slot in chunk.slots if not graph.blocks[block_of[slot.name]].name)
         costs.append(
             ChunkCost(
-                chunk.bytes, chunk.elements, chunk.trainable, gradient, int(optimizer), chunk.is_updated, blocks, outside, sums
+                weights_bytes=chunk.bytes,
+                elements=chunk.elements,
+                trainable=chunk.trainable,
+                gradient_bytes=gradient,
+                optimizer_bytes=int(optimizer),
+                is_updated=chunk.is_updated,
+                blocks=blocks,
+                parameters=outside,
+                summed_bytes=sums,
+                is_split=chunk.is_split,
             )
         )
     return tuple(costs)
@@ -202,14 +200,14 @@ def reserved_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device, *, acc
 def _place(allocator: CachingAllocator, graph: Graph, chunks: Sequence[Chunk], device: Device, *, accumulating: bool) -> None:
     """Takes what lives from step to step, in the order of placing/place.py."""
     allocator.take(graph.buffer_bytes)
-    split = split_chunks(chunks)
+    split = [chunk for chunk in chunks if chunk.is_split]
     for chunk in chunks:
         allocator.take(chunk.bytes)
-        if _is_split(chunk):
-            allocator.take(2 * chunk.elements)
+        if chunk.is_split:
+            allocator.take(chunk.precision.low_bytes * chunk.elements)
     if accumulating:
         for chunk in split:
-            allocator.take(4 * chunk.elements)
+            allocator.take(SUM_BYTES * chunk.elements)
     if graph.update.name in MADE_AT_START:
         for chunk in chunks:
             if chunk.is_updated:

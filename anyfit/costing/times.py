@@ -126,7 +126,7 @@ def update_seconds(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) ->
             seconds += passed / device.memory.at(passed) * fitted.curve_slowdown.value
             seconds += fitted.update_calls.value * parameters * device.host_seconds.value
             continue
-        own = fitted.split_update_bytes.value if chunk.dtype == "bfloat16" else WHOLE_BYTES_PER_ELEMENT
+        own = fitted.split_update_bytes.value if chunk.precision.is_split else WHOLE_BYTES_PER_ELEMENT
         moved = chunk.elements * (rule.bytes_per_element + own)
         one_by_one = rule.scratch_is_shared  # an op for each parameter, not one for all
         typical = 8 * max(chunk.elements // parameters, 1) if one_by_one else 8 * chunk.elements

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from anyfit.values.call import Call, TensorForm
+from anyfit.values.precision import ELEMENT_BYTES
 
 THREADS_A_PROCESSOR = 2048
 TILE = 128  # rows and columns of a product that one processor works on
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)

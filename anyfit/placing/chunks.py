@@ -54,7 +54,7 @@ class ChunkState:
         self.stretch = slice(*chunk.stretch(part, self.shards))
         self.own = chunk.part(part, self.shards)
         self.dtype: torch.dtype = getattr(torch, chunk.dtype)
-        self.is_split = chunk.is_updated and self.dtype == torch.bfloat16
+        self.is_split = chunk.is_split
         self.device, self._slabs = device, slabs
         self.on_device: Tensor | None = None
         self.on_host: Tensor | None = None  # of `own`

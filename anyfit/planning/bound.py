@@ -35,7 +35,9 @@ import heapq
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from .candidate import REDUCED_BYTES, Candidate
+from anyfit.values.precision import SUM_BYTES
+
+from .candidate import Candidate
 from .rates import ADDED, ONE_PHASE, Rates
 from .simulation.clock import DONE
 
@@ -85,7 +87,7 @@ def _exchanged(candidate: Candidate) -> float:
     for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
         if chunk.gradient_bytes:
             times = passes if division.gradients or placement.gradients == "host" else 1
-            found += times * division.reduce.seconds(REDUCED_BYTES * chunk.elements)
+            found += times * division.reduce.seconds(SUM_BYTES * chunk.elements)
         if division.shards > 1 and (division.weights or placement.weights == "host"):
             put_together[index] = division.gather.seconds(chunk.weights_bytes)
         elif division.shards > 1 and chunk.gradient_bytes and chunk.is_updated:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from anyfit.values.plan import Activations, Placement
+from anyfit.values.precision import SUM_BYTES
 from anyfit.values.profile import ALONE, ChunkCost, Division, Pass
 
 from .rates import Rates
-
-REDUCED_BYTES = 4  # an element, of gradients that ranks sum
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Candidate:
 
     def sent_bytes(self, chunk: ChunkCost) -> float:
         """Of a chunk's gradients, to the host: as they were made, or this rank's shard of their sum."""
-        return chunk.gradient_bytes if self.division.is_alone else REDUCED_BYTES * (chunk.elements / self.shards)
+        return chunk.gradient_bytes if self.division.is_alone else SUM_BYTES * (chunk.elements / self.shards)
 
     def slowness(self, rates: Rates) -> float:
         """What each second of the computation takes, beside all else."""

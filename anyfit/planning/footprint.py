@@ -27,12 +27,12 @@ from dataclasses import dataclass
 
 from anyfit.values.engine import GRADIENT_STAGES, REDUCTION_STAGES, STREAMED_DEPTH
 from anyfit.values.plan import Placement
+from anyfit.values.precision import SUM_BYTES
 from anyfit.values.profile import ChunkCost, HostRates, Profile
 
-from .candidate import REDUCED_BYTES, Candidate
+from .candidate import Candidate
 
 TORCH_SCRATCH_BYTES = 8  # an element of the largest chunk with masters
-SUM_BYTES = 4  # an element, of gradients that add up
 STAYS = Placement()
 NEVER_BYTES = 2**62  # more than any device has: of what may not be
 Pair = tuple[ChunkCost, Placement]
@@ -99,7 +99,7 @@ def _state(pairs: list[Pair], candidate: Candidate, *, overlaps: bool) -> tuple[
         if placement.optimizer == "host":  # streamed
             carried_optimizer = max(carried_optimizer, optimizer)
             carried_weights = max(carried_weights, weights if is_away or speculates else 0)
-        elif not overlaps and _has_masters(chunk):  # torch's own step, on masters and gradients in fp32
+        elif not overlaps and chunk.is_split:  # torch's own step, on masters and gradients in fp32
             scratch = max(scratch, TORCH_SCRATCH_BYTES * (chunk.elements // shards))
     device += min(candidate.slots, fetched) * largest_fetched + scratch
     return device + STREAMED_DEPTH * (carried_optimizer + carried_weights), host
@@ -120,7 +120,7 @@ def _gradients_alone(pairs: list[Pair], candidate: Candidate, *, overlaps: bool)
             device += SUM_BYTES * chunk.elements
         if not chunk.is_updated or placement.update == "host":
             continue
-        is_flat = adds_up and _has_masters(chunk)  # gradients of bf16 weights that add up do so in one buffer
+        is_flat = adds_up and chunk.is_split  # gradients of bf16 weights that add up do so in one buffer
         if placement.optimizer == "host":  # streamed
             side_by_side = max(side_by_side, 0 if is_flat else size)
             if placement.gradients == "host":  # they come back
@@ -141,23 +141,18 @@ def _gradients_of_rank(pairs: list[Pair], candidate: Candidate, *, overlaps: boo
         if chunk.trainable:
             given.append(chunk.elements)
             if stays:
-                device += REDUCED_BYTES * elements
-                if adds_up and not division.gradients and _has_masters(chunk):
+                device += SUM_BYTES * elements
+                if adds_up and not division.gradients and chunk.is_split:
                     device += SUM_BYTES * chunk.elements
             else:
                 sent.append(elements)
             if not stays or (adds_up and division.gradients):
                 landing.append(elements)
         if chunk.is_updated and placement.route == "streamed" and overlaps and not stays:
-            carried = max(carried, REDUCED_BYTES * elements)
+            carried = max(carried, SUM_BYTES * elements)
     stages = min(REDUCTION_STAGES, len(given))
-    device += stages * REDUCED_BYTES * (max(given, default=0) + max(landing, default=0)) + STREAMED_DEPTH * carried
-    return device, REDUCED_BYTES * sum(sent) + (stages * REDUCED_BYTES * max(sent, default=0) if adds_up else 0)
-
-
-def _has_masters(chunk: ChunkCost) -> bool:
-    """Its weights are bf16."""
-    return chunk.weights_bytes == 2 * chunk.elements
+    device += stages * SUM_BYTES * (max(given, default=0) + max(landing, default=0)) + STREAMED_DEPTH * carried
+    return device, SUM_BYTES * sum(sent) + (stages * SUM_BYTES * max(sent, default=0) if adds_up else 0)
 
 
 def _is_resident(chunk: ChunkCost, placement: Placement) -> bool:
@@ -264,7 +259,7 @@ def _waiting(candidate: Candidate) -> list[int]:
         chunk, placement = candidate.chunks[index], candidate.placements[index]
         first, last = positions[0], positions[-1] + 1
         if adds_up and placement.gradients == "device" and not division.gradients:
-            if _has_masters(chunk):  # each goes to a sum as it comes
+            if chunk.is_split:  # each goes to a sum as it comes
                 continue
             first, last = 0, count  # they add up where autograd put them
         elif last - first == 1:  # one chunk after another, while the segment's work becomes less; a single gradient is part of it

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from anyfit.values.calibration import Calibration
+from anyfit.values.precision import PRECISIONS
 from anyfit.values.profile import HostRates, Profile
 
 NORM_BYTES, UPDATE_BYTES, GATHER_BYTES = 2, 30, 4  # read and written of a parameter on the device
-# Of a gradient that is added up over passes: a sum in fp32 is read and written in each but the first, which only writes it; and
-# the norm and the update read it in place of a bf16 gradient. Where gradients are fp32, the first pass makes the sum itself.
-ADD_BYTES = {"bf16": 10, "fp32": 8}
 UPDATE_TRAFFIC = 26  # bytes of the host's memory that an update reads and writes
 # Of an update's traffic: to add a gradient up on the host, and, where the device is a CPU, to take its norm there; one of two
 # phases, weights alone or moments alone; what a gradient that was added up has more than one that was not.
@@ -45,4 +43,4 @@ def rates_of(profile: Profile) -> Rates:
 
 def add_seconds(profile: Profile) -> float:
     """Of one gradient and pass, where the device adds them up over passes."""
-    return ADD_BYTES[profile.precision] / profile.memory_bytes_per_second
+    return PRECISIONS[profile.precision].adding_bytes / profile.memory_bytes_per_second

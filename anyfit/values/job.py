@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 from .batches import NO_SAMPLES, cut, map_tensors, refuse_iterators, reordered, repeated, rows_of, uncuttable, with_rows
 from .layout import Placeable
 from .loss_rule import AGREEMENTS
+from .precision import PRECISIONS
 from .record import nearest
 from .tensor_files import holds_weights
 from .weights import Weights
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 Batch: TypeAlias = Any  # tensors in any nest of mappings, sequences and dataclasses
 LossValue: TypeAlias = "Tensor | tuple[Tensor, Tensor | float]"
-PRECISIONS = ("bf16", "fp32")
 # Of torch.optim. Any other optimizer works that steps without a closure and treats the elements of dense gradients alike.
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
@@ -98,7 +98,7 @@ class Job:
                 raise TypeError(f"Job(clip_norm=) must be a number or None, got {_describe(self.clip_norm)}")
             if not self.clip_norm > 0:
                 raise ValueError(f"Job(clip_norm=) must be positive, got {self.clip_norm}; None does not clip")
-        if self.precision not in PRECISIONS:
+        if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
             raise ValueError(f"Job(precision={self.precision!r}) is not known" + nearest(str(self.precision), PRECISIONS))
         if not isinstance(self.real_run, bool | None):
             raise TypeError(f"Job(real_run=) must be True, False or None, got {_describe(self.real_run)}")
@@ -151,7 +151,8 @@ class Job:
             if isinstance(module, _BatchNorm)
             for parameter in module.parameters(recurse=False)
         }
-        allowed = (torch.float32, torch.bfloat16) if self.precision == "bf16" else (torch.float32,)
+        weight: torch.dtype = getattr(torch, PRECISIONS[self.precision].weight)
+        allowed = tuple(dict.fromkeys((torch.float32, weight)))
         dtypes = {}
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "_local_tensor"):
@@ -164,8 +165,8 @@ class Job:
                     f"parameter {name} is {parameter.dtype}, which precision={self.precision!r} cannot hold exactly; "
                     f"build the model in {' or '.join(map(str, allowed))}"
                 )
-            low = self.precision == "bf16" and parameter.dtype.is_floating_point and id(parameter) not in kept
-            dtypes[name] = torch.bfloat16 if low else parameter.dtype
+            is_cast = parameter.dtype.is_floating_point and id(parameter) not in kept
+            dtypes[name] = weight if is_cast else parameter.dtype
         return dtypes
 
     def build_optimizer(self, model: nn.Module) -> tuple[Optimizer, dict[int, int]]:
@@ -254,11 +255,9 @@ class Job:
         keep their dtype, as in plain PyTorch: fp16, fp64 and integers, and numpy's arrays, which stay on the host."""
         import torch
 
-        def place(tensor: Tensor) -> Tensor:
-            is_cast = self.precision == "bf16" and tensor.dtype == torch.float32
-            return send(tensor).to(device, torch.bfloat16 if is_cast else tensor.dtype)
-
-        return map_tensors(batch, place)
+        weight: torch.dtype = getattr(torch, PRECISIONS[self.precision].weight)
+        cast = {torch.float32: weight}
+        return map_tensors(batch, lambda tensor: send(tensor).to(device, cast.get(tensor.dtype, tensor.dtype)))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The loss as (mean, None), or (sum, weight) where the user's function says so; refuses what cannot be trained on."""

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .precision import Precision, precision_of
+
 ALIGN_ELEMENTS = 128  # every parameter starts on a 256-byte boundary even in bf16: vector loads and CUDA kernels like that
 CHUNK_BYTES = 64 * 2**20  # of weights; larger ones only when a single parameter is
 
@@ -40,6 +42,15 @@ class Chunk:
     @property
     def is_updated(self) -> bool:
         return self.trainable and self.group >= 0
+
+    @property
+    def precision(self) -> Precision:
+        return precision_of(self.dtype)
+
+    @property
+    def is_split(self) -> bool:
+        """Its masters are two halves."""
+        return self.is_updated and self.precision.is_split
 
     def stretch(self, index: int, shards: int) -> tuple[int, int]:
         """(start, end) of one of so many equal parts, in elements."""

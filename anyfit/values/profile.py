@@ -138,6 +138,7 @@ class ChunkCost:
     blocks: tuple[int, ...]  # whose parameters it holds, ascending
     parameters: tuple[str, ...] = ()  # those of no block
     summed_bytes: int = 0  # of gradients that autograd adds up over several uses, and has from the first of them on
+    is_split: bool = False  # masters are two halves: the weights, and low ones that are part of the optimizer's bytes
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def _chunks(random: Random, count: int, most: int) -> tuple[ChunkCost, ...]:
         state = (2 * elements, 10 * elements) if trainable else (0, 0)
         names = ("embedding", "head") if outer == 1 else ("embedding",) if at == 0 else ("head",)
         outside = names if home == (count,) else ()
-        found.append(ChunkCost(2 * elements, elements, trainable, *state, trainable, home, outside))
+        found.append(ChunkCost(2 * elements, elements, trainable, *state, trainable, home, outside, is_split=True))
     return tuple(found)
 
 

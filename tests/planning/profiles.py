@@ -163,7 +163,7 @@ def candidates(draw: st.DrawFn, most_blocks: int = 5, most_chunks: int = 2, para
             elements = draw(st.integers(1, 20)) * parameters
             trainable = draw(st.booleans()) or draw(st.booleans())
             gradient, optimizer = (2 * elements, 10 * elements) if trainable else (0, 0)
-            chunks.append(ChunkCost(2 * elements, elements, trainable, gradient, optimizer, trainable, (index,)))
+            chunks.append(ChunkCost(2 * elements, elements, trainable, gradient, optimizer, trainable, (index,), is_split=True))
             placement = draw(st.sampled_from(PLACEMENTS))
             if placement.optimizer == "host" and draw(st.booleans()):
                 placement = replace(placement, speculates=True)

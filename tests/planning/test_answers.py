@@ -64,7 +64,7 @@ def chain_pass(size: int, *more: str) -> Pass:
 
 def layout(chunks_a_block: int) -> Layout:
     elements = ELEMENTS * CHUNKS_A_BLOCK // chunks_a_block
-    chunk = ChunkCost(2 * elements, elements, True, 2 * elements, 10 * elements, True, ())
+    chunk = ChunkCost(2 * elements, elements, True, 2 * elements, 10 * elements, True, (), is_split=True)
     chunks = tuple(replace(chunk, blocks=(index // chunks_a_block,)) for index in range(BLOCKS * chunks_a_block))
     return Layout(2 * elements, chunks)
 

@@ -11,7 +11,6 @@ from hypothesis import assume, given
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
 from anyfit.planning.found import TIE
-from anyfit.planning.rates import ADD_BYTES
 from anyfit.values.corrections import Correction, Pace
 from anyfit.values.profile import Pass, Profile
 from anyfit.values.units import parse_bytes, show_bytes, show_seconds
@@ -23,7 +22,7 @@ CLOSE = 1 + 1e-9
 
 def seconds_of(profile: Profile, each: Pass) -> float:
     passes = -(-profile.batch_size // each.micro_batch)
-    added = passes * profile.trainable * ADD_BYTES["fp32"] / profile.memory_bytes_per_second if passes > 1 else 0.0
+    added = passes * profile.trainable * 8 / profile.memory_bytes_per_second if passes > 1 else 0.0
     return profile.batch_size / each.micro_batch * each.seconds + added + profile.update.seconds
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from anyfit.planning.candidate import REDUCED_BYTES, Candidate
+from anyfit.planning.candidate import Candidate
 from anyfit.planning.rates import Rates
 from anyfit.values.plan import Placement
+from anyfit.values.precision import SUM_BYTES
 from anyfit.values.profile import ChunkCost
 
 from .clock import Call, Clock, Signal, Work
@@ -69,7 +70,7 @@ class Exchanges:
     def __init__(self, candidate: Candidate, resources: Resources, ledger: Ledger) -> None:
         self._resources, self._ledger, division = resources, ledger, candidate.division
         self._gather_seconds = [division.gather.seconds(each.weights_bytes) for each in candidate.chunks]
-        self._reduce_seconds = [division.reduce.seconds(REDUCED_BYTES * each.elements) for each in candidate.chunks]
+        self._reduce_seconds = [division.reduce.seconds(SUM_BYTES * each.elements) for each in candidate.chunks]
 
     def all_gather(self, chunk: Chunk, done: Call) -> None:
         """Weights that are sharded, for a use."""
