@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from anyfit.kernels.adamw import Part, Settings, State, adamw, adamw_in_torch, is_native
-from anyfit.kernels.cores import nodes
-from anyfit.kernels.pages import in_huge_pages, touch
+from anyfit.kernels.pages import in_huge_pages, nodes, touch
 
 from . import record
 

@@ -37,8 +37,7 @@ import torch
 import anyfit
 from anyfit.costing import cost
 from anyfit.costing.memory import chunk_costs, chunks_of
-from anyfit.kernels.cores import nodes
-from anyfit.kernels.pages import in_huge_pages, touch
+from anyfit.kernels.pages import in_huge_pages, nodes, touch
 from anyfit.placing import place
 from anyfit.planning import search
 from anyfit.planning.candidate import Candidate

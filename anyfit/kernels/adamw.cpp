@@ -6,7 +6,7 @@
 // torch takes. The scalars come rounded from adamw.py.
 //
 // A thread goes through a contiguous stretch of the chunk block by block: each number is read from memory once and written once.
-// Where memory has several nodes, a stretch is that of threads which run on the node that it lies on (cores.py, pages.py).
+// Where memory has several nodes, a stretch is that of threads which run on the node that it lies on (pages.py).
 
 #include <algorithm>
 #include <atomic>

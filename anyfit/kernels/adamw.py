@@ -30,8 +30,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .cores import Nodes, nodes
 from .native import NotBuilt, library
+from .pages import Nodes, nodes
 from .split import merge, split
 
 SLICE_ELEMENTS = 2**18  # of the twin: its scratch stays in the cache

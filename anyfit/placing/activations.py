@@ -21,8 +21,7 @@ from anyfit.values.plan import Activations as Choice
 from anyfit.values.record import nearest
 
 from .chunks import quietly
-from .labels import Label, Task
-from .lanes import Lanes, Ticket
+from .lanes import Label, Lanes, Task, Ticket
 from .recompute import Recomputed, stand_in
 from .residency import Residency
 from .tiers import HostSlabs

@@ -21,9 +21,9 @@ from anyfit.values.demands import Demands
 from anyfit.values.layout import Chunk, Slot
 from anyfit.values.plan import Placement
 
+from ..kernels.split import WRITTEN_AT_ONCE, Masters, forget_low, put
 from .chunk_update import ChunkUpdate
-from .labels import Label, Task
-from .masters import WRITTEN_AT_ONCE, Masters, forget_low, put
+from .lanes import Label, Task
 from .ranks import ALONE, Ranks
 from .tiers import HostSlabs
 from .weights import Elements, of_tensor

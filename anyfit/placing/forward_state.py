@@ -22,9 +22,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .cells import Cell, equal
+from .cells import Cell, Numpy, equal, generators
 from .chunks import quietly
-from .generators import Numpy, generators
 from .walk import INERT, Walk
 
 FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [

@@ -21,8 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from anyfit.values.machine import update_threads
 
 from .chunks import ChunkState, ModelState, quietly
-from .labels import Label, Task
-from .lanes import Lanes, Ticket
+from .lanes import Label, Lanes, Task, Ticket
 from .tiers import HostSlabs
 
 Views = dict[str, Tensor]  # made once: a step has many, and each costs the thread that launches

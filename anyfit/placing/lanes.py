@@ -10,7 +10,8 @@ the second of the job before.
 
 Tests give a `delay`, called before every job: an ordering that only held by luck then shows as wrong numbers.
 
-Jobs have labels (labels.py). A timeline (timeline.py) sets `mark` while it records, and is then told when each begins and ends.
+Jobs have labels: timelines sort by them, and a rank that waits tells what for. A timeline (timeline.py) sets `mark` while it
+records, and is then told when each job begins and ends.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -33,7 +35,52 @@ from anyfit.kernels.across import Sender, read
 from anyfit.kernels.adamw import Begun
 from anyfit.values.engine import STREAMED_DEPTH
 
-from .labels import Label, Task
+
+class Task(Enum):
+    """In words that the name of a chunk or a block follows. The member's own name is its kind in a timeline."""
+
+    STEP = "step"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    NORM = "norm"
+    NORMS = "the others' norms"
+    FETCH = "fetch"
+    GATHER = "gather"
+    OFFLOAD = "offload"
+    RETURN = "return"
+    GRADIENTS = "gradients of"
+    ADD = "add gradients of"
+    REDUCE = "reduce"
+    UPDATE = "update"
+    SPECULATE = "speculate on"
+    COMMIT = "commit"
+    FINISH = "finish"
+    UPLOAD = "upload"
+    LIFT = "lift state of"
+    LOWER = "lower state of"
+    SPREAD = "spread"
+    OTHER = "other work"
+
+
+@dataclass(frozen=True)
+class Label:
+    task: Task = Task.OTHER
+    chunk: int | None = None
+    name: str = ""  # of a block, or the number of a step
+    is_wait: bool = False  # of the computation, for such a job
+
+    @property
+    def awaited(self) -> Label:
+        return replace(self, is_wait=True)
+
+    @property
+    def kind(self) -> str:
+        return self.task.name.lower()
+
+    def __str__(self) -> str:
+        what = self.name if self.chunk is None else f"chunk {self.chunk}"
+        return f"{'wait for ' * self.is_wait}{self.task.value} {what}".rstrip()
+
 
 _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
 SWITCH_SECONDS = 1e-4

@@ -23,8 +23,7 @@ from anyfit.values.layout import ALIGN_ELEMENTS, Slot
 
 from .chunks import ChunkState, ModelState, quietly
 from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, Views, copy_stretches, refuse_sparse, views_of
-from .labels import Label, Task
-from .lanes import Lanes, Ticket
+from .lanes import Label, Lanes, Task, Ticket
 from .tiers import HostSlabs
 
 Hook = Callable[[Tensor], None]

@@ -16,8 +16,8 @@ from anyfit.values.demands import Demands, StaysOnDevice
 from anyfit.values.layout import Chunk, Slot
 from anyfit.values.plan import Placement
 
+from ..kernels.split import forget_low
 from .chunks import ChunkState, quietly
-from .masters import forget_low
 from .optimizers import refuse_apart, steps_together
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from anyfit.values.layout import Slot
 
+from ..kernels.split import Masters
 from .chunk_update import ChunkUpdate
 from .chunks import ChunkState
 from .lanes import Ticket
-from .masters import Masters
 from .tiers import HostSlabs, Scratch
 
 Entries = dict[str, dict[str, Any]]  # by parameter, as in `optimizer.state`

@@ -4,7 +4,7 @@ activations. A placed model can be lifted and placed again, as another plan says
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +20,19 @@ from anyfit.values.record import nearest
 
 from .activations import Activations
 from .chunks import Carried, ModelState
-from .compiled import watch_compiled
 from .edits import Bound
 from .gradients import Gradients
-from .labels import Task
-from .lanes import Lanes
+from .lanes import Lanes, Task
 from .local_gradients import LocalGradients
 from .mirrors import Mirrors, casts, refuse_elsewhere
-from .pieces import refuse_unless_by_element
+from .optimizers import refuse_unless_by_element
 from .ranks import ALONE, Ranks
+from .recompute import set_attribute
 from .reduction import ReducedGradients
 from .residency import Residency
 from .tiers import HostSlabs, let_segments_grow
 from .updates import Updates
+from .watched import Watched, watched_kind
 from .weights import Elements
 
 
@@ -226,32 +226,48 @@ def _make_ready(model: nn.Module, plan: Plan, device: torch.device) -> None:
 
 
 def _compile_blocks(model: nn.Module, blocks: Sequence[str], residency: Residency) -> None:
-    undo = [_compile(model, block) for block in blocks]
-    watch_compiled(residency, model)
-    residency.undo += undo + [_keep_unflattened(module) for module in model.modules() if _flattens(module)]
-
-
-def _flattens(module: nn.Module) -> bool:
-    return callable(getattr(module, "flatten_parameters", None)) and not isinstance(module, torch.jit.ScriptModule)
-
-
-def _keep_unflattened(module: nn.Module) -> Callable[[], None]:
-    """An LSTM's `flatten_parameters` would take its weights out of their chunk, on a GPU; what undoes it."""
-    attributes, name = vars(module), "flatten_parameters"
-    own = attributes.get(name)
-    attributes[name] = _stay_in_the_chunk
-    return (lambda: attributes.pop(name, None)) if own is None else (lambda: attributes.update({name: own}))
+    """Compiles these blocks. An LSTM's `flatten_parameters` is put aside: on a GPU it takes weights out of their chunk."""
+    modules, undo = dict(model.named_modules()), []
+    for block in blocks:
+        if block not in modules:
+            raise ValueError(f"the plan compiles block {block!r}, and the model has none" + nearest(block, list(modules)))
+        undo.append(set_attribute(modules[block], "forward", torch.compile(modules[block].forward)))
+    for module in model.modules():
+        _watch_compiled(residency, module)
+    residency.undo += undo
+    for module in model.modules():
+        if callable(getattr(module, "flatten_parameters", None)) and not isinstance(module, torch.jit.ScriptModule):
+            residency.undo.append(set_attribute(module, "flatten_parameters", _stay_in_the_chunk))
 
 
 def _stay_in_the_chunk() -> None:
     """cuDNN copies weights that do not lie as it likes them."""
 
 
-def _compile(model: nn.Module, block: str) -> Callable[[], None]:
-    """Compiles a block; what undoes it."""
-    modules: dict[str, Any] = dict(model.named_modules())
-    if block not in modules:
-        raise ValueError(f"the plan compiles block {block!r}, and the model has none" + nearest(block, list(modules)))
-    module, own = modules[block], vars(modules[block]).get("forward")
-    module.forward = torch.compile(module.forward)
-    return (lambda: delattr(module, "forward")) if own is None else (lambda: setattr(module, "forward", own))
+def _watch_compiled(residency: Residency, module: nn.Module) -> None:
+    """Ops of a compiled or scripted module are not seen one by one, so all its weights are ready before it is called."""
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    attribute = "forward" if is_scripted or module._compiled_call_impl is None else "_compiled_call_impl"
+    call = getattr(module, attribute)
+    watched = [parameter for parameter in module.parameters() if isinstance(parameter, Watched)]
+    if not watched or not (is_scripted or attribute != "forward" or hasattr(call, "_torchdynamo_orig_callable")):
+        return
+
+    def ready(*args: Any, **kwargs: Any) -> Any:
+        as_compiled = nullcontext() if is_scripted else _as_compiled(residency, watched)
+        with residency.pinning({parameter.anyfit[2] for parameter in watched}), as_compiled:
+            return call(*args, **kwargs)
+
+    residency.undo.append(set_attribute(module, attribute, ready))
+
+
+@contextmanager
+def _as_compiled(residency: Residency, watched: Sequence[Any]) -> Iterator[None]:
+    """Inside, parameters are of the class that the module was compiled for."""
+    for parameter in watched:
+        parameter.__class__ = residency.kinds[parameter.anyfit[1]]
+    try:
+        yield
+    finally:
+        for parameter in watched:
+            parameter.__class__ = watched_kind(type(parameter))

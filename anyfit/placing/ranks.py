@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .labels import Label, Task
+from .lanes import Label, Task
 
 Kind = Literal["gather", "reduce", "spread", "small"]
 KINDS: tuple[Kind, ...] = ("gather", "reduce", "spread", "small")

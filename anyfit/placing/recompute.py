@@ -27,8 +27,95 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .chunks import quietly
 from .forward_state import ForwardState, version_of
-from .inputs import Inputs, Pack, Unpack
 from .kept_results import NOTHING, Keeping, Kept, Reusing
+from .walk import INERT
+
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+
+
+class Input:
+    __slots__ = ("given", "needs_grad", "packed", "version")
+
+    def __init__(self, tensor: Tensor, pack: Pack) -> None:
+        with quietly():
+            self.needs_grad = tensor.requires_grad
+            self.packed = pack(tensor)
+            self.version = version_of(tensor) if isinstance(self.packed, Tensor) else None
+        self.given: Tensor | None = None
+
+    @property
+    def is_changed(self) -> bool:
+        return self.version is not None and version_of(self.packed) != self.version
+
+
+class Named:
+    """A named tuple that holds inputs: its own constructor would ask them what they are."""
+
+    __slots__ = ("fields", "kind")
+
+    def __init__(self, kind: type, fields: list[Any]) -> None:
+        self.kind, self.fields = kind, fields
+
+
+class Inputs:
+    """Arguments of a call, without the graph they come from. Containers are copied, since the caller's may change."""
+
+    def __init__(self, arguments: Any, pack: Pack, unpack: Unpack) -> None:
+        self._pack, self._unpack = pack, unpack
+        self._tensors: dict[int, Input] = {}
+        self.objects: list[Any] = []  # whose state is to be noted
+        self._taken = self._take(arguments)
+
+    def _take(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in INERT:
+            return value
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            found = self._tensors.get(id(value))
+            if found is None:
+                found = self._tensors[id(value)] = Input(value, self._pack)
+                if found.packed is value:
+                    found.packed = value.detach()
+            return found
+        if kind is tuple or kind is list:
+            return kind([self._take(each) for each in value])
+        if kind is dict:
+            return {key: self._take(each) for key, each in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return Named(kind, [self._take(each) for each in value])
+        if not isinstance(value, nn.Parameter):
+            self.objects.append(value)
+        return value
+
+    @property
+    def are_changed(self) -> bool:
+        return any(each.is_changed for each in self._tensors.values())
+
+    def give(self) -> Any:
+        """The arguments again."""
+        try:
+            return self._given(self._taken)
+        finally:
+            for each in self._tensors.values():
+                each.given = None
+
+    def _given(self, value: Any) -> Any:
+        if isinstance(value, Input):
+            if value.given is None:
+                value.given = self._unpack(value.packed).detach()
+                if value.needs_grad:
+                    value.given.requires_grad_()
+            return value.given
+        if isinstance(value, Named):
+            fields = [self._given(each) for each in value.fields]
+            return tuple.__new__(value.kind, fields)  # its own constructor may want other arguments (PackedSequence)
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind([self._given(each) for each in value])
+        if kind is dict:
+            return {key: self._given(each) for key, each in value.items()}
+        return value
 
 
 class _Enough(BaseException):
@@ -189,17 +276,21 @@ def _shown(facts: tuple[torch.Size, torch.dtype]) -> str:
 
 
 def stand_in(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Sets a module's forward; gives what undoes it. A traced module hands attributes that are set on to another, so that
-    this goes past it. Compilers leave it as it is, with all that it calls."""
-    own = vars(module)
-    before = own.get("forward", NOTHING)
+    """Sets a module's forward; gives what undoes it. Compilers leave it as it is, with all that it calls."""
     compilers = sys.modules.get("torch._dynamo")  # slow to import: what is compiled has done it
-    own["forward"] = forward if compilers is None else compilers.disable(forward)
+    return set_attribute(module, "forward", forward if compilers is None else compilers.disable(forward))
+
+
+def set_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+    """Sets it past the module's own setter: a traced module's hands it on, a scripted one's takes scripted methods alone. Gives
+    what undoes it."""
+    own = vars(module)
+    before, own[name] = own.get(name, NOTHING), value
 
     def undo() -> None:
         if before is NOTHING:
-            del own["forward"]
+            own.pop(name, None)
         else:
-            own["forward"] = before
+            own[name] = before
 
     return undo

@@ -23,8 +23,7 @@ from anyfit.values.layout import Slot
 
 from .chunks import ChunkState, ModelState, quietly
 from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, refuse_sparse
-from .labels import Label, Task
-from .lanes import Lanes, Over, Ticket
+from .lanes import Label, Lanes, Over, Task, Ticket
 from .tiers import HostSlabs
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from anyfit.kernels.bytes import Move, move_all
 
-from .labels import Label, Task
-from .masters import put
+from ..kernels.split import put
+from .lanes import Label, Task
 from .place import Placed
 
 _cuda: Any = torch.cuda

@@ -23,8 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anyfit.kernels.cores import nodes
-from anyfit.kernels.pages import in_huge_pages, touch
+from anyfit.kernels.pages import in_huge_pages, nodes, touch
 from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.units import show_bytes
 

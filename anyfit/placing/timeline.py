@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from .labels import Label, Task
-from .lanes import Ended, Lanes, Mark
+from .lanes import Ended, Label, Lanes, Mark, Task
 
 COMPUTE = "compute"
 FIRST, LAST = 4, 6  # steps: earlier ones warm up

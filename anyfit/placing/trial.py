@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_map_only
 from .cells import equal
 from .chunks import quietly
 from .forward_state import ForwardState
-from .inputs import Inputs
 from .kept_results import Keeping, Kept, Verifying
-from .recompute import Recomputed, may_be_recomputed, stand_in
+from .recompute import Inputs, Recomputed, may_be_recomputed, stand_in
 
 
 class Unfit(dict[str, str]):

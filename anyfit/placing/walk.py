@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .cells import MOST_ENTRIES, Array, Attributes, Cell, Closed, Elements, Entries, Globals, OfClass, Slots
-from .generators import generator_cell
+from .cells import MOST_ENTRIES, Array, Attributes, Cell, Closed, Elements, Entries, Globals, OfClass, Slots, generator_cell
 
 MOST_CELLS = 4096  # that a block's walk follows
 INERT = {

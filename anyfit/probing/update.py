@@ -24,8 +24,7 @@ import torch
 from torch.nn import functional
 
 from anyfit.kernels.adamw import Begun, Settings, State, adamw
-from anyfit.kernels.cores import nodes
-from anyfit.kernels.pages import in_huge_pages, touch
+from anyfit.kernels.pages import in_huge_pages, nodes, touch
 from anyfit.values.machine import update_threads
 
 from .copies import directions

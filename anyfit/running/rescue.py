@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from anyfit.placing.cells import generators
 from anyfit.placing.forward_state import Note, Places
-from anyfit.placing.generators import generators
 from anyfit.placing.walk import Walk
 from anyfit.values.corrections import Correction
 from anyfit.values.plan import NoPlan, Plan

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from anyfit.placing.gradients import clip_factor
-from anyfit.placing.labels import Task
+from anyfit.placing.lanes import Task
 from anyfit.values.job import Batch
 from anyfit.values.loss_rule import MEAN, LossRule, divisors
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from anyfit.placing import Placed
+from anyfit.placing.cells import PYTHON, Numpy
 from anyfit.placing.chunks import quietly
 from anyfit.placing.forward_state import Note, Places
-from anyfit.placing.generators import PYTHON, Numpy
 from anyfit.placing.walk import Walk
 from anyfit.values.batches import map_tensors, named_tensors
 from anyfit.values.job import Batch, Job

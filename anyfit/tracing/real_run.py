@@ -22,8 +22,7 @@ from anyfit.values.job import Batch, Job
 from anyfit.values.memento import Memento
 from anyfit.values.units import show_bytes
 
-from .stand_in import CPU, largest_sample
-from .swap import refuse_unmade, swapped
+from .stand_in import CPU, largest_sample, refuse_unmade, swapped
 
 aten = torch.ops.aten
 LENT = {

@@ -27,8 +27,7 @@ from anyfit.values.units import show_bytes, show_seconds
 from .around import dense, leaving_no_mark, saying
 from .blocks import Blocks, find_blocks
 from .errors import NeedsValues, TooDear, refuse_without_parameters
-from .gpu_kernels import AsOnGpu
-from .gpu_recorder import GpuRecorder
+from .gpu_kernels import AsOnGpu, GpuRecorder
 from .loss_rule import read_rule, rows_for
 from .needs import is_whole
 from .real_run import LentKernels, bytes_of, real_batch, real_model, refuse_unless_it_can_run, sized_model

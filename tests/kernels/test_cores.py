@@ -24,8 +24,7 @@ from torch import Tensor
 from anyfit.kernels import adamw as module
 from anyfit.kernels import pages
 from anyfit.kernels.adamw import Settings, State, adamw, adamw_in_torch, is_native
-from anyfit.kernels.cores import Nodes, nodes
-from anyfit.kernels.pages import HUGE_PAGE_BYTES, in_huge_pages, parts, touch
+from anyfit.kernels.pages import HUGE_PAGE_BYTES, Nodes, in_huge_pages, nodes, parts, touch
 from anyfit.kernels.sums import add
 
 HERE = tuple(sorted(os.sched_getaffinity(0)))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import anyfit
-from anyfit.placing.updates.schedule import Schedule
+from anyfit.placing.updates import Updates
 from anyfit.values.plan import Placement
 from tests.models import Tangled, byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, round_half_away, train_plainly
@@ -160,7 +160,7 @@ def test_an_update_that_is_broken_off_is_not_gone_on_from(route: str, monkeypatc
             if len(seen) == 3:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(Schedule, "_share", lambda _schedule, state, _before: interrupt(state.index))
+        monkeypatch.setattr(Updates, "_share", lambda _updates, state, _before: interrupt(state.index))
         with pytest.raises(KeyboardInterrupt):
             run.step(batches[1])
         monkeypatch.undo()

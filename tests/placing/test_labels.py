@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anyfit.placing.labels import Label, Task
+from anyfit.placing.lanes import Label, Task
 
 
 @pytest.mark.parametrize(

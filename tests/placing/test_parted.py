@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import anyfit
-from anyfit.placing.labels import Label
-from anyfit.placing.lanes import Ended
-from anyfit.placing.updates.pace import LESS, MORE
+from anyfit.placing.lanes import Ended, Label
+from anyfit.placing.updates.route import LESS, MORE
 from tests.models import byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
 from tests.plans import AWAY, ON_HOST, RESIDENT, hand_written, started

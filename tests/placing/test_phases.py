@@ -12,8 +12,7 @@ import torch
 
 import anyfit
 from anyfit.placing.chunk_update import UpdatePhase
-from anyfit.placing.labels import Label
-from anyfit.placing.lanes import Ended, Track
+from anyfit.placing.lanes import Ended, Label, Track
 from anyfit.placing.updates.route import Integrity
 from anyfit.values.plan import Placement
 from tests.models import byte_batches, next_byte_loss, tiny_gpt

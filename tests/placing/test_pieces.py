@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from anyfit.placing.pieces import BY_ELEMENT, _is_by_element, refuse_unless_by_element
+from anyfit.placing.optimizers import BY_ELEMENT, _is_by_element, refuse_unless_by_element
 
 
 class Sign(torch.optim.Optimizer):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import anyfit
 from anyfit.placing import activations
 from anyfit.placing.lanes import STREAMED_DEPTH
-from anyfit.placing.saved import Saved
+from anyfit.placing.slots import Saved
 from anyfit.values.plan import Placement
 from tests.models import Experts, Tangled, byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly

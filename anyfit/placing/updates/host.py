@@ -1,6 +1,6 @@
 """Chunks that the host updates: gradients have come down, and fresh weights go up, at once where they live on the device.
 
-In a two-phase update the host makes weights first, and moments when all weights are fresh (pace.py).
+In a two-phase update the host makes weights first, and moments when all weights are fresh (`Pace`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from anyfit.kernels.adamw import Begun, Part, can_be_parted
-from anyfit.values.engine import LATER
+from anyfit.kernels.split import Masters
+from anyfit.values.engine import LATER, is_two_phase
 
-from ..labels import Label, Task
-from ..lanes import Ticket, Work
-from ..masters import Masters
+from ..lanes import Label, Task, Ticket, Work
 from ..optimizer_state import Entries, OptimizerState
 from ..tiers import Scratch
 from .route import BROKEN_OFF, Context
@@ -60,17 +59,14 @@ class OnHost:
         settings = self._context.stepper.one_pass(chunk.state, groups)
         if self._context.gradients.adds_up or settings is None or not can_be_parted(settings):
             return False  # to add gradients up keeps the host at work all through backward
-        return self._context.pace.is_two_phase(chunk.state.index)
+        return is_two_phase(chunk.state.index, self._context.pace.two_phase_share)
 
     def _update(self, chunk: OptimizerState, inputs: Inputs, part: Part) -> Begun | None:
         if self._context.stepper.one_pass(chunk.state, inputs.groups) is not None:  # one pass, that cannot fail half-way
             known, begun = self._in_one_pass(chunk, inputs, part)
             chunk.rest |= known
             return begun
-        before = {}
-        for key, flat in chunk.moments.items():
-            before[key] = self._scratch.flat(f"{key} before", flat.numel())
-            before[key].copy_(flat)
+        before = {key: self._scratch.flat(f"{key} before", flat.numel()).copy_(flat) for key, flat in chunk.moments.items()}
         try:
             exact, made = self._in_scratch(chunk, inputs, chunk.moments)
         except BaseException:
@@ -122,8 +118,8 @@ class OnHost:
         return self._context.stepper.in_one_pass(chunk, inputs, flat, now, out, part)
 
     def _in_scratch(self, chunk: OptimizerState, inputs: Inputs, moments: Views) -> tuple[Tensor, Entries]:
-        stepper, masters = self._context.stepper, self._masters(chunk)
-        return stepper.in_scratch(chunk, inputs, inputs.gradients, masters, moments, self._scratch)
+        masters, own = self._masters(chunk), inputs.gradients
+        return self._context.stepper.in_scratch(chunk, inputs, own, masters, moments, self._scratch)
 
     @staticmethod
     def _masters(chunk: OptimizerState) -> Masters:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..labels import Task
-from ..masters import Masters
+from anyfit.kernels.split import Masters
+
+from ..lanes import Task
 from ..optimizer_state import Entries, OptimizerState
 from ..tiers import Scratch
 from .route import Context

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,10 +16,33 @@ from ..optimizer_state import OptimizerState
 from ..optimizers import UsersOptimizer
 from ..ranks import Ranks
 from ..residency import Residency
-from .pace import Pace
 from .stepper import Inputs, Stepper
 
 BROKEN_OFF = "the update was broken off half-way"
+MOST_CLIPPED = 0.5  # with a larger share of recent steps that clipped, no update begins before the norm is known
+RECENT_STEPS = 8  # about so many count in that share
+LESS, MORE = 1 / 8, 1 / 32  # share of chunks, fewer or more of which are then updated in two phases
+
+
+class Pace:
+    """What recent steps say about the next: whether it is likely to clip, and how much the host gets done in backward.
+
+    Where all updates wait for the norm, the next forward waits for the host, which has nothing to do in backward. So the host
+    updates weights first, and moments once all weights are fresh: of as many chunks as it can before their next gradients."""
+
+    def __init__(self) -> None:
+        self.clipped_share = 0.0  # of recent steps
+        self.two_phase_share = 1.0  # of chunks on the host, where they wait for the norm
+
+    def note(self, *, clips: bool, is_late: bool) -> None:
+        """Of a step: whether it clips, and whether moments of the step before were still pending when its norm was known."""
+        self.clipped_share += (clips - self.clipped_share) / RECENT_STEPS
+        share = self.two_phase_share
+        self.two_phase_share = max(share - LESS, 0.0) if is_late else min(share + MORE, 1.0)
+
+    @property
+    def may_speculate(self) -> bool:
+        return self.clipped_share <= MOST_CLIPPED
 
 
 class Route(Protocol):
@@ -50,7 +73,7 @@ class Integrity:
     """Whether the state is that of whole steps. Where an update in place is broken off it is not, and the run cannot go on."""
 
     def __init__(self) -> None:
-        self.broken: str | None = None  # why; a lane may set it while a step is handed out
+        self.broken: str | None = None  # why; a lane may set it while a step begins
         self._is_stepping = False
 
     @contextmanager
@@ -78,13 +101,6 @@ class Readers:
 
     def __init__(self) -> None:
         self.wait_for: Callable[[int], None] = lambda _chunk: None
-
-    def begin(self, wait_for: Callable[[int], None], chunks: Iterable[OptimizerState]) -> None:
-        """Somebody reads the state as it is now. From here on `wait_for` is asked before any of a chunk's is overwritten."""
-        self.wait_for = wait_for
-        for chunk in chunks:
-            if chunk.second is not None:
-                chunk.second.may_be_read = False
 
     def before_speculation(self, chunk: OptimizerState) -> None:
         """On a lane, before the second generation is overwritten."""

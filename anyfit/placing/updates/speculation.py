@@ -10,8 +10,7 @@ import contextlib
 from collections.abc import Mapping
 
 from ..chunks import ChunkState
-from ..labels import Label, Task
-from ..lanes import Ticket
+from ..lanes import Label, Task, Ticket
 from ..optimizer_state import OptimizerState, Second
 from ..tiers import HostSlabs
 from .route import Context, SpeculatingRoute

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,21 +22,15 @@ class OptimizerStates:
     def make(self, carried: Carried | None) -> None:
         """What is known at the start: the optimizer's constructor made it (Adagrad's does), it has stepped or loaded before, or
         it was lifted from another placing."""
+        state, parameters = self._users.optimizer.state, self._users.parameters
         for chunk in self._chunks:
             self._stepper.make_adam(chunk)
-            self._adopt(chunk)
+            known = {slot.name: state.pop(parameters[slot.name], None) for slot in chunk.state.chunk.slots}
+            self._load({name: entry for name, entry in known.items() if entry})
             if carried is not None:
-                self._take_over(chunk, carried)
-
-    def _adopt(self, chunk: OptimizerState) -> None:
-        state, parameters = self._users.optimizer.state, self._users.parameters
-        known = {slot.name: state.pop(parameters[slot.name], None) for slot in chunk.state.chunk.slots}
-        self.load({name: entry for name, entry in known.items() if entry})
-
-    def _take_over(self, chunk: OptimizerState, carried: Carried) -> None:
-        names = [slot.name for slot in chunk.own_slots if slot.name in carried.optimizer_state]
-        self.load({name: carried.optimizer_state[name] for name in names})
-        carried.optimizer_state.update(chunk.entries(chunk.moments, names, cloned=False))
+                names = [slot.name for slot in chunk.own_slots if slot.name in carried.optimizer_state]
+                self._load({name: carried.optimizer_state[name] for name in names})
+                carried.optimizer_state.update(chunk.entries(chunk.moments, names, cloned=False))
 
     def replace(self, given: Mapping[Any, Mapping[str, Any]]) -> None:
         """Takes over a state that user code has put in the place of this one."""
@@ -46,10 +40,9 @@ class OptimizerStates:
             for flat in chunk.moments.values():
                 flat.zero_()
             self._stepper.make_adam(chunk)
-        self.load({names[id(parameter)]: entry for parameter, entry in given.items() if names.get(id(parameter)) in self.names})
+        self._load({names[id(parameter)]: entry for parameter, entry in given.items() if names.get(id(parameter)) in self.names})
 
     def read(self) -> Entries:
-        """The state of every parameter that has any, as far as it is this rank's."""
         found: Entries = {}
         for chunk in self._chunks:
             found |= chunk.entries(chunk.moments, [slot.name for slot in chunk.own_slots if slot.name in chunk.rest])
@@ -63,12 +56,14 @@ class OptimizerStates:
             chunk.keep(chunk.live)
 
     def forget_all(self) -> None:
+        """Nothing is known of any parameter, as before the first step: to be set anew, by `home` and `load_scalars`."""
         self._users.hide(self.names)
         for chunk in self._chunks:
             chunk.rest.clear()
             chunk.live.clear()
 
     def home(self, name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[OptimizerState, Tensor] | None:
+        """Where an array of that shape belongs that the optimizer keeps for a parameter; None where it is other ranks' alone."""
         chunk = self.names[name]
         mine = next((slot for slot in chunk.own_slots if slot.name == name), None)
         if mine is None:
@@ -84,6 +79,7 @@ class OptimizerStates:
         return chunk, rest[key]
 
     def load_scalars(self, name: str, entries: Mapping[str, Any]) -> None:
+        """What is kept for a parameter that is no array."""
         chunk = self.names[name]
         mine = next((slot for slot in chunk.own_slots if slot.name == name), None)
         if mine is None:
@@ -97,7 +93,7 @@ class OptimizerStates:
                 rest[key] = _scalar_on(value, counts)
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def _load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Of whole parameters."""
         for name, entries in state.items():
             chunk = self.names[name]
@@ -115,7 +111,7 @@ class OptimizerStates:
 
     @property
     def device_bytes(self) -> int:
-        on_device: Iterable[OptimizerState] = (each for each in self._chunks if each.state.placement.optimizer == "device")
+        on_device = [chunk for chunk in self._chunks if chunk.state.placement.optimizer == "device"]
         return sum(tensor.nbytes for chunk in on_device for tensor in chunk.tensors)
 
 

@@ -19,12 +19,12 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from anyfit.kernels.adamw import Begun, Part, Settings, State, adamw
 from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
+from anyfit.kernels.split import Masters
 from anyfit.values.machine import update_threads
 
 from ..chunks import ChunkState
 from ..gradients import scale
 from ..lanes import Ticket
-from ..masters import Masters
 from ..optimizer_state import Entries, Flat, OptimizerState
 from ..tiers import Scratch
 

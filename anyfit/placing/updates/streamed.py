@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import torch
 
+from anyfit.kernels.split import Masters
 from anyfit.values.engine import STREAMED_DEPTH
 
 from ..chunk_update import UpdatePhase
-from ..labels import Label, Task
-from ..lanes import Over, Ticket
-from ..masters import Masters
+from ..lanes import Label, Over, Task, Ticket
 from ..optimizer_state import Load, OptimizerState, Second
 from ..tiers import Scratch
 from .route import Context

@@ -1,17 +1,25 @@
-"""What the rest of the engine sees of updates: `Updates` owns the parts, and each does one thing (`__init__.py` lists them)."""
+"""The order of a step's updates: what begins before the norm is known, what waits for it, and which chunk comes first.
+
+1. While backward runs, chunks whose gradients are there are speculated on (speculation.py).
+2. When the GPU has the norm and the host does not, the GPU is given the resident chunks.
+3. When the host has the norm, the other resident chunks are updated at once, so that the GPU has work. The rest go to their
+   lanes, in the layout's order, which the next forward follows roughly. Whoever uses a chunk first waits for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..chunks import Carried, ModelState
-from ..gradients import Gradients
-from ..lanes import Lanes
+from ..chunk_update import UpdatePhase
+from ..chunks import Carried, ChunkState, ModelState
+from ..gradients import Gradients, clip_factor
+from ..lanes import Label, Lanes, Task, Ticket
 from ..mirrors import Mirrors
 from ..optimizer_state import Entries, OptimizerState
 from ..optimizers import UsersOptimizer, steps_together
@@ -19,11 +27,10 @@ from ..residency import Residency
 from ..tiers import HostSlabs
 from .host import OnHost
 from .resident import Resident
-from .route import Context, Route, SpeculatingRoute
-from .schedule import Schedule
-from .speculation import Speculation
+from .route import BROKEN_OFF, Context, Route, SpeculatingRoute
+from .speculation import Speculation, keeps_generations
 from .states import OptimizerStates
-from .stepper import Stepper
+from .stepper import Groups, Inputs, Stepper
 from .streamed import Streamed
 
 
@@ -43,7 +50,7 @@ class Updates:
         carried: Carried | None = None,
         coupled: str | None = None,
     ) -> None:
-        self.optimizer, self._take_back = optimizer, take_back
+        self.optimizer, self._residency, self._take_back = optimizer, residency, take_back
         self.chunks = [OptimizerState(chunk) for chunk in state.chunks if chunk.chunk.is_updated]
         self._by_index = {chunk.state.index: chunk for chunk in self.chunks}
         stepper = Stepper(optimizer, state.device, coupled)
@@ -53,14 +60,20 @@ class Updates:
         context = self._context = Context(
             state.device, state.ranks, lanes, gradients, residency, mirrors, self.chunks, self.users, stepper
         )
-        self.pace = context.pace
-        self._states = OptimizerStates(context)
-        self.names = self._states.names
-        self._states.make(carried)
-        resident = Resident(context)
-        others: dict[str, SpeculatingRoute] = {"streamed": Streamed(context), "host": OnHost(context)}
-        self._routes: dict[str, Route] = {"resident": resident, **others}
-        self._schedule = Schedule(context, resident, others, Speculation(context, others, slabs))
+        self.pace, self._check = context.pace, context.integrity.check
+        states = self._states = OptimizerStates(context)
+        self.names, self.home, self.load_scalars, self.forget_all = (
+            states.names,
+            states.home,
+            states.load_scalars,
+            states.forget_all,
+        )
+        states.make(carried)
+        self._resident = Resident(context)
+        self._others: dict[str, SpeculatingRoute] = {"streamed": Streamed(context), "host": OnHost(context)}
+        self._routes: dict[str, Route] = {"resident": self._resident, **self._others}
+        self._speculation = Speculation(context, self._others, slabs)
+        self._before: Ticket | None = None  # what was computed before the GPU was given resident chunks
         self.users.show()
         for chunk in self.chunks:
             self._routes[chunk.state.placement.route].furnish(chunk)
@@ -72,7 +85,7 @@ class Updates:
         self.users.refuse_changed()
         given = self.users.replaced()
         if given is not None:
-            self._context.residency.settle_all()
+            self._residency.settle_all()
             self._states.replace(given)
         self.users.show_hidden()
 
@@ -80,43 +93,133 @@ class Updates:
         """Gives the GPU the updates of resident chunks before the host knows the norm, which the GPU will: it goes on with them
         while the host waits, and then starts the others. `apply` or `leave_out` has to follow. Times `scale` the gradients have
         this norm."""
-        self.check()
-        self._schedule.begin(norm, clip_norm, scale)
+        self._check()
+        context = self._context
+        if context.device.type != "cuda":
+            return
+        groups = context.stepper.groups()
+        begun = [chunk for chunk in self.chunks if self._resident.can_begin(chunk, groups)]
+        if not begun or self.users.steps_itself(context.stepper.coupled):
+            return
+        self._before = context.lanes.so_far()
+        factor = torch.ones_like(norm) if clip_norm is None else clip_factor(norm, clip_norm)
+        factor = factor if scale is None else factor * scale
+        factor = torch.where(norm.isfinite(), factor, math.nan)  # with which an update changes nothing
+        for chunk in begun:
+            own, _ = context.gradients.of(chunk.state)
+            context.readers.wait_for(chunk.state.index)
+            if own:
+                self._resident.begin(chunk, Inputs(own, None, factor, groups))
 
     def leave_out(self) -> None:
         """Nothing is to change in this step."""
-        self._schedule.leave_out()
+        for chunk in self.chunks:
+            chunk.update.begun = None
 
     def apply(self, factor: float | None) -> None:
         """One optimizer step with the gradients at hand (times `factor`) on every parameter that has one."""
-        self.check()
+        self._check()
         self._take_back()
-        self._context.residency.heed_all()
-        self._context.residency.refuse_kept()
-        self._context.mirrors.collect()
+        self._residency.heed_all()
+        self._residency.refuse_kept()
+        context = self._context
+        context.mirrors.collect()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers, which would warn
-        self._schedule.apply(factor)
+        context.pace.note(clips=factor is not None, is_late=any(chunk.update.moments_pending for chunk in self.chunks))
+        if context.ranks.are_several:
+            for chunk in self.chunks:
+                self._residency.settle(chunk.state)  # one that only other ranks used may still be at its last update
+        with context.integrity.stepping():
+            if self.users.steps_itself(context.stepper.coupled):
+                self._resident.update_together(factor)
+            else:
+                self._update_apart(factor)
+                context.mirrors.spread()
+
+    def _update_apart(self, factor: float | None) -> None:
+        groups = self._context.stepper.groups()
+        before = self._before or self._context.lanes.so_far()  # the old weights have been read
+        for chunk in self.chunks:
+            if chunk.state.placement.route == "resident":
+                self._update_resident(chunk, factor, groups)
+        for chunk in self.chunks:
+            if chunk.state.placement.route != "resident":
+                self._update_on_lane(chunk, factor, groups, before)
+
+    def _update_resident(self, chunk: OptimizerState, factor: float | None, groups: Groups) -> None:
+        if chunk.update.begun is not None:
+            chunk.rest |= chunk.update.begun
+            chunk.update.begun = None
+            return
+        own, arrived = self._context.gradients.of(chunk.state)
+        self._context.readers.wait_for(chunk.state.index)
+        if own:
+            self._resident.update(chunk, Inputs(own, arrived, factor, groups))
+        self._share(chunk.state, None)
+
+    def _update_on_lane(self, chunk: OptimizerState, factor: float | None, groups: Groups, before: Ticket) -> None:
+        state, update = chunk.state, chunk.update
+        own, arrived = self._context.gradients.of(state)
+        is_taken_over = factor is None and update.phase is UpdatePhase.SPECULATED
+        if not (is_taken_over and keeps_generations(state)):
+            self._context.readers.wait_for(state.index)
+        if not own:
+            self._share(state, None)
+            return
+        self._residency.drop(state)  # the weights that are there will be old
+        inputs = Inputs(own, arrived, factor, groups, before)
+        update.restart = functools.partial(self._others[state.placement.route].update, chunk, inputs)
+        update.fresh = self._speculation.commit(chunk, inputs) if is_taken_over else update.restart()
+        self._residency.part(state)
+        self._share(state, before)
+
+    def _share(self, state: ChunkState, before: Ticket | None) -> None:
+        """Ranks all-gather the fresh weights of a sharded chunk: now, where each holds all of them; else when they are next used.
+        Every rank takes part, also one whose stretch has not changed."""
+        if state.shards == 1:
+            return
+        self._residency.drop(state)
+        if not state.is_spread:
+            return
+        label, ranks, lanes = Label(Task.SPREAD, state.index), state.ranks, self._context.lanes
+        ranks.ask("spread", label)
+
+        def all_gather() -> None:
+            whole, own = state.on_device, state.own_on_device
+            assert whole is not None
+            assert own is not None
+            ranks.gather("spread", state.shards, whole, own, label)
+
+        state.update.fresh = lanes.spread.run(all_gather, (lanes.so_far(), before, state.update.fresh), label)
+        self._residency.part(state)
 
     def forget(self) -> None:
         """The step is over, however it ended: what was speculated in it is not to be used by another."""
-        self._schedule.forget()
-
-    def check(self) -> None:
-        """Raises where the state is not that of whole steps."""
-        self._context.integrity.check()
+        integrity = self._context.integrity
+        if any(chunk.update.phase is UpdatePhase.BEGUN for chunk in self.chunks):
+            integrity.broken = integrity.broken or BROKEN_OFF
+        self._before = None
+        for chunk in self.chunks:
+            chunk.update.forget_step()
 
     # ------------------------------------------------------------------ read beside the steps
 
-    def turn_of(self, chunk: int) -> tuple[int, int]:
+    def turn_of(self, index: int) -> tuple[int, int]:
         """In which order chunks are changed: those on the device first; those of two generations a step later, the last first.
         So are those finished that have moments pending."""
-        return self._schedule.turn_of(self._by_index.get(chunk), chunk)
+        chunk = self._by_index.get(index)
+        if chunk is not None and chunk.update.moments_pending:
+            return 1, -index
+        if chunk is not None and self._speculation.comes_later(chunk):
+            return 2, -index
+        return int(chunk is None or chunk.state.placement.route != "resident"), index
 
     def let_read(self, wait_for: Callable[[int], None]) -> None:
         """Somebody reads the state as it is now. From here on `wait_for` is asked before any of a chunk's is overwritten."""
-        self._context.readers.begin(wait_for, self.chunks)
-
-    # ------------------------------------------------------------------ state, by parameter name
+        self._context.readers.wait_for = wait_for
+        for chunk in self.chunks:
+            if chunk.second is not None:
+                chunk.second.may_be_read = False
 
     def state_dict(self) -> Entries:
         """The optimizer's state of every parameter that has any, as far as it is this rank's."""
@@ -125,21 +228,9 @@ class Updates:
 
     def settle(self) -> None:
         """All that is known of parameters is in chunks."""
-        self.check()
+        self._check()
         self._context.mirrors.collect()
         self._states.settle()
-
-    def forget_all(self) -> None:
-        """Nothing is known of any parameter, as before the first step: to be set anew, by `home` and `load_scalars`."""
-        self._states.forget_all()
-
-    def home(self, name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[OptimizerState, Tensor] | None:
-        """Where an array of that shape belongs that the optimizer keeps for a parameter; None where it is other ranks' alone."""
-        return self._states.home(name, key, shape, dtype)
-
-    def load_scalars(self, name: str, entries: Mapping[str, Any]) -> None:
-        """What is kept for a parameter that is no array."""
-        self._states.load_scalars(name, entries)
 
     @property
     def device_bytes(self) -> int:
