@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, combinations, pairwise
 from pathlib import Path
 from typing import Literal, get_args
@@ -115,8 +115,7 @@ def adamw(
 
     Written behind autograd's back: it does not see that these tensors have changed.
     """
-    job = _Job.checked(state, gradient, settings, step, out, scale, ranges, threads, part)
-    job = replace(job, as_on_gpu=as_on_gpu)
+    job = _Job(state, gradient, settings, step, out or state, scale, ranges, part, threads, as_on_gpu)
     run = _kernel()
     if run is None:
         _in_torch(job)
@@ -137,7 +136,7 @@ def adamw_in_torch(
     threads: int = 1,
 ) -> None:
     """The same as `adamw` in plain torch, on torch's own threads."""
-    _in_torch(_Job.checked(state, gradient, settings, step, out, scale, ranges, threads, part))
+    _in_torch(_Job(state, gradient, settings, step, out or state, scale, ranges, part, threads))
 
 
 def can_be_parted(settings: Settings) -> bool:
@@ -171,83 +170,72 @@ class _Job:
     """An update that is known to touch nothing but its own elements."""
 
     state: State
-    out: State
     gradient: Tensor
     settings: Settings
-    ranges: Ranges
-    scale: float
-    step_size: float
-    root_correction: float
-    threads: int
+    step: int
+    out: State
+    scale: float | None = None
+    ranges: Ranges | None = None
     part: Part = "all"
+    threads: int = 1
     as_on_gpu: bool = False
 
-    @classmethod
-    def checked(
-        cls,
-        state: State,
-        gradient: Tensor,
-        settings: Settings,
-        step: int,
-        out: State | None,
-        scale: float | None,
-        ranges: Ranges | None,
-        threads: int,
-        part: Part = "all",
-    ) -> _Job:
-        out = out or state
-        elements = state.weights.numel()
-        for which in (state, out):
-            master = torch.float32 if which.low is None else torch.bfloat16
-            _check("weights", which.weights, elements, master)
-            if which.low is not None:
-                _check("low", which.low, elements, torch.int16)
-            _check("m", which.m, elements, torch.float32)
-            _check("v", which.v, elements, torch.float32)
-        if (state.low is None) != (out.low is None):
-            raise ValueError("the masters of state and out must both be split (bf16 weights with low), or both be fp32")
-        _check("gradient", gradient, elements, torch.bfloat16, torch.float32)
-        _refuse_overlaps(state, out, gradient)
-        ranges = [(0, elements)] if ranges is None else [(int(start), int(end)) for start, end in ranges]
-        bounds = list(chain.from_iterable(ranges))
+    def __post_init__(self) -> None:
+        refuse_unfit(self.state, self.out, self.gradient, self.step, torch.device("cpu"))
+        elements, bounds = self.state.weights.numel(), list(chain.from_iterable(self.stretches))
         if bounds and (bounds[0] < 0 or bounds[-1] > elements or any(before > after for before, after in pairwise(bounds))):
-            raise ValueError(f"ranges must be ascending, disjoint and within 0 to {elements}: {ranges}")
-        if step < 1:
-            raise ValueError(f"step={step}: it counts from 1")
-        if threads < 1:
-            raise ValueError(f"threads={threads}: at least 1")
-        if part != "all" and not can_be_parted(settings):
-            raise ValueError(f"part={part!r}: Adam's weight decay of {settings.weight_decay} needs masters and moments at once")
-        return cls(
-            state,
-            out,
-            gradient,
-            settings,
-            ranges,
-            1.0 if scale is None else scale,
-            step_size=settings.lr / (1 - settings.beta1**step),
-            root_correction=(1 - settings.beta2**step) ** 0.5,
-            threads=threads,
-            part=part,
-        )
+            raise ValueError(f"ranges must be ascending, disjoint and within 0 to {elements}: {self.ranges}")
+        if self.threads < 1:
+            raise ValueError(f"threads={self.threads}: at least 1")
+        if self.part != "all" and not can_be_parted(self.settings):
+            decay = self.settings.weight_decay
+            raise ValueError(f"part={self.part!r}: Adam's weight decay of {decay} needs masters and moments at once")
+
+    @property
+    def stretches(self) -> Ranges:
+        return [(0, self.state.weights.numel())] if self.ranges is None else self.ranges
+
+    @property
+    def factor(self) -> float:
+        return 1.0 if self.scale is None else self.scale
+
+    @property
+    def step_size(self) -> float:
+        return self.settings.lr / (1 - self.settings.beta1**self.step)
+
+    @property
+    def root_correction(self) -> float:
+        return float((1 - self.settings.beta2**self.step) ** 0.5)
 
 
-def _check(name: str, tensor: Tensor, elements: int, *dtypes: torch.dtype) -> None:
-    flat = tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == "cpu" and tensor.layout == torch.strided
-    if not flat or tensor.numel() != elements or tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(
-            f"{name} must be a flat contiguous CPU tensor of {elements} {wanted}, as the chunk's weights say; it is "
-            f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
-        )
-
-
-def _refuse_overlaps(state: State, out: State, gradient: Tensor) -> None:
-    """Two arrays share no memory, but for an array of `out` that is the very one of `state`."""
+def refuse_unfit(state: State, out: State, gradient: Tensor, step: int, device: torch.device) -> None:
+    """Raises unless all are flat on this device and share no memory, but for arrays of `out` that are those of `state`."""
+    elements = state.weights.numel()
+    for which in (state,) if out is state else (state, out):
+        _check("weights", which.weights, elements, device, torch.float32 if which.low is None else torch.bfloat16)
+        if which.low is not None:
+            _check("low", which.low, elements, device, torch.int16)
+        _check("m", which.m, elements, device, torch.float32)
+        _check("v", which.v, elements, device, torch.float32)
+    if (state.low is None) != (out.low is None):
+        raise ValueError("the masters of state and out must both be split (bf16 weights with low), or both be fp32")
+    _check("gradient", gradient, elements, device, torch.bfloat16, torch.float32)
     moved = [new for old, new in zip(state.tensors, out.tensors, strict=True) if new.data_ptr() != old.data_ptr()]
     spans = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in (*state.tensors, *moved, gradient)]
     if any(one[0] < other[1] and other[0] < one[1] for one, other in combinations(spans, 2)):
         raise ValueError("two of the chunk's tensors share memory; only a tensor of out may be the same as its own in state")
+    if step < 1:
+        raise ValueError(f"step={step}: it counts from 1")
+
+
+def _check(name: str, tensor: Tensor, elements: int, device: torch.device, *dtypes: torch.dtype) -> None:
+    is_flat = tensor.shape == (elements,) and tensor.layout == torch.strided and tensor.is_contiguous()
+    if tensor.dtype not in dtypes or tensor.device != device or not is_flat:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name} must be a flat contiguous tensor of {elements} {wanted} on {device}, as the chunk's weights say; it is "
+            f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
+        )
 
 
 # ---------------------------------------------------------------------- in C++
@@ -301,14 +289,14 @@ class _Kernel:
         squares = torch.linspace(1, 4, 2**14)
         kernels, twins = (State(torch.zeros_like(squares), None, torch.ones_like(squares), squares.clone()) for _ in range(2))
         settings, gradient = Settings(lr=1.0, eps=0.0), torch.zeros_like(squares)
-        self(_Job.checked(kernels, gradient, settings, 1, None, None, None, threads=1))
-        _in_torch(_Job.checked(twins, gradient, settings, 1, None, None, None, threads=1))
+        self(_Job(kernels, gradient, settings, 1, kernels))
+        _in_torch(_Job(twins, gradient, settings, 1, twins))
         return torch.equal(kernels.weights, twins.weights)
 
     def __call__(self, job: _Job, *, waits: bool = True) -> Begun | None:
         state, out, settings = job.state, job.out, job.settings
-        decoupled = settings.decoupled
-        ranges = (ctypes.c_int64 * (2 * len(job.ranges)))(*chain.from_iterable(job.ranges))
+        decoupled, stretches = settings.decoupled, job.stretches
+        ranges = (ctypes.c_int64 * (2 * len(stretches)))(*map(int, chain.from_iterable(stretches)))
         update = _Update(
             **{name: getattr(state, name).data_ptr() for name in ("weights", "m", "v")},
             **{f"out_{name}": getattr(out, name).data_ptr() for name in ("weights", "m", "v")},
@@ -316,7 +304,7 @@ class _Kernel:
             out_low=None if out.low is None else out.low.data_ptr(),
             gradient=job.gradient.data_ptr(),
             ranges=ctypes.addressof(ranges),
-            range_count=len(job.ranges),
+            range_count=len(stretches),
             elements=state.weights.numel(),
             gradient_is_bf16=job.gradient.dtype == torch.bfloat16,
             vectors=self.vectors,
@@ -324,7 +312,7 @@ class _Kernel:
             streams=all(_is_elsewhere(*pair) for pair in zip(out.tensors, state.tensors, strict=True)),
             part=get_args(Part).index(job.part),
             threads=min(job.threads, 2**16),
-            scale=-job.scale if settings.maximize else job.scale,
+            scale=-job.factor if settings.maximize else job.factor,
             decay=1 - settings.lr * settings.weight_decay if decoupled else 1.0,
             l2=0.0 if decoupled else settings.weight_decay,
             lerp_weight=1 - settings.beta1,
@@ -402,7 +390,7 @@ def _in_torch(job: _Job) -> None:
     for new, old in zip(job.out.of(job.part), job.state.of(job.part), strict=True):
         if new.data_ptr() != old.data_ptr():
             new.copy_(old)
-    for start, end in job.ranges:
+    for start, end in job.stretches:
         for first in range(start, end, SLICE_ELEMENTS):
             _slice_in_torch(job, slice(first, min(first + SLICE_ELEMENTS, end)))
 
@@ -419,8 +407,8 @@ def _slice_in_torch(job: _Job, part: slice) -> None:
         master = torch.empty_like(m)
         merge(weights, low, master)
     gradient = job.gradient[part].float()
-    if job.scale != 1:
-        gradient = gradient * job.scale
+    if job.factor != 1:
+        gradient = gradient * job.factor
     if settings.maximize:
         gradient = -gradient
     if settings.weight_decay != 0:

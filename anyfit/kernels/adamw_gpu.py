@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adamw import Ranges, Settings, State, _refuse_overlaps
+from .adamw import Ranges, Settings, State, refuse_unfit
 
 BLOCK = 1024  # elements of a program
 WARPS = 8  # so that a thread has 4 elements: 16 bytes of fp32, the widest load, and one layout for all that is loaded
@@ -68,39 +68,25 @@ def adamw_on_gpu(
     decoupled, lerp_weight = settings.decoupled, ctypes.c_float(1 - settings.beta1).value
     leans_on_old = lerp_weight < 0.5
     l2 = 0.0 if decoupled else settings.weight_decay
+    tensors = (state.weights, state.low, state.m, state.v, gradient, out.weights, out.low, out.m, out.v)
+    numbers = (
+        (-1.0 if settings.maximize else 1.0) * known,
+        1 - settings.lr * settings.weight_decay if decoupled else 1.0,
+        l2,
+        lerp_weight if leans_on_old else lerp_weight - 1,
+        settings.beta2,
+        1 - settings.beta2,
+        (1 - settings.beta2**step) ** 0.5,
+        settings.eps,
+        -settings.lr / (1 - settings.beta1**step),
+    )
+    constants = (leans_on_old, l2 != 0, BLOCK)
     run = _kernel()
     with torch.cuda.device_of(state.weights):
         for start, end in stretches:
             first_block = start // BLOCK
-            run[((end - 1) // BLOCK + 1 - first_block,)](
-                state.weights,
-                state.low,
-                state.m,
-                state.v,
-                gradient,
-                out.weights,
-                out.low,
-                out.m,
-                out.v,
-                first_block,
-                start,
-                end,
-                asked,
-                (-1.0 if settings.maximize else 1.0) * known,
-                1 - settings.lr * settings.weight_decay if decoupled else 1.0,
-                l2,
-                lerp_weight if leans_on_old else lerp_weight - 1,
-                settings.beta2,
-                1 - settings.beta2,
-                (1 - settings.beta2**step) ** 0.5,
-                settings.eps,
-                -settings.lr / (1 - settings.beta1**step),
-                leans_on_old,
-                l2 != 0,
-                BLOCK,
-                num_warps=WARPS,
-                **AS_WRITTEN,
-            )
+            launch = run[((end - 1) // BLOCK + 1 - first_block,)]
+            launch(*tensors, first_block, start, end, asked, *numbers, *constants, num_warps=WARPS, **AS_WRITTEN)
         if out is not state:
             _carry_over(state, out, stretches)
 
@@ -121,18 +107,7 @@ def _carry_over(state: State, out: State, stretches: list[tuple[int, int]]) -> N
 
 def _checked(state: State, out: State, gradient: Tensor, step: int, ranges: Ranges | None) -> list[tuple[int, int]]:
     """The stretches to update: ascending, with something between them."""
-    for which in (state,) if out is state else (state, out):
-        _check("weights", which.weights, state, torch.float32 if which.low is None else torch.bfloat16)
-        if which.low is not None:
-            _check("low", which.low, state, torch.int16)
-        _check("m", which.m, state, torch.float32)
-        _check("v", which.v, state, torch.float32)
-    if (state.low is None) != (out.low is None):
-        raise ValueError("the masters of state and out must both be split (bf16 weights with low), or both be fp32")
-    _check("gradient", gradient, state, torch.bfloat16, torch.float32)
-    _refuse_overlaps(state, out, gradient)
-    if step < 1:
-        raise ValueError(f"step={step}: it counts from 1")
+    refuse_unfit(state, out, gradient, step, state.weights.device)
     elements, done = state.weights.numel(), 0
     stretches: list[tuple[int, int]] = []
     for start, end in [(0, elements)] if ranges is None else ranges:
@@ -144,17 +119,6 @@ def _checked(state: State, out: State, gradient: Tensor, step: int, ranges: Rang
         elif start < end:
             stretches.append((start, end))
     return stretches
-
-
-def _check(name: str, tensor: Tensor, state: State, *dtypes: torch.dtype) -> None:
-    elements, device = state.weights.numel(), state.weights.device
-    if tensor.dtype in dtypes and tensor.shape == (elements,) and tensor.device == device and tensor.is_contiguous():
-        return
-    wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    raise ValueError(
-        f"{name} must be a flat contiguous tensor of {elements} {wanted} on {device}, as the chunk's weights say; it is "
-        f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
-    )
 
 
 # ---------------------------------------------------------------------- in Triton

@@ -84,8 +84,7 @@ def _said(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotBuilt(f"{command[0]} did not run: {error}") from error
     if done.returncode:
-        lines = (
-            [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines() or ["no message"]
-        )
-        raise NotBuilt(f"{command[0]} failed: {lines[0].strip()}")
+        lines = done.stderr.splitlines() or ["no message"]
+        said = next((line for line in lines if "error" in line.lower()), lines[0])
+        raise NotBuilt(f"{command[0]} failed: {said.strip()}")
     return done.stdout

@@ -1,6 +1,8 @@
-"""Host memory in huge pages: a kernel that goes through gigabytes looks up fewer addresses, and pinning is quicker.
+"""Host memory: which cores are near which part of it, and huge pages of it.
 
-Where memory has several nodes, a page lies on that of the thread which touches it first.
+A machine of several sockets, or a socket that is divided into clusters, has a part of the memory beside each: a *node*. Cores
+reach another node's memory over a link that is slower than all of them together. A page lies on the node of the thread that
+touches it first. With huge pages a kernel that goes through gigabytes looks up fewer addresses, and pinning is quicker.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import torch
 from torch import Tensor
 
 FOLDER = Path("/sys/devices/system/node")
+HUGE_PAGE_BYTES = 2**21
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python does not name it
 Nodes = tuple[tuple[int, ...], ...]  # the processors of each, at least one
 
 
@@ -39,10 +43,6 @@ def _numbers(ranges: str) -> list[int]:
     """`0-3,8` as the kernel writes it, or nothing: 0, 1, 2, 3, 8."""
     pairs = [part.partition("-") for part in ranges.strip().split(",") if part]
     return [each for first, _, last in pairs for each in range(int(first), int(last or first) + 1)]
-
-
-HUGE_PAGE_BYTES = 2**21
-MADV_POPULATE_WRITE = 23  # Linux 5.14; Python does not name it
 
 
 def in_huge_pages(size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Split masters: a bf16 weight and an int16 low half that together are an exact fp32 number.
+"""Split masters: a bf16 weight and an int16 low half that together are an exact fp32 number; fp32 weights are their own.
 
 With `bits` the fp32 pattern: high = (bits + 0x8000) >> 16, low = the signed low 16 bits, and bits = (high << 16) + low.
 Ties round away from zero, unlike torch's cast: with ties-to-even the low half would need a 17th bit.
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+WRITTEN_AT_ONCE = 2**18  # elements: scratch is little, and stays in the cache
 
 
 def merge(high: Tensor, low: Tensor, out: Tensor) -> None:
@@ -28,12 +30,9 @@ def split(exact: Tensor, high: Tensor, low: Tensor) -> None:
     high.view(torch.int16).copy_(bits.sub_(low).bitwise_right_shift_(16))
 
 
-WRITTEN_AT_ONCE = 2**18  # elements: scratch is little, and stays in the cache
-
-
 @dataclass(frozen=True, eq=False)
 class Masters:
-    """One generation of them, flat or of one parameter."""
+    """One generation of exact masters, flat or of one parameter, wherever they lie."""
 
     weights: Tensor  # the high halves where there are low ones, else the masters themselves
     low: Tensor | None

@@ -1,7 +1,7 @@
 """What a block's forward leaves for its backward: kept, recomputed, recomputed in part, or moved to the host and back.
 
 `recompute.py` has the recomputation. An offloaded block's saved tensors go down as they are saved, by storage, so that views stay
-views; when backward comes to a block, the one before it starts to come back up.
+views; when backward comes to a block, the saved tensors of the one before it start to come back.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .chunks import quietly
 from .lanes import Label, Lanes, Task, Ticket
 from .recompute import Recomputed, stand_in
 from .residency import Residency
+from .slots import Saved
 from .tiers import HostSlabs
 
 LEAST_BYTES = LEAST_OFFLOAD_BYTES
@@ -44,15 +45,6 @@ class Away:
     alive: Any = None  # calls back when the storage on the device dies
 
 
-@dataclass(frozen=True)
-class View:
-    away: Away
-    dtype: torch.dtype
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
 @dataclass(eq=False)
 class Block:
     """One pass of one micro-batch through one offloaded block."""
@@ -64,12 +56,7 @@ class Block:
 
 class Activations:
     def __init__(
-        self,
-        model: nn.Module,
-        choices: Mapping[str, Choice],
-        lanes: Lanes,
-        slabs: HostSlabs,
-        residency: Residency,
+        self, model: nn.Module, choices: Mapping[str, Choice], lanes: Lanes, slabs: HostSlabs, residency: Residency
     ) -> None:
         self._lanes, self._slabs, self._residency = lanes, slabs, residency
         self._undo: list[Callable[[], None]] = []
@@ -78,22 +65,20 @@ class Activations:
         self._known: dict[int, Away] = {}  # by storage, of the block that forward is in
         self._watching = False
         self._spare: dict[int, list[tuple[Tensor, list[Ticket]]]] = {}  # host buffers by size, free after the last ticket
-        self._kept_out = {parameter.untyped_storage()._cdata for parameter in _quiet(model.parameters())}
+        with quietly():
+            self._kept_out = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         modules = dict(model.named_modules())
         for name, choice in choices.items():
             if name not in modules:
                 raise ValueError(f"the plan names block {name!r}, and the model has none" + nearest(name, list(modules)))
             if choice != "keep":
-                self._wrap(name, modules[name], choice)
+                self._undo.append(stand_in(modules[name], self._forward_of(name, modules[name], choice)))
 
-    def _wrap(self, name: str, module: nn.Module, choice: Choice) -> None:
-        forward = module.forward
+    def _forward_of(self, name: str, module: nn.Module, choice: Choice) -> Callable[..., Any]:
         if choice == "offload":
-            self._undo.append(stand_in(module, functools.partial(self._offloaded, name, forward)))
-            return
+            return functools.partial(self._offloaded, name, module.forward)
         residency, is_selective = self._residency, choice == "selective"
-        recomputed = Recomputed(name, module, self._lanes.device, residency.pack, residency.unpack, selective=is_selective)
-        self._undo.append(stand_in(module, recomputed))
+        return Recomputed(name, module, self._lanes.device, residency.pack, residency.unpack, selective=is_selective)
 
     # ------------------------------------------------------------------ offloading
 
@@ -124,20 +109,15 @@ class Activations:
             return packed
         with quietly(), torch.no_grad():
             storage = tensor.untyped_storage()
-            small = storage.nbytes() < LEAST_BYTES
-            if (
-                small
-                or storage._cdata in self._kept_out
-                or tensor.device != self._lanes.device
-                or isinstance(tensor, nn.Parameter)
-            ):
+            is_weight = storage._cdata in self._kept_out or isinstance(tensor, nn.Parameter)
+            if storage.nbytes() < LEAST_BYTES or is_weight or tensor.device != self._lanes.device:
                 return packed
             away = self._known.get(storage._cdata)
             if away is None:
                 away = self._send(tensor, self._inside)
                 self._remember(storage, away)
             away.views += 1
-            return View(away, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+            return Saved.of(away, tensor)
 
     def _remember(self, storage: Any, away: Away) -> None:
         """For as long as the storage lives: its identity may be another's afterwards."""
@@ -174,9 +154,9 @@ class Activations:
             away.uses[:] = [away.up]
 
     def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, View):
+        if not isinstance(packed, Saved) or not isinstance(packed.where, Away):
             return self._residency.unpack(packed)
-        away = packed.away
+        away = packed.where
         with torch.no_grad():
             before = away.block.before
             for each in (away, *away.block.storages, *(before.storages if before is not None else ())):
@@ -184,8 +164,7 @@ class Activations:
             self._lanes.hold_computation(away.up)
             away.up = None
             assert away.back is not None
-            usable = away.back[: away.nbytes // packed.dtype.itemsize * packed.dtype.itemsize]
-            view = usable.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+            view = packed.view(away.back)
             away.views -= 1
             if away.views <= 0:  # the last that asks: the view alone keeps it. A second backward would fetch it again
                 away.block.storages.discard(away)
@@ -196,8 +175,3 @@ class Activations:
         for undo in self._undo:
             undo()
         self._undo.clear()
-
-
-def _quiet(tensors: Any) -> Iterator[Tensor]:
-    with quietly():
-        yield from tensors

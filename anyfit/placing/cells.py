@@ -29,8 +29,10 @@ MOST_ARRAY_BYTES = 2**20  # of a numpy array: a larger one is only compared
 class Cell:
     """A place where state lies, by the name that a message gives it."""
 
-    __slots__ = ("name",)
-    name: str
+    __slots__ = ("_of", "name")
+
+    def __init__(self, of: Any, name: str) -> None:
+        self._of, self.name = of, name
 
     def read(self) -> Any:
         """A copy that `write` takes."""
@@ -40,7 +42,7 @@ class Cell:
         raise NotImplementedError
 
     def is_same(self, one: Any, other: Any) -> bool:
-        raise NotImplementedError
+        return equal(one, other)
 
     def held(self, noted: Any) -> Any:
         """What the copy refers to."""
@@ -54,10 +56,11 @@ def _same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
 class Named(Cell):
     """State that has names."""
 
-    __slots__ = ("_names", "_of")
+    __slots__ = ("_names",)
 
-    def __init__(self, of: Any, names: Sequence[str], name: str) -> None:
-        self._of, self._names, self.name = of, names, name
+    def __init__(self, of: Any, name: str, names: Sequence[str] = ()) -> None:
+        super().__init__(of, name)
+        self._names = names
 
     is_same = staticmethod(_same_entries)
 
@@ -69,9 +72,6 @@ class Attributes(Named):
     """Of a module or object."""
 
     __slots__ = ()
-
-    def __init__(self, of: dict[str, Any], name: str) -> None:
-        super().__init__(of, (), name)
 
     def read(self) -> dict[str, Any]:
         return dict.copy(self._of)
@@ -113,10 +113,7 @@ class Entries(Attributes):
 class Elements(Cell):
     """Of a list, deque, set or array of bytes."""
 
-    __slots__ = ("_of",)
-
-    def __init__(self, of: Any, name: str) -> None:
-        self._of, self.name = of, name
+    __slots__ = ()
 
     def read(self) -> Any:
         return tuple(self._of) if len(self._of) <= MOST_ENTRIES else len(self._of)
@@ -185,10 +182,7 @@ class Globals(Named):
 class Closed(Cell):
     """A variable that a function closes over."""
 
-    __slots__ = ("_of",)
-
-    def __init__(self, of: Any, name: str) -> None:
-        self._of, self.name = of, name
+    __slots__ = ()
 
     def read(self) -> Any:
         try:
@@ -215,21 +209,12 @@ class Drawn(Cell):
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any], name: str) -> None:
         self.read, self.write, self.name = read, write, name  # type: ignore[method-assign, assignment]
 
-    def is_same(self, one: Any, other: Any) -> bool:
-        return equal(one, other)
-
 
 class Array(Cell):
-    __slots__ = ("_of",)
-
-    def __init__(self, of: Any, name: str) -> None:
-        self._of, self.name = of, name
+    __slots__ = ()
 
     def read(self) -> Any:
         return self._of.copy() if self._of.nbytes <= MOST_ARRAY_BYTES else zlib.crc32(np.ascontiguousarray(self._of).data)
-
-    def is_same(self, one: Any, other: Any) -> bool:
-        return equal(one, other)
 
     def write(self, noted: Any) -> None:
         if isinstance(noted, int):
@@ -324,18 +309,11 @@ class Numpy(Cell):
     def read(self) -> Any:
         return np.random.get_state(legacy=False) if self.is_exact or self._address is None else self.glance()
 
-    def is_same(self, one: Any, other: Any) -> bool:
-        return type(one) is type(other) and equal(one, other)
-
     def write(self, noted: Any) -> None:
         if isinstance(noted, bytes):
             words = np.frombuffer(noted, dtype=np.uint32)
-            noted = {
-                "bit_generator": "MT19937",
-                "state": {"key": words[:624].copy(), "pos": int(words[624])},
-                "has_gauss": 0,
-                "gauss": 0.0,
-            }
+            state = {"key": words[:624].copy(), "pos": int(words[624])}
+            noted = {"bit_generator": "MT19937", "state": state, "has_gauss": 0, "gauss": 0.0}
         np.random.set_state(noted)
 
 

@@ -293,6 +293,12 @@ class ModelState:
                 "requires_grad_(True) takes effect in a new run: anyfit.start"
             )
 
+    def bind(self, state: ChunkState, flat: Tensor | None) -> None:
+        """A chunk's parameters are views of a flat buffer; of none, they are absent."""
+        with quietly():
+            for slot in state.chunk.slots:
+                self.parameters[slot.name].data = self.absent.of(state, slot) if flat is None else state.view(flat, slot)
+
     def snapshot(self) -> dict[int, Tensor]:
         """The weights of chunks that are nowhere but on the device, to tell later what the user edited."""
         return {state.index: state.weights.clone() for state in self.chunks if state.on_host is None and not state.is_gathered}

@@ -20,8 +20,6 @@ NOTHING = object()
 
 
 class Kept:
-    """Results of costly ops in their order."""
-
     def __init__(self) -> None:
         self._results: list[Any] = []
         self._next = 0
@@ -72,12 +70,14 @@ def _draws(op: Any, args: Any, kwargs: Any) -> bool:
     return index is not None and bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
 
 
-class Keeping(TorchDispatchMode):
-    """Around the first forward."""
-
+class _WithKept(TorchDispatchMode):
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
+
+
+class Keeping(_WithKept):
+    """Around the first forward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -86,12 +86,12 @@ class Keeping(TorchDispatchMode):
         return result
 
 
-class Reusing(TorchDispatchMode):
+class Reusing(_WithKept):
     """Around the recomputed forward."""
 
     def __init__(self, kept: Kept, error: Callable[[str], RuntimeError]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._error = kept, error
+        super().__init__(kept)
+        self._error = error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in COSTLY and not self._kept.is_spent:
@@ -104,13 +104,10 @@ class Reusing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Verifying(TorchDispatchMode):
+class Verifying(_WithKept):
     """Around a forward that is run again to see whether what was kept is what would be computed."""
 
-    def __init__(self, kept: Kept) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
-        self.reason: str | None = None
+    reason: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

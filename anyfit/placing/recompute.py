@@ -137,14 +137,7 @@ class Recomputed:
     """A block's forward, recomputed in backward."""
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        device: torch.device,
-        pack: Pack,
-        unpack: Unpack,
-        *,
-        selective: bool,
+        self, name: str, module: nn.Module, device: torch.device, pack: Pack, unpack: Unpack, *, selective: bool
     ) -> None:
         self.name, self.forward, self.pack, self.unpack = name, module.forward, pack, unpack
         self.state = ForwardState(module, name, device)
@@ -165,6 +158,15 @@ class Recomputed:
         )
 
 
+def reason_against(inputs: Inputs, edited: str | None, state: ForwardState) -> str | None:
+    """Why a forward that has run must not be recomputed; `edited` is a parameter that it has edited."""
+    if inputs.are_changed:
+        return "it writes into its input in place"
+    if edited is not None:
+        return f"it edits its parameter {edited} in forward"
+    return f"it holds an iterator, which cannot be put back ({state.iterators[0]})" if state.iterators else None
+
+
 def may_be_recomputed() -> bool:
     """Not without gradients, and not inside a transform of torch.func or forward-mode differentiation, whose tensors are gone
     when they end."""
@@ -173,7 +175,7 @@ def may_be_recomputed() -> bool:
 
 
 class Frame:
-    """One call of a recomputed block: what it needs to be made again."""
+    """One call of a recomputed block: what it needs to be recomputed."""
 
     def __init__(self, of: Recomputed, args: Any, kwargs: Any, kept: Kept | None) -> None:
         self.of, self._kept = of, kept
@@ -196,13 +198,9 @@ class Frame:
     def check(self) -> None:
         """After the first forward: what no recomputation could put back."""
         self.of.state.ran(self._glance)
-        if self._inputs.are_changed:
-            raise self.of.error("it writes into its input in place")
-        edited = self._note.edited()
-        if edited is not None:
-            raise self.of.error(f"it edits its parameter {edited} in forward")
-        if self.of.state.iterators:
-            raise self.of.error(f"it holds an iterator, which cannot be put back ({self.of.state.iterators[0]})")
+        reason = reason_against(self._inputs, self._note.edited(), self.of.state)
+        if reason is not None:
+            raise self.of.error(reason)
 
     @staticmethod
     def give(holder: Holder) -> Tensor:

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .chunks import ChunkState, ModelState, quietly
 from .edits import Versions, take_over
 from .lanes import Lanes
-from .slots import DeviceSlot, DeviceSlots, Saved, SavedTensors, uses_of
+from .slots import DeviceSlot, DeviceSlots, SavedTensors, uses_of
 from .watched import watched_kind
 
 LOOK_AHEAD = 64  # touches in which a step that left the forecast order is looked for again
@@ -94,16 +94,12 @@ class Residency:
         self.is_editing = False  # inside `run.weights()`
         self._fetched = {each.index for each in state.chunks if each.placement.weights == "host" or each.is_gathered}
         # Chunks that somebody may still be at work on when they are next used are watched too.
-        self.watched = self._fetched | {
-            each.index
-            for each in state.chunks
-            if each.chunk.is_updated and (each.placement.optimizer == "host" or each.is_spread)
-        }
+        updated = [each for each in state.chunks if each.chunk.is_updated]
+        self.watched = self._fetched | {each.index for each in updated if each.placement.optimizer == "host" or each.is_spread}
         self.slots = DeviceSlots(state, lanes, self._fetched, slots)
         self._slot_of, self.refuse_kept = self.slots.of_chunk, self.slots.refuse_kept
-        self._absent = {
-            slot.name: state.parameters[slot.name].data for index in self._fetched for slot in state.chunks[index].chunk.slots
-        }
+        fetched = [slot.name for index in self._fetched for slot in state.chunks[index].chunk.slots]
+        self._absent = {name: state.parameters[name].data for name in fetched}
         self.kinds: dict[str, type[nn.Parameter]] = {}  # what each parameter is to the user
         for index in self.watched:
             for slot in state.chunks[index].chunk.slots:
@@ -113,16 +109,14 @@ class Residency:
                 parameter.anyfit = (self, slot.name, index)
         named = {index: [slot.name for slot in state.chunks[index].chunk.slots] for index in self.watched}
         self._versions = Versions({at: [(name, state.parameters[name]) for name in names] for at, names in named.items()})
-        self._alone = {
-            index: uses_of(on_device) - len(named[index])
-            for index in self.watched - self._fetched
-            if (on_device := state.chunks[index].on_device) is not None
-        }  # how many hold weights on the device besides the parameters
+        on_device = {index: state.chunks[index].on_device for index in self.watched - self._fetched}
+        # How many hold weights on the device besides the parameters:
+        self._alone = {at: uses_of(flat) - len(named[at]) for at, flat in on_device.items() if flat is not None}
         self._parted: set[int] = set()  # chunks on the device whose parameters wait for an update
         self.on_edit: Callable[[ChunkState], None] = lambda _state: None  # what was made of the old weights does not count
         self._order = Order()
-        self._saved = SavedTensors(state, self.slots, self._fetched)
-        self.pack = self._saved.pack
+        saved = SavedTensors(state, self.slots, self._fetched, self.touch)
+        self.pack, self.unpack, self.watching = saved.pack, saved.unpack, saved.watching
         self._needed: set[int] = set()  # by the call under way
         self._is_ahead = False  # these are there, and so is what comes next
         self._pinned: list[int] = []  # by compiled modules under way
@@ -185,35 +179,24 @@ class Residency:
         update = state.update
         if update.fresh is None and update.restart is not None:
             update.fresh = update.restart()
-        if update.fresh is None:
-            if state.index in self._parted:
-                self._rejoin(state)
-            return
-        fresh, update.fresh = update.fresh, None
-        try:
-            self._lanes.hold_computation(fresh)
-        except BaseException:
-            self.drop(state)  # what was fetched ahead rested on it
-            raise
-        update.restart = None
+        if update.fresh is not None:
+            fresh, update.fresh = update.fresh, None
+            try:
+                self._lanes.hold_computation(fresh)
+            except BaseException:
+                self.drop(state)  # what was fetched ahead rested on it
+                raise
+            update.restart = None
         if state.index in self._parted:
-            self._rejoin(state)
+            self._parted.discard(state.index)
+            self._state.bind(state, state.on_device)
 
     def part(self, state: ChunkState) -> None:
         """Its weights on the device will be old ones until the chunk is settled: who reads them past the watching gets none."""
         if state.index in self.watched and state.index not in self._fetched:
             self._is_ahead = False
             self._parted.add(state.index)
-            with quietly():
-                for each in state.chunk.slots:
-                    self._state.parameters[each.name].data = self._state.absent.of(state, each)
-
-    def _rejoin(self, state: ChunkState) -> None:
-        self._parted.discard(state.index)
-        assert state.on_device is not None
-        with quietly():
-            for each in state.chunk.slots:
-                self._state.parameters[each.name].data = state.view(state.on_device, each)
+            self._state.bind(state, None)
 
     def part_all(self) -> None:
         """No weights are where parameters are, until an op asks for them."""
@@ -251,13 +234,6 @@ class Residency:
                 self._pinned.remove(index)
 
     # ------------------------------------------------------------------ the order of use
-
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, saved tensors that are views of slots are replaced."""
-        return self._saved.watching(self.unpack)
-
-    def unpack(self, saved: Tensor | Saved) -> Tensor:
-        return self._saved.unpack(saved, self.touch)
 
     def begin(self) -> None:
         """A step begins: the last one's order is what to expect."""
@@ -333,7 +309,8 @@ class Residency:
             with contextlib.suppress(BaseException):  # whoever waits for the update that failed gets it
                 slot.ticket.reach()
         if self.is_editing:
-            self._write_back(state, slot)
+            edited = slot.weights()[state.stretch] if state.is_gathered else slot.weights()
+            state.adopt(edited.to(state.weights.device, copy=True), state.weights)
         elif slot.is_bound:
             self._slot_of[state.index] = slot
             try:
@@ -344,10 +321,6 @@ class Residency:
             for each in state.chunk.slots if slot.is_bound else ():
                 self._state.parameters[each.name].data = self._absent[each.name]
         slot.state, slot.ticket, slot.is_bound = None, None, False
-
-    def _write_back(self, state: ChunkState, slot: DeviceSlot) -> None:
-        edited = slot.weights()[state.stretch] if state.is_gathered else slot.weights()
-        state.adopt(edited.to(state.weights.device, copy=True), state.weights)
 
     @contextmanager
     def editing(self) -> Iterator[None]:

@@ -1,11 +1,12 @@
-"""Device slots: buffers on the device that weights from the host, or from all ranks, pass through."""
+"""Device slots: buffers on the device that weights from the host, or from all ranks, pass through; and what is saved of them."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,16 +35,13 @@ class DeviceSlot:
         self.state: ChunkState | None = None
         self.is_bound = False  # parameters are views of it
         self.ticket: Ticket | None = None  # of the upload
-        self._alone = self._uses()
-
-    def _uses(self) -> int:
-        return uses_of(self.flat)
+        self._alone = uses_of(self.flat)
 
     @property
     def is_held(self) -> bool:
         """Somebody has a view of it besides the parameters bound to it."""
         bound = len(self.state.chunk.slots) if self.state is not None and self.is_bound else 0
-        return self._uses() != self._alone + bound
+        return uses_of(self.flat) != self._alone + bound
 
     def weights(self) -> Tensor:
         assert self.state is not None
@@ -115,10 +113,13 @@ class DeviceSlots:
     def fetch(self, state: ChunkState, slot: DeviceSlot) -> DeviceSlot:
         slot.state, self.of_chunk[state.index] = state, slot
         whole = slot.to_fill()
-        # Which buffer is the home is asked when the job runs: an update before it may put another in its place.
-        label, after = Label(Task.FETCH, state.index), (self._lanes.so_far(), state.update.fresh)
         own = whole[state.stretch] if state.is_gathered else whole
-        slot.ticket = self._lanes.up.run(lambda: _copy(own, state.weights), after, label)
+
+        def copy() -> None:
+            own.copy_(state.weights, non_blocking=True)  # asked for now: an update before this may have put another in its place
+
+        after = (self._lanes.so_far(), state.update.fresh)
+        slot.ticket = self._lanes.up.run(copy, after, Label(Task.FETCH, state.index))
         if state.is_gathered:
             label = Label(Task.GATHER, state.index)
             state.ranks.ask("gather", label)
@@ -142,41 +143,45 @@ class DeviceSlots:
         if slot.is_bound:
             return
         assert slot.state is not None
-        weights = slot.weights()
-        with quietly(), _disable_current_modes():
-            for each in slot.state.chunk.slots:
-                self._state.parameters[each.name].data = slot.state.view(weights, each)
+        with _disable_current_modes():
+            self._state.bind(slot.state, slot.weights())
         slot.is_bound = True
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a saved tensor that is a view of a slot is replaced by, until backward asks for it."""
+    """What a saved tensor is replaced by until backward asks for it: where it lies in a chunk, or in a storage on the host."""
 
-    chunk: int
+    where: Any  # the chunk's index, or the storage
     dtype: torch.dtype
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
 
+    @classmethod
+    def of(cls, where: Any, tensor: Tensor) -> Saved:
+        return cls(where, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The same of bytes on the device."""
+        usable = flat[: flat.numel() // self.dtype.itemsize * self.dtype.itemsize]
+        return usable.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
 
 class SavedTensors:
-    """`fetched`: the chunks whose weights pass through slots."""
+    """`fetched`: the chunks whose weights pass through slots; `touch` brings them."""
 
-    def __init__(self, state: ModelState, slots: DeviceSlots, fetched: set[int]) -> None:
-        self._state, self._slots, self._fetched = state, slots, fetched
+    def __init__(self, state: ModelState, slots: DeviceSlots, fetched: set[int], touch: Callable[[Iterable[int]], None]) -> None:
+        self._state, self._slots, self._fetched, self._touch = state, slots, fetched, touch
 
     @contextmanager
-    def watching(self, unpack: Callable[[Tensor | Saved], Tensor]) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
+        """Inside, saved tensors that are views of slots are replaced."""
         if not self._slots.all:
             yield
             return
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
                 yield
         except RuntimeError as error:
             if "support saved tensor hooks" in str(error):
@@ -195,7 +200,7 @@ class SavedTensors:
                 # Without its history, which autograd keeps itself: an op's own output would tie the graph into a knot, and
                 # one that never goes backward would stay for good.
                 return tensor if tensor.grad_fn is None else tensor.detach()
-            return Saved(slot.state.index, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+            return Saved.of(slot.state.index, tensor)
 
     def _place_of(self, absent: Watched) -> Saved:
         """Of a parameter that is saved before anybody has read it: not the one that stands for it."""
@@ -203,12 +208,9 @@ class SavedTensors:
         offset = next(each.offset for each in self._state.chunks[index].chunk.slots if each.name == name)
         return Saved(index, absent.dtype, offset, absent.shape, torch.empty(absent.shape, device="meta").stride())
 
-    def unpack(self, saved: Tensor | Saved, touch: Callable[[set[int]], None]) -> Tensor:
-        """Once `touch` has brought the chunk."""
+    def unpack(self, saved: Tensor | Saved) -> Tensor:
         if not isinstance(saved, Saved):
             return saved
         with quietly(), torch.no_grad():
-            touch({saved.chunk})
-            flat = self._slots.of_chunk[saved.chunk].flat
-            usable = flat[: flat.numel() // saved.dtype.itemsize * saved.dtype.itemsize]
-            return usable.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+            self._touch({saved.where})
+            return saved.view(self._slots.of_chunk[saved.where].flat)

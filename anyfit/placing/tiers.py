@@ -28,8 +28,6 @@ from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.units import show_bytes
 
 _cuda: Any = torch.cuda
-
-
 SLAB_BYTES = {True: 2**28, False: 2**24}  # beside a GPU, and elsewhere
 LEAST_IN_A_SLAB = 16
 PREPARERS = 8  # threads: one does not keep up with the memory
@@ -41,16 +39,9 @@ class HostSlabs:
 
     They are taken from `arena` where one is given: bytes that are there, and pinned, and that nobody else uses."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        limit_bytes: int | None = None,
-        arena: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, limit_bytes: int | None = None, arena: torch.Tensor | None = None) -> None:
         self._pins = device.type == "cuda"
-        self._arena = arena
-        self._limit = limit_bytes
-        self._nodes = nodes()
+        self._arena, self._limit, self._nodes = arena, limit_bytes, nodes()
         self._open: dict[bool, tuple[torch.Tensor, int]] = {}  # pinned or not: the slab at hand, and how much of it is taken
         self._pinned: list[torch.Tensor] = []
         self._preparing: list[Future[None]] = []

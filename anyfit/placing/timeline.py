@@ -10,7 +10,6 @@ late to launch counts as busy inside a forward or backward, and as still between
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -153,8 +152,10 @@ class Timeline:
         rows[COMPUTE] = _joined(rows[COMPUTE])
         rows = {name: found for name, spans in rows.items() if (found := _inside_window(spans, start, end))}
         whole = end - start
-        busy = {name: min(_seconds(spans) / whole, 1.0) for name, spans in rows.items() if name != "steps"}
+        seconds = {name: sum(span.seconds for span in spans if not span.label.is_wait) for name, spans in rows.items()}
+        busy = {name: min(each / whole, 1.0) for name, each in seconds.items() if name != "steps"}
         waits = [span for span in rows.get(COMPUTE, []) if span.label.is_wait]
+        kinds = sorted({span.label.kind for span in waits})
         return {
             "traceEvents": list(_events(title, rows, start)),
             "displayTimeUnit": "ms",
@@ -165,10 +166,7 @@ class Timeline:
                 "step_seconds": whole / len(steps),
                 "busy": busy,
                 "still": 1 - busy.get(COMPUTE, 0.0),
-                "waits": {
-                    kind: sum(span.seconds for span in spans) / whole
-                    for kind, spans in itertools.groupby(sorted(waits, key=_waited_for), key=_waited_for)
-                },
+                "waits": {kind: sum(span.seconds for span in waits if span.label.kind == kind) / whole for kind in kinds},
             },
         }
 
@@ -181,14 +179,6 @@ class Timeline:
 
         found = [replace(span, start=seconds(span.start), end=seconds(span.end)) for span in spans]
         return sorted(found, key=lambda span: span.start)  # updates of the host are told of by whoever waits for them
-
-
-def _waited_for(span: Span) -> str:
-    return span.label.kind
-
-
-def _seconds(spans: Sequence[Span]) -> float:
-    return sum(span.seconds for span in spans if not span.label.is_wait)
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

@@ -14,7 +14,7 @@ from .cells import equal
 from .chunks import quietly
 from .forward_state import ForwardState
 from .kept_results import Keeping, Kept, Verifying
-from .recompute import Inputs, Recomputed, may_be_recomputed, stand_in
+from .recompute import Inputs, Recomputed, may_be_recomputed, reason_against, stand_in
 
 
 class Unfit(dict[str, str]):
@@ -82,7 +82,6 @@ class Trial:
         self._name, self._module, self._forward = name, module, forward
         self._state = ForwardState(module, name, _device_of(module), forward)
         self._kept = Kept()
-        self._reason: str | None = None
 
     def first(self, args: Any, kwargs: Any) -> Any:
         self._inputs = Inputs((args, kwargs), lambda tensor: tensor, lambda packed: packed)
@@ -93,12 +92,7 @@ class Trial:
         self._after = self._note.now()
         self._result = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), _opened(result))
         edited = self._note.edited() or next((key for key, value in self._sums().items() if sums[key] != value), None)
-        if self._inputs.are_changed:
-            self._reason = "it writes into its input in place"
-        elif edited is not None:
-            self._reason = f"it edits its parameter {edited} in forward"
-        elif self._state.iterators:
-            self._reason = f"it holds an iterator, which cannot be put back ({self._state.iterators[0]})"
+        self._reason = reason_against(self._inputs, edited, self._state)
         return result
 
     def _sums(self) -> dict[str, int]:

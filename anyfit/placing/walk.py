@@ -124,7 +124,7 @@ class Walk:
                 if not name.startswith("__") and not isinstance(value, types.FunctionType | property | staticmethod | classmethod)
             ]
             if names:
-                self.cells.append(OfClass(base, names, base.__name__))
+                self.cells.append(OfClass(base, base.__name__, names))
                 self._by_key({name: vars(base)[name] for name in names}, base.__name__)
             self._left.extend((function, base.__name__) for function in functions)
 
@@ -143,7 +143,7 @@ class Walk:
         states = [each for each in names if not callable(function.__globals__[each]) or _holds_state(function.__globals__[each])]
         kept = [each for each in states if not isinstance(function.__globals__[each], types.ModuleType)]
         if kept:
-            self.cells.append(Globals(function.__globals__, kept, f"a global of {function.__module__}"))
+            self.cells.append(Globals(function.__globals__, f"a global of {function.__module__}", kept))
             self._by_key({each: function.__globals__[each] for each in kept}, function.__module__)
         self._all((function.__globals__[each] for each in names if each not in kept), name)
 
@@ -209,7 +209,7 @@ class Walk:
             if each not in ("__dict__", "__weakref__") and not _is_library(base.__module__)
         ]
         if slots:
-            cell = Slots(value, slots, name)
+            cell = Slots(value, name, slots)
             self.cells.append(cell)
             self._by_key(cell.read(), name)
 
