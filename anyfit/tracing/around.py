@@ -78,15 +78,11 @@ def dense(model: nn.Module) -> Iterator[None]:
             module.sparse = True
 
 
-class saying:  # noqa: N801  (reads as a clause: with saying("...") around the user's code)
+@contextmanager
+def saying(doing: str) -> Iterator[None]:
     """Adds what anyfit was doing to the user's own error, which stays what it is."""
-
-    def __init__(self, doing: str) -> None:
-        self.doing = doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, Exception):
-            error.add_note(f"anyfit was {self.doing} to plan the run")
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"anyfit was {doing} to plan the run")
+        raise

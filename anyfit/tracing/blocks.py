@@ -54,7 +54,8 @@ def find_blocks(model: nn.Module) -> Blocks:
 
     def visit(module: nn.Module, path: str) -> None:
         children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
-        kinds = signatures([child for _, child in children])
+        counting = _counters([child for _, child in children])
+        kinds = [_signature(child, counting) for _, child in children]
         is_list = isinstance(module, nn.ModuleList | nn.Sequential)
         composite = any(any(True for _ in child.children()) for _, child in children)
         if (is_list or composite) and max(Counter(kinds).values(), default=0) > 1:
@@ -77,12 +78,6 @@ def kinds_of(model: nn.Module) -> dict[str, str]:
     """By block, what it is built like."""
     found = find_blocks(model)
     return {found.blocks[chain.first + place].name: kind for chain in found.chains for place, kind in enumerate(chain.kinds)}
-
-
-def signatures(siblings: Sequence[nn.Module]) -> list[str]:
-    """What each of the siblings is built like."""
-    counting = _counters(siblings)
-    return [_signature(module, counting) for module in siblings]
 
 
 def _counters(siblings: Sequence[nn.Module]) -> set[tuple[str, str]]:

@@ -52,32 +52,26 @@ def attention(
     fits = fits and all(tensor.stride(-1) == 1 for tensor in (query, key, value, attn_mask) if tensor is not None)
     learns_mask = attn_mask is not None and attn_mask.requires_grad
     needs_backward = any(tensor.requires_grad for tensor in (query, key, value))
+    after = (needs_backward, dropout_p, is_causal)
     if fits and half and head <= 256 and not learns_mask:
-        result = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, attn_mask, needs_backward, dropout_p, is_causal, False, scale=scale
-        )
-        return _tensor(result[0])
+        fused = aten._scaled_dot_product_cudnn_attention
+        return _tensor(fused(query, key, value, attn_mask, *after, False, scale=scale)[0])
     if fits and not enable_gqa:
-        bias = attn_mask
+        bias = _as_bias(attn_mask, query.dtype)
         if bias is not None:
-            if bias.dtype == torch.bool:
-                bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(bias.logical_not(), float("-inf"))
             bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        result = aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, needs_backward, dropout_p, is_causal, scale=scale
-        )
-        return _tensor(result[0])
-    return by_the_formula(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _tensor(aten._scaled_dot_product_efficient_attention(query, key, value, bias, *after, scale=scale)[0])
+    return _by_the_formula(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
-def by_the_formula(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
+def _as_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), float("-inf"))
+
+
+def _by_the_formula(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
 ) -> Tensor:
     """torch's unfused attention, step by step, with the GPU's dropout. Halves are computed in fp32 throughout."""
     dtype = query.dtype
@@ -88,8 +82,7 @@ def by_the_formula(
     half_scale = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))  # each factor takes its root
     if is_causal:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
+    mask = _as_bias(mask, query.dtype)
     query = exact_query * half_scale  # both stay to the end of torch's function
     shares = torch.matmul(query, key.transpose(-2, -1) * half_scale)
     if mask is not None:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyfit.values import job as job_module
@@ -30,7 +29,7 @@ from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import AGREED_MEAN, MEAN, LossRule, divisors
 
 from .errors import place_of
-from .needs import storage_of
+from .needs import arguments_of, storage_of, tensors_in, written_by
 
 aten = torch.ops.aten
 JOB_FILE = job_module.__file__  # from which the user's loss is called
@@ -142,10 +141,7 @@ class BatchNumbers(TorchDispatchMode):
         self._kept.append(storage_of(tensor) or tensor)
 
     def _entries(self, nest: Any) -> frozenset[str]:
-        found: frozenset[str] = frozenset()
-        for tensor in _tensors(nest):
-            found |= self._from.get(_storage(tensor), frozenset())
-        return found
+        return frozenset().union(*(self._from.get(_storage(tensor), ()) for tensor in tensors_in(nest)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -153,37 +149,31 @@ class BatchNumbers(TorchDispatchMode):
         entries = self._entries((args, kwargs))
         packet = func._overloadpacket
         if func._schema.is_mutable and not self.edited:
-            written = (args[place] for place, each in enumerate(func._schema.arguments[: len(args)]) if _is_written(each))
-            names = [self._weights.get(_storage(each)) for each in _tensors(list(written))]
-            read = {self._weights.get(_storage(each)) for each in _tensors((args, kwargs))} - {None, *names}
+            names = [self._weights.get(_storage(each)) for each in written_by(func, args)]
+            read = {self._weights.get(_storage(each)) for each in tensors_in((args, kwargs))} - {None, *names}
             self.edited = next((name for name in names if name and read), "")
         if packet in BATCH_NORMS:
-            self.normalises |= _is_training(func, args, kwargs) and args[0].shape[0] != 1  # which is an instance norm
+            given = arguments_of(func, args, kwargs)
+            is_training = bool(given.get("training", given.get("train", "update" in str(func))))
+            self.normalises |= is_training and args[0].shape[0] != 1  # which is an instance norm
         if not entries:
             return result
-        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         if packet in DIVIDES:
             self._note_division(args)
         if packet in COUNTS_LABELS:
             self._note_labels(func, args, kwargs, outputs)
         for place in INDEX.get(packet, ()):
             if place < len(args):
-                self.indices |= {
-                    name
-                    for each in _tensors(args[place])
-                    if each.dtype != torch.bool
-                    for name in self._from.get(_storage(each), frozenset())
-                }
+                self.indices |= self._entries([each for each in tensors_in(args[place]) if each.dtype != torch.bool])
         if packet is aten.embedding and len(args) > 3 and args[3]:
             self.scales = f"{_place()} scales gradients by how often a row is read in the batch (scale_grad_by_freq)"
         varies = packet in SIZED_BY_VALUES or any(_storage(each) in self._varies for each in inputs)
         if varies and packet in MEANS and all(each.numel() == 1 for each in outputs):
             self.varying.append(f"{_place()} takes a mean over as many elements as the batch's values say")
         elif varies:
-            known = args[0] if args and isinstance(args[0], Tensor) else None
-            puts_back = (
-                known is not None and _storage(known) not in self._varies and any(each.shape == known.shape for each in outputs)
-            )
+            known = args[0] if args and isinstance(args[0], Tensor) and _storage(args[0]) not in self._varies else None
+            puts_back = known is not None and any(each.shape == known.shape for each in outputs)
             if packet in SIZED_BY_VALUES or not puts_back:
                 self._varies.update(map(_storage, outputs))
         for each in outputs:
@@ -196,18 +186,15 @@ class BatchNumbers(TorchDispatchMode):
             return
         entries = self._from.get(_storage(number))
         if entries:
-            place = _place()
-            self.divided_by[_storage(number)] = Found(f"{place} divides by a number computed from the batch", entries)
+            self.divided_by[_storage(number)] = Found(f"{_place()} divides by a number computed from the batch", entries)
 
     def _note_labels(self, func: Any, args: Any, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> None:
-        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+        given = arguments_of(func, args, kwargs)
         entries = self._from.get(_storage(given["target"]), frozenset())
         if given["reduction"] == 1 and entries:
             self.labels |= {name: int(given["ignore_index"]) for name in entries}
-            place = _place()
-            self.divided_by[_storage(outputs[1])] = Found(
-                f"{place} divides by the number of labels that are not ignored", entries
-            )
+            said = f"{_place()} divides by the number of labels that are not ignored"
+            self.divided_by[_storage(outputs[1])] = Found(said, entries)
 
 
 def _place() -> str:
@@ -215,19 +202,6 @@ def _place() -> str:
     stack = traceback.extract_stack()
     ours = max((index for index, frame in enumerate(stack) if frame.filename == JOB_FILE), default=-1)
     return place_of(traceback.StackSummary.from_list(stack[ours + 1 :]), "the loss")
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _is_training(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    return bool(given.get("training", given.get("train", "update" in str(func))))
-
-
-def _tensors(nest: Any) -> list[Tensor]:
-    return [item for item in pytree.tree_leaves(nest) if isinstance(item, Tensor)]
 
 
 def _storage(tensor: Any) -> int:

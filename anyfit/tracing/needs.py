@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from anyfit.values.call import leaves
@@ -82,11 +83,8 @@ class Needs(TorchFunctionMode):
 
     def of_op(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """An op is made of these."""
-        taken = {
-            index
-            for tensor in (*inputs, *outputs)
-            if (index := self._of_storage.get(tensor.untyped_storage()._cdata)) is not None
-        }
+        storages = (tensor.untyped_storage()._cdata for tensor in (*inputs, *outputs))
+        taken = {self._of_storage[each] for each in storages if each in self._of_storage}
         if taken or len(self._viewed) > FEW:
             self._note(taken)
         self._viewed |= taken
@@ -137,11 +135,9 @@ class Needs(TorchFunctionMode):
 
 def is_whole(module: nn.Module) -> bool:
     """Whether its ops cannot be seen one by one: it is compiled, or scripted."""
-    return (
-        module._compiled_call_impl is not None
-        or isinstance(module, torch.jit.ScriptModule)
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-    )
+    if module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule):
+        return True
+    return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 @contextmanager
@@ -167,6 +163,21 @@ def transforms_told(tell: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         torch.autograd.graph.disable_saved_tensors_hooks = original
+
+
+def tensors_in(nest: Any) -> list[Tensor]:
+    return [item for item in pytree.tree_leaves(nest) if isinstance(item, Tensor)]
+
+
+def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an op was called with, by its schema's names."""
+    return dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+
+
+def written_by(func: Any, args: Sequence[Any]) -> list[Tensor]:
+    """What an op writes into."""
+    pairs = zip(func._schema.arguments, args, strict=False)
+    return tensors_in([value for each, value in pairs if each.alias_info is not None and each.alias_info.is_write])
 
 
 def storage_of(tensor: Tensor) -> Any:

@@ -22,6 +22,7 @@ from anyfit.values.job import Batch, Job
 from anyfit.values.memento import Memento
 from anyfit.values.units import show_bytes
 
+from .needs import arguments_of
 from .stand_in import CPU, largest_sample, refuse_unmade, swapped
 
 aten = torch.ops.aten
@@ -85,13 +86,10 @@ def real_batch(job: Job, rows: int) -> Batch:
     """`rows` samples of the job's largest, its own again where it has fewer."""
     sample = largest_sample(job, rows)
 
-    def take(tensor: Tensor) -> Tensor:
-        return repeated(tensor, rows)
-
     def copied(tensor: Tensor) -> Tensor:
         return tensor.clone(memory_format=torch.contiguous_format) if is_dense(tensor) else tensor.clone()  # it may be written to
 
-    return job.prepare(with_rows(sample, job.rows(sample), rows, take, copied), CPU)
+    return job.prepare(with_rows(sample, job.rows(sample), rows, lambda tensor: repeated(tensor, rows), copied), CPU)
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -104,35 +102,20 @@ class LentKernels(TorchDispatchMode):
     Gradients are zeros: they decide nothing about what a pass does.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._overloadpacket not in LENT:
             return func(*args, **kwargs)
-        sizes = func(*pytree.tree_map_only(Tensor, _without_bytes, args), **kwargs)
-        made = pytree.tree_map_only(Tensor, _zeros, sizes)
+        sizes = func(*pytree.tree_map_only(Tensor, lambda tensor: _empty_like(tensor, "meta"), args), **kwargs)
+        made = pytree.tree_map_only(Tensor, lambda tensor: _empty_like(tensor, "cpu").zero_(), sizes)
         if not func._overloadpacket.__name__.endswith("backward"):
-            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-            query, key, value = given["query"], given["key"], given["value"]
-            made[0].copy_(
-                F.scaled_dot_product_attention(
-                    query,
-                    key,
-                    value,
-                    attn_mask=given["attn_bias"],
-                    is_causal=given.get("is_causal", False),
-                    scale=given.get("scale"),
-                    enable_gqa=key.shape[-3] != query.shape[-3],
-                )
-            )
+            given = arguments_of(func, args, kwargs)
+            query, key, value, bias = (given[name] for name in ("query", "key", "value", "attn_bias"))
+            how = {"is_causal": given.get("is_causal", False), "scale": given.get("scale")}
+            is_grouped = key.shape[-3] != query.shape[-3]
+            made[0].copy_(F.scaled_dot_product_attention(query, key, value, bias, enable_gqa=is_grouped, **how))
         return made
 
 
-def _without_bytes(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _zeros(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU).zero_()
+def _empty_like(tensor: Tensor, device: str) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -19,7 +19,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
@@ -28,7 +27,7 @@ from anyfit.values.graph import LEAST_OFFLOAD_BYTES, PAGE_BYTES, Op, OpKind, Pha
 from anyfit.values.units import show_bytes
 
 from .errors import TooDear
-from .needs import Needs, SavedView, is_whole, storage_of, transforms_told
+from .needs import Needs, SavedView, is_whole, storage_of, tensors_in, transforms_told
 
 aten = torch.ops.aten
 # Reads only the rows it is asked for, however large the table.
@@ -137,7 +136,7 @@ class Recorder(TorchDispatchMode):
     def _enter(self, module: nn.Module, args: Any) -> None:
         here = self._stack[-1]
         block = self._block_of.get(id(module), here[1])
-        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, _leaves(args))):
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in(args))):
             self.needs.of_transform()
         if self.phase == "forward" and block != here[1]:
             handed = (tensor for tensor in _tensors(args) if tensor.dtype.is_floating_point)
@@ -303,15 +302,11 @@ def _described(item: Any) -> Any:
 
 
 def _tensors(nest: Any) -> list[torch.Tensor]:
+    """Those with a storage each: a sparse or nested one as its parts."""
     found: list[torch.Tensor] = []
-    for item in pytree.tree_leaves(nest):
-        if isinstance(item, torch.Tensor):
-            found += [item] if _is_plain(item) else _parts_of(item)
+    for tensor in tensors_in(nest):
+        found += [tensor] if _is_plain(tensor) else _parts_of(tensor)
     return found
-
-
-def _leaves(nest: Any) -> list[torch.Tensor]:
-    return [item for item in pytree.tree_leaves(nest) if isinstance(item, torch.Tensor)]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -355,7 +350,7 @@ def _kind_of(packet: Any) -> OpKind:
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
-    if not all(map(_is_plain, _leaves((args, kwargs, result)))):
+    if not all(map(_is_plain, tensors_in((args, kwargs, result)))):
         return 0  # by their shapes there is no knowing
     if "attention" in packet.__name__:  # torch's own formulas miss some kernels and grouped queries
         backward = packet.__name__.endswith("backward")

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from anyfit.values.graph import Op
 
 from .blocks import Blocks, Chain
+from .needs import tensors_in
 from .recorder import Storage
 
 LONGEST_PERIOD = 8
@@ -92,13 +93,8 @@ def _longest(chain: Chain) -> Repeat:
 
 
 def _share_nothing(modules: list[nn.Module]) -> bool:
-    seen: set[int] = set()
-    for module in modules:
-        own = {id(parameter) for parameter in module.parameters()}
-        if own & seen:
-            return False
-        seen |= own
-    return True
+    own = [{id(parameter) for parameter in module.parameters()} for module in modules]
+    return len(set().union(*own)) == sum(map(len, own))
 
 
 @contextmanager
@@ -108,14 +104,12 @@ def skipping(modules: Sequence[nn.Module], twin_of: Mapping[int, int]) -> Iterat
     What the twin returned as it got it is handed through from the same place; what it made, from the first input of that shape.
     """
     returned: dict[int, Any] = {}
-    hooks = []
 
     def remember(twin: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         returned[id(twin)] = pytree.tree_map(lambda item: _described(item, inputs), output)
 
-    for twin in set(twin_of.values()):
-        hooks.append(modules[twin].register_forward_hook(remember, with_kwargs=True))
+    hooks = [modules[twin].register_forward_hook(remember, with_kwargs=True) for twin in set(twin_of.values())]
     patched = {block: vars(modules[block])["forward"] for block in twin_of if "forward" in vars(modules[block])}
     for block, twin in twin_of.items():
         modules[block].forward = functools.partial(_hand_through, returned, id(modules[twin]))
@@ -131,7 +125,7 @@ def skipping(modules: Sequence[nn.Module], twin_of: Mapping[int, int]) -> Iterat
 
 
 def _hand_through(returned: Mapping[int, Any], twin: int, *args: Any, **kwargs: Any) -> Any:
-    inputs = _tensors((args, kwargs))
+    inputs = tensors_in((args, kwargs))
     form = returned[twin]
     taken = {item.place for item in pytree.tree_leaves(form, is_leaf=_is_result) if _is_result(item)}
 
@@ -159,10 +153,6 @@ class _Result:
 
 def _is_result(item: Any) -> bool:
     return isinstance(item, _Result)
-
-
-def _tensors(nest: Any) -> list[Tensor]:
-    return [item for item in pytree.tree_leaves(nest) if isinstance(item, Tensor)]
 
 
 def _described(item: Any, inputs: list[Tensor]) -> Any:
@@ -241,18 +231,12 @@ class _Timeline:
         return starts | {-1: end}
 
     def _check(self) -> None:
-        forward, backward = self.forward, self.backward
-        pairs = [
-            (range(forward[1], forward[2]), range(forward[2], forward[self.repeat.last])),
-            (range(backward[2], backward[1]), range(backward[1], backward[0])),
-        ]
-        for one, other in pairs:
-            if [self._nameless(index) for index in one] != [self._nameless(index) for index in other]:
-                raise NotPeriodic("blocks built alike do not run alike")
-
-    def _nameless(self, index: int) -> tuple[Any, ...]:
-        op = self.ops[index]
-        return (op.call, op.phase, op.recomputes, op.flops, op.bytes)
+        nameless = {
+            (phase, unit): [(op.call, op.phase, op.recomputes, op.flops, op.bytes) for op in self.ops[start:end]]
+            for phase, unit, start, end in self._bounds
+        }
+        if any(nameless[phase, 1] != nameless[phase, 2] for phase in ("forward", "backward")):
+            raise NotPeriodic("blocks built alike do not run alike")
 
     def ops_in_full(self) -> list[Op]:
         """The long recording."""

@@ -120,7 +120,9 @@ def _run_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: f
         refuse_unless_it_can_run(job, sized, free_bytes)
         with saying("building the model for a real run"):
             model = inside.enter_context(real_model(job, memento))
-        mode: AbstractContextManager[Any] = LentKernels() if device == "cuda" else nullcontext()
+        mode: AbstractContextManager[Any] = nullcontext()
+        if device == "cuda":
+            mode = LentKernels()  # type: ignore[no-untyped-call]
         room_bytes = free_bytes - bytes_of(model)
         stand_in = _StandIn.of(job, model, device, mode, lambda rows: real_batch(job, rows), room_bytes)
         rule = _rule(stand_in, [])

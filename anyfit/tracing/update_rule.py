@@ -7,6 +7,7 @@ works element by element is understood this way, and none has to be known by nam
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyfit.values.graph import UpdateRule
 from anyfit.values.job import OPTIMIZERS
+
+from .needs import written_by
 
 ELEMENTS = 4096  # of a stand-in: large enough that step counters do not matter
 
@@ -166,28 +169,18 @@ class _Meter(TorchDispatchMode):
         if not fresh and not func._schema.is_mutable:
             return result
         self.ops += 1
-        written = outputs or _written_to(func, args)
+        written = outputs or written_by(func, args)  # the foreach ops return nothing
         self.touched_bytes += sum(tensor.numel() * tensor.element_size() for tensor in inputs + written)
         for tensor in fresh:
             storage = tensor.untyped_storage()
             self._live[storage._cdata] = storage.nbytes()
-            self._references.append(weakref.ref(storage, self._forget(storage._cdata)))
+            self._references.append(weakref.ref(storage, functools.partial(self._forget, storage._cdata)))
         self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
         return result
 
-    def _forget(self, identity: int) -> Any:
-        return lambda _reference: self._live.pop(identity, None)
+    def _forget(self, identity: int, _reference: Any) -> None:
+        self._live.pop(identity, None)
 
 
 def _is_dense(item: Any) -> bool:
     return isinstance(item, torch.Tensor) and item.layout == torch.strided
-
-
-def _written_to(func: Any, args: Any) -> list[torch.Tensor]:
-    """What an op that returns nothing changes: the foreach ops do."""
-    changed = [
-        value
-        for argument, value in zip(func._schema.arguments, args, strict=False)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return [item for item in pytree.tree_leaves(changed) if isinstance(item, torch.Tensor)]
