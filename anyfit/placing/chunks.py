@@ -85,15 +85,13 @@ class ChunkState:
     @property
     def weights(self) -> Tensor:
         """Where this rank's stretch of them lives. Between a step and the update's end they are the old ones."""
-        return self._there(self.own_on_device if self.placement.weights == "device" else self.on_host)
+        weights = self.own_on_device if self.placement.weights == "device" else self.on_host
+        assert weights is not None
+        return weights
 
-    @staticmethod
-    def _there(buffer: Tensor | None) -> Tensor:
-        assert buffer is not None
-        return buffer
-
-    def masters(self, weights: Tensor) -> Masters:
+    def masters(self, weights: Tensor | None) -> Masters:
         """With these as the high halves: weights of `own` lie in more than one place."""
+        assert weights is not None
         return Masters(weights, self.low if self.is_split else None)
 
     def optimizer_zeros(self, dtype: torch.dtype, elements: int | None = None) -> Tensor:
@@ -109,10 +107,9 @@ class ChunkState:
 
     def write(self, values: Mapping[str, Elements]) -> None:
         """Sets parameters, exactly where the chunk has masters. Of each, only what this rank holds is asked for."""
-        if self.is_spread:
+        if self.is_spread and self.on_device is not None:
             for slot in self.chunk.slots:
-                high = self._there(self.on_device)[slot.offset : slot.offset + slot.elements]
-                self._write(values[slot.name], 0, [high], None)
+                self._write(values[slot.name], 0, [self.view(self.on_device, slot).view(-1)], None)
         wholes = {slot.name: slot for slot in self.chunk.slots}
         for slot in self.own.slots:
             homes = [self.view(buffer, slot).view(-1) for buffer in (self.own_on_device, self.on_host) if buffer is not None]

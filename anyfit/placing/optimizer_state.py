@@ -1,4 +1,4 @@
-"""What the optimizer knows of one chunk: flat moments in its tier, and by parameter what is not an array of its shape."""
+"""What the optimizer knows of one chunk."""
 
 from __future__ import annotations
 
@@ -50,24 +50,20 @@ class OptimizerState:
     def entries(self, moments: Mapping[str, Tensor], names: Iterable[str], *, cloned: bool = True) -> Entries:
         """What the optimizer knows of each parameter, with moments from these flat buffers; empty before its first step."""
         slots = {slot.name: slot for slot in self.own_slots}
-        found: Entries = {}
-        for name in names:
-            found[name] = {}
-            for key, value in self.rest.get(name, {}).items():
-                if isinstance(value, Flat):
-                    found[name][key] = self.state.view(moments[key], slots[name])
-                else:
-                    found[name][key] = value.clone() if cloned and isinstance(value, Tensor) else value
-        return found
+
+        def known(name: str, key: str, value: Any) -> Any:
+            if isinstance(value, Flat):
+                return self.state.view(moments[key], slots[name])
+            return value.clone() if cloned and isinstance(value, Tensor) else value
+
+        return {name: {key: known(name, key, each) for key, each in self.rest.get(name, {}).items()} for name in names}
 
     def arrays(self) -> Iterator[tuple[Slot, str, Tensor]]:
         """What is kept for each element of a parameter, by parameter and key, and what else is no single number."""
         for slot in self.own_slots:
             for key, value in self.rest.get(slot.name, {}).items():
-                if isinstance(value, Flat):
-                    yield slot, key, self.state.view(self.moments[key], slot)
-                elif isinstance(value, Tensor) and value.dim():
-                    yield slot, key, value
+                if _is_array(value):
+                    yield slot, key, self.state.view(self.moments[key], slot) if isinstance(value, Flat) else value
 
     def scalars(self) -> Entries:
         """The rest: step counts, and what is not a tensor."""
@@ -90,20 +86,15 @@ class OptimizerState:
         slots = {slot.name: slot for slot in self.own_slots}
         common = set(moments).union(set.intersection(*map(set, made.values())) if made else ())
         for name, entry in made.items():
-            rest: dict[str, Any] = {}
+            rest, slot = dict(entry), slots[name]
             for key, value in entry.items():
-                slot = slots[name]
-                if isinstance(value, Flat):
-                    rest[key] = value
-                elif key in common and _is_like(value, slot):
+                if key in common and _is_like(value, slot):
                     if key not in moments:
                         moments[key] = zeros(key)
                     home = self.state.view(moments[key], slot)
                     if home.data_ptr() != value.data_ptr():
                         home.copy_(value)
                     rest[key] = Flat()
-                else:
-                    rest[key] = value
             self.rest[name] = rest
 
     @property

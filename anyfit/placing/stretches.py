@@ -126,17 +126,10 @@ def weights_of(placed: Placed) -> Iterator[Stretch]:
             if mine is None and slot.elements:
                 continue
             part = slice(0, 0) if mine is None else slice(mine.offset, mine.offset + mine.elements)
-            homes = [home[part] for home in (state.on_host, state.own_on_device) if home is not None]  # the same
-            yield Stretch(
-                slot.name,
-                slot.shape,
-                0 if mine is None else state.start_in(slot, mine),
-                homes[0],
-                state.low[part] if state.is_split else None,
-                tuple(homes[1:]),
-                state.index,
-                state.chunk.is_updated,
-            )
+            start = 0 if mine is None else state.start_in(slot, mine)
+            home, *others = (home[part] for home in (state.on_host, state.own_on_device) if home is not None)  # the same
+            low, changes = state.low[part] if state.is_split else None, state.chunk.is_updated
+            yield Stretch(slot.name, slot.shape, start, home, low, tuple(others), state.index, changes)
 
 
 def buffers_of(placed: Placed) -> Iterator[Stretch]:
@@ -150,14 +143,10 @@ def moments_of(placed: Placed) -> Iterator[Stretch]:
     for each in placed.updates.chunks:
         whole = {slot.name: slot for slot in each.state.chunk.slots}
         for mine, key, values in each.arrays():
-            is_by_element = values.shape == mine.shape
-            yield Stretch(
-                f"{mine.name}/{key}",
-                whole[mine.name].shape if is_by_element else tuple(values.shape),
-                each.state.start_in(whole[mine.name], mine) if is_by_element else 0,
-                values.reshape(-1),
-                chunk=each.state.index,
-            )
+            shape, start = tuple(values.shape), 0
+            if values.shape == mine.shape:  # of each element
+                shape, start = whole[mine.name].shape, each.state.start_in(whole[mine.name], mine)
+            yield Stretch(f"{mine.name}/{key}", shape, start, values.reshape(-1), chunk=each.state.index)
 
 
 def home_of(placed: Placed, name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Stretch | None:

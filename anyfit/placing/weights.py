@@ -69,7 +69,10 @@ def opened(job: Job, *, resumes: bool = False) -> Opened:
     if initialised:
         built = _initialised(job, built, initialised)
         match, sources = _matched(built.model, folder, weights)
-    _fill_buffers(built.model, sources)
+    with torch.no_grad():
+        for name, buffer in built.model.named_buffers():
+            if name in sources:
+                buffer.copy_(sources[name].elements(0, buffer.numel()).view(buffer.shape))
     parameters = [name for name, _ in built.model.named_parameters() if name in sources]
     return Opened(built.model, {name: sources[name].elements for name in parameters}, match)
 
@@ -278,13 +281,6 @@ def _unfit(source: Source, tensor: Tensor) -> str | None:
     if source.dtype != tensor.dtype and not (tensor.dtype.is_floating_point and source.dtype in HELD_EXACTLY):
         return f"is {source.dtype} in the folder, which {tensor.dtype} does not hold exactly"
     return None
-
-
-def _fill_buffers(model: nn.Module, sources: Mapping[str, Source]) -> None:
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in sources:
-                buffer.copy_(sources[name].elements(0, buffer.numel()).view(buffer.shape))
 
 
 # ---------------------------------------------------------------------- bytes

@@ -22,6 +22,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -171,16 +172,11 @@ def write_in(repeat: Repeat, names: Sequence[str], ops: list[Op], storages: list
     for storage in storages:
         born, dies = timeline.stretch(storage.born), None if storage.dies is None else timeline.stretch(storage.dies)
         for number in timeline.copies(born.unit):
-            new_storages.append(
-                Storage(
-                    storage.bytes,
-                    storage.kind,
-                    timeline.moved(born, born.unit, number),
-                    None if dies is None else timeline.moved(dies, born.unit, number),
-                    timeline.block(storage.block, born.unit, number),
-                    timeline.saver(storage.saved_by, born.unit, number),
-                )
-            )
+            start = timeline.moved(born, born.unit, number)
+            end = None if dies is None else timeline.moved(dies, born.unit, number)
+            block = timeline.block(storage.block, born.unit, number)
+            saver = timeline.saver(storage.saved_by, born.unit, number)
+            new_storages.append(Storage(storage.bytes, storage.kind, start, end, block, saver))
     return timeline.ops_in_full(), new_storages
 
 
@@ -199,23 +195,16 @@ class _Timeline:
     def __init__(self, repeat: Repeat, names: Sequence[str], ops: list[Op]) -> None:
         self.repeat, self.names, self.ops = repeat, names, ops
         last = repeat.last
-        self.run = [0, 1, 2, last]
-        self.forward = self._starts("forward", self.run)  # start of F(u) by unit number, and the end of FL
-        self.backward = self._starts("backward", self.run[::-1])
+        self.forward = forward = self._starts("forward", [0, 1, 2, last])  # start of F(u) by unit number, and the end of FL
+        self.backward = backward = self._starts("backward", [last, 2, 1, 0])
         self.more = last - 3  # units written in
-        self.forward_length = self.forward[last] - self.forward[2]
-        self.backward_length = self.backward[1] - self.backward[2]
-        forward, backward = self.forward, self.backward
-        self._bounds = (
-            ("forward", 0, forward[0], forward[1]),
-            ("forward", 1, forward[1], forward[2]),
-            ("forward", 2, forward[2], forward[last]),
-            ("forward", last, forward[last], forward[-1]),
-            ("backward", last, backward[last], backward[2]),
-            ("backward", 2, backward[2], backward[1]),
-            ("backward", 1, backward[1], backward[0]),
-            ("backward", 0, backward[0], backward[-1]),
-        )
+        self.forward_length = forward[last] - forward[2]
+        self.backward_length = backward[1] - backward[2]
+        self._bounds = [
+            (phase, unit, starts[unit], starts[following])
+            for phase, starts in (("forward", forward), ("backward", backward))
+            for unit, following in pairwise(starts)
+        ]
         self._check()
 
     def _starts(self, phase: str, order: list[int]) -> dict[int, int]:
@@ -228,7 +217,7 @@ class _Timeline:
                 end = index + 1
         if list(starts) != order:
             raise NotPeriodic("the blocks do not run one after the other")
-        return starts | {-1: end}
+        return starts | {-1: end}  # in the order of `order`
 
     def _check(self) -> None:
         nameless = {
@@ -262,7 +251,7 @@ class _Timeline:
         return copies
 
     def stretch(self, moment: int) -> _Moment:
-        """Which unit's stretch a moment lies in; the last unit's forward stretch ends with its last op, as unit 0's backward."""
+        """Which unit's stretch a moment lies in."""
         for phase, unit, start, end in self._bounds:
             if start <= moment < end:
                 return _Moment(phase, unit, moment - start)

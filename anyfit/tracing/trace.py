@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from anyfit.values.aside import writing_aside
 from anyfit.values.batches import is_dense, named_tensors
 from anyfit.values.demands import sparse_layers
-from anyfit.values.graph import Graph, Parameter, UpdateRule, Value
+from anyfit.values.graph import Graph, Parameter, Value
 from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import LossRule
 from anyfit.values.memento import Memento
@@ -77,7 +77,7 @@ def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of:
         with saying("building the model on fake tensors"):
             mode = FakeMode()
             model = inside.enter_context(fake_model(job, mode, memento))
-        stand_in = _StandIn.of(job, model, device, mode, lambda rows: fake_batch(job, rows, mode))
+        stand_in = _StandIn(job, model, device, mode, lambda rows: fake_batch(job, rows, mode))
         repeats = repeats_of(stand_in.blocks)
         rule = _rule(stand_in, repeats)
         made: list[Graph] = []
@@ -124,7 +124,7 @@ def _run_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: f
         if device == "cuda":
             mode = LentKernels()  # type: ignore[no-untyped-call]
         room_bytes = free_bytes - bytes_of(model)
-        stand_in = _StandIn.of(job, model, device, mode, lambda rows: real_batch(job, rows), room_bytes)
+        stand_in = _StandIn(job, model, device, mode, lambda rows: real_batch(job, rows), room_bytes)
         rule = _rule(stand_in, [])
         sizes = sorted(set(micro_batches)) if rule.may_be_cut else [max(micro_batches)]
         made: list[Graph] = []
@@ -165,49 +165,46 @@ def _foresee(last: Graph, seconds: float, micro_batch: int, room_bytes: float) -
         raise TooDear(f"about {show_seconds(times * seconds)}; Job(micro_batch={micro_batch}) makes it all the same")
 
 
-@dataclass(frozen=True)
 class _StandIn:
-    """A fake model, or a real one, and all about it that does not depend on the batch."""
+    """A fake model, or a real one, and all about it that does not depend on the batch.
 
-    job: Job
-    model: nn.Module
-    device: Kind
-    mode: AbstractContextManager[Any]  # in which it runs
-    batch_of: Callable[[int], Batch]  # so many samples
-    room_bytes: float | None  # for what a pass holds; None: it holds nothing
-    blocks: Blocks
-    module_names: Mapping[int, str]  # by identity
-    parameters: Mapping[str, nn.Parameter]
-    facts: tuple[tuple[Parameter, Parameter], ...]  # about them in the same order: without a gradient, and with one
-    rule: UpdateRule
-    fingerprint: str
-    memento: Memento  # of the model before its first pass
+    mode         in which it runs
+    batch_of     makes a batch of so many samples
+    room_bytes   for what a pass holds; None: it holds nothing
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         job: Job,
         model: nn.Module,
         device: Kind,
         mode: AbstractContextManager[Any],
         batch_of: Callable[[int], Batch],
         room_bytes: float | None = None,
-    ) -> _StandIn:
+    ) -> None:
         refuse_without_parameters(model)
-        blocks = find_blocks(model)
+        self.job, self.model, self.device = job, model, device
+        self.mode, self.batch_of, self.room_bytes = mode, batch_of, room_bytes
+        self.blocks = find_blocks(model)
         optimizer, group_of = job.build_optimizer(model)
+        self.module_names = {id(module): name for name, module in model.named_modules()}
+        self.parameters = dict(model.named_parameters())
+        self.facts = list(self._facts(group_of))  # about parameters in the same order, as if none had a gradient
+        self.rule = learn(optimizer, device, sparse=bool(sparse_layers(model)))
+        self.fingerprint = job.fingerprint(model)
+        self.memento = Memento(job, model)  # of the model before its first pass
+
+    def _facts(self, group_of: Mapping[int, int]) -> Iterator[Parameter]:
         names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        modules = dict(model.named_modules())
         block_of = {
-            id(parameter): blocks.of_module.get(id(module), blocks.outside)
-            for module in modules.values()
+            id(parameter): self.blocks.of_module.get(id(module), self.blocks.outside)
+            for module in self.model.modules()
             for parameter in module._parameters.values()
         }
-        parameters = dict(model.named_parameters())
-        facts = tuple(
-            Parameter(
+        for name, parameter in self.parameters.items():
+            yield Parameter(
                 name=name,
                 names=tuple(names[id(parameter)]),
                 shape=tuple(parameter.shape),
@@ -218,23 +215,6 @@ class _StandIn:
                 block=block_of[id(parameter)],
                 group=group_of.get(id(parameter), -1),
             )
-            for name, parameter in parameters.items()
-        )
-        return cls(
-            job=job,
-            model=model,
-            device=device,
-            mode=mode,
-            batch_of=batch_of,
-            room_bytes=room_bytes,
-            blocks=blocks,
-            module_names={id(module): name for name, module in modules.items()},
-            parameters=parameters,
-            facts=tuple((fact, replace(fact, used=True)) for fact in facts),
-            rule=learn(optimizer, device, sparse=bool(sparse_layers(model))),
-            fingerprint=job.fingerprint(model),
-            memento=Memento(job, model),
-        )
 
 
 def _rule(stand_in: _StandIn, repeats: list[Repeat]) -> LossRule:
@@ -276,9 +256,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
     recorder.leave_out(stand_in.parameters.values(), buffers)
     for _, tensor in named_tensors(batch):
         recorder.count_input(tensor)
-    twin_of = _twins(repeats)
-
-    with skipping(blocks.modules, twin_of), dense(model), writing_aside(), stand_in.mode, recorder, recorder.watching():
+    with skipping(blocks.modules, _twins(repeats)), dense(model), writing_aside(), stand_in.mode, recorder, recorder.watching():
         what = "fake" if stand_in.room_bytes is None else "real"
         with (
             saying(f"running the model on a {what} batch of {micro_batch} samples like Job(sample=)"),
@@ -291,22 +269,16 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
             loss = total if weight is None else total / weight
         with saying(f"running backward on {what} tensors"), recorder.backward():
             loss.backward()
-    graph = _written(stand_in, recorder, batch, micro_batch, repeats, twin_of, [*buffers, *mirrored])
+    graph = _written(stand_in, recorder, batch, micro_batch, repeats, [*buffers, *mirrored])
     stand_in.memento.put_back()  # the next pass starts as this one did
     return graph
 
 
 def _written(
-    stand_in: _StandIn,
-    recorder: Recorder,
-    batch: Batch,
-    micro_batch: int,
-    repeats: Sequence[Repeat],
-    twin_of: Mapping[int, int],
-    held: Sequence[Tensor],
+    stand_in: _StandIn, recorder: Recorder, batch: Batch, micro_batch: int, repeats: list[Repeat], held: Sequence[Tensor]
 ) -> Graph:
     """The graph of what was recorded, with the middle of the repeats written in; `held` is on the device besides parameters."""
-    job, model, blocks = stand_in.job, stand_in.model, stand_in.blocks
+    job, model, blocks, twin_of = stand_in.job, stand_in.model, stand_in.blocks, _twins(repeats)
     used = _gradients_of(stand_in, recorder, twin_of)
     place = {id(parameter): index for index, parameter in enumerate(stand_in.parameters.values())}
     twins = [
@@ -325,7 +297,7 @@ def _written(
         batch_bytes=_host_bytes(job, batch),
         precision=job.precision,
         parameters=tuple(
-            replace(fact[identity in used], adds_up=used.get(identity) in sums)
+            replace(fact, used=identity in used, adds_up=used.get(identity) in sums)
             for fact, identity in zip(stand_in.facts, map(id, stand_in.parameters.values()), strict=True)
         ),
         buffer_bytes=sum(each.numel() * each.element_size() for each in held),
@@ -341,15 +313,11 @@ def _written(
         ops=tuple(ops),
         calls=tuple(recorder.calls),
         backward_starts=next(index for index, op in enumerate(ops) if op.phase == "backward"),
-        values=tuple(
-            Value(each.bytes, each.kind, each.born, _end(each, len(ops)), each.block, each.saved_by)
-            for each in storages
-            if each.bytes
-        ),
+        values=tuple(_value(each, len(ops)) for each in storages if each.bytes),
         update=stand_in.rule,
         fingerprint=stand_in.fingerprint,
         state_stays=recorder.needs.stay,
-        together=recorder.needs.together([fact.block for fact, _ in stand_in.facts], twins),
+        together=recorder.needs.together([fact.block for fact in stand_in.facts], twins),
     )
 
 
@@ -373,9 +341,10 @@ def _pairs(blocks: Blocks, block: int, twin: int) -> Iterator[tuple[nn.Parameter
     return zip(blocks.modules[block].parameters(), blocks.modules[twin].parameters(), strict=True)
 
 
-def _end(storage: Storage, end: int) -> int:
+def _value(each: Storage, end: int) -> Value:
     """Gradients outlive the pass, though the trace has let go of them."""
-    return end if storage.dies is None or storage.kind == "gradient" else storage.dies
+    dies = end if each.dies is None or each.kind == "gradient" else each.dies
+    return Value(each.bytes, each.kind, each.born, dies, each.block, each.saved_by)
 
 
 def _host_bytes(job: Job, batch: Batch) -> int:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from anyfit.kernels.adamw import Begun, Part, can_be_parted
-from anyfit.kernels.split import Masters
 from anyfit.values.engine import LATER, is_two_phase
 
 from ..lanes import Label, Task, Ticket, Work
@@ -74,7 +73,7 @@ class OnHost:
                 chunk.moments[key].copy_(flat)
             raise
         chunk.keep(made)
-        self._masters(chunk).write(exact)
+        chunk.state.masters(chunk.state.on_host).write(exact)
         return None
 
     def _finish(self, chunk: OptimizerState, inputs: Inputs) -> Begun | None:
@@ -113,15 +112,10 @@ class OnHost:
         """In place, or into the second generation."""
         second, flat = chunk.second, self._context.gradients.flat(chunk.state)
         assert flat is not None
-        now = adam_state(self._masters(chunk), chunk.moments)
+        now = adam_state(chunk.state.masters(chunk.state.on_host), chunk.moments)
         out = adam_state(second.masters, second.moments) if into_second and second is not None else None
         return self._context.stepper.in_one_pass(chunk, inputs, flat, now, out, part)
 
     def _in_scratch(self, chunk: OptimizerState, inputs: Inputs, moments: Views) -> tuple[Tensor, Entries]:
-        masters, own = self._masters(chunk), inputs.gradients
+        masters, own = chunk.state.masters(chunk.state.on_host), inputs.gradients
         return self._context.stepper.in_scratch(chunk, inputs, own, masters, moments, self._scratch)
-
-    @staticmethod
-    def _masters(chunk: OptimizerState) -> Masters:
-        assert chunk.state.on_host is not None
-        return chunk.state.masters(chunk.state.on_host)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyfit.kernels.split import Masters
-
 from ..lanes import Task
 from ..optimizer_state import Entries, OptimizerState
 from ..tiers import Scratch
@@ -66,11 +64,11 @@ class Resident:
                     self._by_torch(chunk, inputs, own)
                     return {}
                 flat = gathered(state, own, self._scratch) if flat is None else flat
-                now = adam_state(self._masters(chunk), chunk.moments)
+                now = adam_state(state.masters(state.own_on_device), chunk.moments)
                 return context.stepper.in_one_pass(chunk, inputs, flat, now)[0]
 
     def _by_torch(self, chunk: OptimizerState, inputs: Inputs, own: Views) -> None:
-        state, masters, users = chunk.state, self._masters(chunk), self._context.users
+        state, masters, users = chunk.state, chunk.state.masters(chunk.state.own_on_device), self._context.users
         exact = masters.weights
         if state.is_split:
             exact = self._scratch.flat("exact", state.own.elements)
@@ -85,12 +83,6 @@ class Resident:
             users.keep(chunk, made)
         if state.is_split:
             masters.write(exact)
-
-    @staticmethod
-    def _masters(chunk: OptimizerState) -> Masters:
-        on_device = chunk.state.own_on_device
-        assert on_device is not None
-        return chunk.state.masters(on_device)
 
     # ------------------------------------------------------------------ all chunks at once
 
