@@ -64,8 +64,8 @@ def read(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def seen(pinned: Tensor, device: torch.device) -> Tensor | None:
-    """A dense tensor in pinned memory as the GPU has it: its bytes in their order, flat, in words as large as they make up. None
-    where torch would rather copy it, since it was pinned for another GPU."""
+    """A dense tensor in pinned memory as the GPU sees it: flat, in words as large as its bytes allow. None where torch would copy
+    it, since it was pinned for another GPU."""
     flat = pinned.as_strided((pinned.numel(),), (1,))
     words, code = WORDS[next(size for size in (8, 4, 1) if flat.nbytes % size == 0 and flat.data_ptr() % size == 0)]
     found = torch.as_tensor(_Seen(flat.view(words), code), device=device)

@@ -293,8 +293,8 @@ def _python_generator() -> Drawn:
 
 
 class Numpy(Cell):
-    """numpy's own. To read it exactly takes 30 microseconds, so of a block that has not drawn from it the bytes behind it are
-    read; these lack the second of a pair of normal numbers, which is taken for not there."""
+    """numpy's own. An exact reading takes 30 microseconds, so for a block that has not drawn from it only its bytes are read.
+    These lack the second of a pair of normal numbers, which is taken for not there."""
 
     __slots__ = ("_address", "is_exact")
 

@@ -1,10 +1,8 @@
 """Model state in flat buffers: the bytes behind a layout, each where its placement says.
 
 A bf16 chunk that is updated has a buffer of low halves beside its weights; together they are the exact fp32 masters. Weights
-lie on the device, on the host, or, where the host updates weights that stay on the device, on both.
-
-Of a chunk that ranks divide, all buffers hold this rank's stretch alone: `own` says what lies in it. Only weights on the device
-may be whole.
+lie on the device, on the host, or, where the host updates weights that stay on the device, on both. All buffers of a sharded
+chunk hold this rank's stretch alone (`own`); only weights on the device may be whole.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ quietly = torch._C.DisableTorchFunctionSubclass  # parameters that watch their u
 @dataclass(frozen=True)
 class Carried:
     """All state of a model on its way from one placing to another, by parameter name. Each tensor is a view of the old buffers
-    until its new chunk has it, and then of that: nothing is held twice but the chunk at hand, and at no time is anything lost."""
+    until its new chunk has it, and then of that: only the chunk at hand is held twice, and nothing is ever lost."""
 
     weights: dict[str, Tensor]
     low: dict[str, Tensor]  # halves of the masters, where there are any
@@ -143,25 +141,18 @@ class ChunkState:
             self.view(self.low, slot).copy_(carried.low[slot.name])
             carried.low[slot.name] = self.view(self.low, slot)
 
-    def read(self, slot: Slot) -> Tensor:
-        """One parameter on the host: the fp32 master where the chunk has masters, a copy in any case. Ranks that divide the chunk
-        read it together."""
-        return self._exact(slot).to("cpu", copy=True) if self.shards == 1 else self.read_all()[slot.name]
-
     def read_all(self) -> dict[str, Tensor]:
-        """Every parameter, likewise."""
-        if self.shards == 1:
-            return {slot.name: self.read(slot) for slot in self.chunk.slots}
-        flat = self.whole(self._exact(None))
-        return {slot.name: self.view(flat, slot).to("cpu", copy=True) for slot in self.chunk.slots}
-
-    def _exact(self, slot: Slot | None) -> Tensor:
-        """The masters of `own`, or of a parameter in it."""
-        masters = self.masters(self.weights)
-        if slot is not None:
-            low = None if masters.low is None else self.view(masters.low, slot)
-            masters = Masters(self.view(masters.weights, slot), low)
-        return masters.exact()
+        """Copies of all parameters on the host, fp32 masters where the chunk has any. Ranks that shard it do this together."""
+        masters, found = self.masters(self.weights), {}
+        whole = None if self.shards == 1 else self.whole(masters.exact())
+        for slot in self.chunk.slots:
+            if whole is None:  # one by one, which takes little scratch
+                low = None if masters.low is None else self.view(masters.low, slot)
+                exact = Masters(self.view(masters.weights, slot), low).exact()
+            else:
+                exact = self.view(whole, slot)
+            found[slot.name] = exact.to("cpu", copy=True)
+        return found
 
     def whole(self, own: Tensor) -> Tensor:
         """A flat buffer of `own`, put together with the other ranks'."""
@@ -186,8 +177,7 @@ class ChunkState:
 
 
 class Absent:
-    """Shapes without memory, for weights that are away. Whoever reads one past the watching gets no number, and by where it lies
-    it is known whose it is."""
+    """Shapes without memory, for weights that are away. Whoever reads one unwatched gets nan; its address tells whose it is."""
 
     def __init__(self, layout: Sequence[Chunk], device: torch.device) -> None:
         self._flats: dict[torch.dtype, Tensor] = {}

@@ -80,19 +80,17 @@ class DeviceSums:
 
 
 class Landings:
-    """Where summands come down to, before the host adds them up."""
+    """Pinned buffers that summands are copied to before the host adds them up."""
 
     def __init__(self, lanes: Lanes, slabs: HostSlabs, size: int, count: int) -> None:
         self._lanes = lanes
-        self._buffers: list[tuple[Tensor, Ticket | None]] = [
-            (slabs.zeros(size, torch.uint8, crosses=True), None) for _ in range(count)
-        ]
+        zeros = (slabs.zeros(size, torch.uint8, crosses=True) for _ in range(count))
+        self._buffers: list[tuple[Tensor, Ticket | None]] = [(each, None) for each in zeros]
 
     def add_up(
         self, state: ChunkState, staged: Tensor, stretches: Stretches, add: Callable[[Tensor], None], after: After, last: After
     ) -> tuple[Ticket, Ticket]:
-        """Brings these stretches of what is staged down, after the first tickets, and adds them up, after the last ones. The
-        tickets of both."""
+        """Copies these stretches to the host, after the tickets `after`, and adds them up, after `last`; the tickets of both."""
         buffer, taken = self._buffers.pop(0)
         summand = buffer[: staged.nbytes].view(staged.dtype)
         label = Label(Task.GRADIENTS, state.index)
@@ -104,8 +102,7 @@ class Landings:
 
 class Gradients:
     """`on_complete` is told of a chunk whose gradients are all there, or on their way to the host, while backward still runs;
-    `on_late`, that one of them changes after all. `moved` gets the names of those that have left autograd. What ranks do
-    together is nothing here: a rank alone has nobody to agree with."""
+    `on_late`, that one of them changes after all. `moved` gets the names of those that have left autograd."""
 
     def __init__(self, state: ModelState, lanes: Lanes, accumulation: int, moved: set[str]) -> None:
         self._state, self._lanes, self._parameters = state, lanes, state.parameters

@@ -6,9 +6,8 @@ starts after the tickets it was given, and its own ticket says when it is done. 
 calling thread does, on its current stream, and it is often given far more than the GPU has done.
 
 The jobs of a lane of several tracks have as many parts, each on a stream of its own: the first part of one job then runs beside
-the second of the job before.
-
-Tests give a `delay`, called before every job: an ordering that only held by luck then shows as wrong numbers.
+the second of the job before. Tests give a `delay`, called before every job: an ordering that only held by luck then shows as
+wrong numbers.
 
 Jobs have labels: timelines sort by them, and a rank that waits tells what for. A timeline (timeline.py) sets `mark` while it
 records, and is then told when each job begins and ends.
@@ -168,10 +167,9 @@ class Track:
                     tensor.record_stream(self.stream)
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]], *, yields: bool = False) -> None:
-        """To be called inside a job: each target of its source. A GPU copies in one direction from one stream until that has
-        nothing left for it, however long others have waited; so copies that are in no hurry yield: the next is not given to it
-        before the last is done. The last of a job is not waited for here, but by the next job's first: meanwhile the thread gives
-        out what comes after it."""
+        """To be called inside a job: copies each source to its target. A GPU's copy engine serves one stream until that has
+        nothing left, however long others have waited. So copies that are in no hurry yield: each is issued when the one before
+        is done. The last of a job is waited for by the next job's first: meanwhile the thread issues what comes after it."""
         if self.stream is None or not yields:
             if copies:  # in one call: Python's lock is asked for once, and not by each of them
                 torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies], non_blocking=True)

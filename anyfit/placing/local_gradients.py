@@ -10,7 +10,7 @@ another chunk needs the buffer. With several micro-batches the host adds them up
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -49,7 +49,7 @@ class HostGradients:
 
     flat: Tensor  # as they came, or in fp32 where micro-batches add up
     views: Views  # of it, by name
-    stretches: tuple[tuple[int, int], ...]  # that all of them take
+    stretches: Sequence[tuple[int, int]]  # that all of them take
     names: set[str] = field(default_factory=set)  # of parameters that have one
     ticket: Ticket | None = None  # of the last that came
     squares: dict[tuple[int, int], float] = field(default_factory=dict)  # sums of them, by stretch, as far as they are known
@@ -93,7 +93,7 @@ class LocalGradients(Gradients):
             if chunk.placement.gradients == "host":
                 dtype = torch.float32 if self.adds_up else chunk.dtype
                 flat = slabs.zeros(chunk.chunk.elements, dtype, crosses=not self.adds_up)
-                self._on_host[chunk.index] = HostGradients(flat, views_of(chunk, flat), tuple(_stretches(chunk.chunk.slots)))
+                self._on_host[chunk.index] = HostGradients(flat, views_of(chunk, flat), _stretches(chunk.chunk.slots))
                 takers.append((chunk, self._sender))
             elif self.adds_up and chunk.is_split:
                 sums = DeviceSums.of(chunk, state.device)
@@ -171,8 +171,7 @@ class LocalGradients(Gradients):
         return send
 
     def _add_late(self, state: ChunkState, slot: Slot, gradient: Tensor) -> None:
-        """Backward may give a parameter a gradient more than once: where reentrant checkpoints share it. It is added to the
-        one that has already left."""
+        """Where reentrant checkpoints share a parameter, backward gives it a second gradient: added to the one that has left."""
         self.on_late(state)
         home = self._on_host[state.index]
         if home.ticket is not None:
@@ -206,7 +205,7 @@ class LocalGradients(Gradients):
             return
         flat = home.flat
         self._norms |= _norms({slot.name: views[slot.name] for slot in slots})
-        stretches = home.stretches if len(slots) == len(home.views) else tuple(_stretches(slots))
+        stretches = home.stretches if len(slots) == len(home.views) else _stretches(slots)
         after = (self._lanes.so_far(), state.update.fresh, state.update.moments)
         down = self._lanes.down.run(lambda: copy_stretches(flat, filled, stretches), after, Label(Task.GRADIENTS, state.index))
         home.ticket = stage.ticket = down
@@ -304,16 +303,11 @@ def _plain(gradient: Tensor) -> Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def _stretches(slots: Sequence[Slot], apart: int = ALIGN_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """(start, end) of runs of neighbouring parameters: one copy each. The padding between them, if less than `apart`, goes
-    along."""
-    start = end = None
+def _stretches(slots: Sequence[Slot], apart: int = ALIGN_ELEMENTS) -> list[tuple[int, int]]:
+    """(start, end) of runs of neighbouring parameters: one copy each, with the padding between them if less than `apart`."""
+    found: list[list[int]] = []
     for slot in sorted(slots, key=lambda slot: slot.offset):
-        if end is not None and start is not None and slot.offset - end >= apart:  # more than padding lies between
-            yield start, end
-            start = None
-        if start is None:
-            start = slot.offset
-        end = slot.offset + slot.elements
-    if start is not None and end is not None:
-        yield start, end
+        if not found or slot.offset - found[-1][1] >= apart:
+            found.append([slot.offset, slot.offset])
+        found[-1][1] = slot.offset + slot.elements
+    return [(start, end) for start, end in found]

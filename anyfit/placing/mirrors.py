@@ -31,12 +31,10 @@ def refuse_elsewhere(
         stays = placement.weights == "device" and placement.weight_shards == 1 and (not chunk.is_updated or all_together)
         for slot in chunk.slots:
             if slot.name in wanted and not stays:
-                raise StaysOnDevice(
-                    wanted[slot.name],
+                advice = (
                     ". This plan has weights or updates off the device, where that is lost; else use a plan with all state on "
-                    "the device",
-                    mirrored_bytes(demands, layout),
                 )
+                raise StaysOnDevice(wanted[slot.name], advice + "the device", mirrored_bytes(demands, layout))
     refuse_apart(demands.coupled, [each for each, chunk in zip(placements, layout, strict=True) if chunk.is_updated])
     if demands.shared and casts(precision, device):
         how = "weights are cast to bf16" if precision == "bf16" else f"the model is moved to {device}"
@@ -44,8 +42,7 @@ def refuse_elsewhere(
 
 
 def mirrored_bytes(demands: Demands, layout: Sequence[Chunk]) -> int:
-    """Of parameters that share their memory, and so have a mirror beside it. Those with strides of their own have one too: a
-    trace sees them, and has counted them."""
+    """Of parameters that share memory, and so have a mirror beside it. A trace counts those with strides of their own."""
     return sum(slot.elements * chunk.element_bytes for chunk in layout for slot in chunk.slots if slot.name in demands.shared)
 
 

@@ -18,6 +18,7 @@ from .lanes import Ticket
 from .tiers import HostSlabs, Scratch
 
 Entries = dict[str, dict[str, Any]]  # by parameter, as in `optimizer.state`
+Views = dict[str, Tensor]  # of flat buffers, by name
 
 
 class OptimizerState:
@@ -74,14 +75,10 @@ class OptimizerState:
         return self.state.own.slots
 
     def keep(
-        self,
-        made: Mapping[str, Mapping[str, Any]],
-        moments: dict[str, Tensor] | None = None,
-        zeros: Callable[[str], Tensor] | None = None,
+        self, made: Mapping[str, Mapping[str, Any]], moments: Views | None = None, zeros: Callable[[str], Tensor] | None = None
     ) -> None:
         """Takes over what a step left: arrays of a parameter's shape into the flat buffers, its own or those that are given; the
-        rest as it is. What only some parameters have (Adafactor keeps rows and columns of the others) is no reason for a buffer
-        of all."""
+        rest as it is. What only some parameters have (Adafactor keeps rows and columns of others) gets no flat buffer."""
         moments, zeros = self.moments if moments is None else moments, zeros or self.zeros
         slots = {slot.name: slot for slot in self.own_slots}
         common = set(moments).union(set.intersection(*map(set, made.values())) if made else ())
@@ -131,8 +128,8 @@ class Load:
 
 
 class Second:
-    """The second generation of a chunk's state, on the host: what it will be if the step counts as it is. Weights that live on
-    the device have theirs here too: backward still reads the old ones."""
+    """The second generation of a chunk's state, on the host: what it will be if nothing is clipped. It has weights too, also of
+    chunks whose weights live on the device: backward still reads the old ones."""
 
     def __init__(self, state: ChunkState, slabs: HostSlabs) -> None:
         self._state, elements = state, state.own.elements

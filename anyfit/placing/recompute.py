@@ -168,8 +168,7 @@ def reason_against(inputs: Inputs, edited: str | None, state: ForwardState) -> s
 
 
 def may_be_recomputed() -> bool:
-    """Not without gradients, and not inside a transform of torch.func or forward-mode differentiation, whose tensors are gone
-    when they end."""
+    """Not without gradients, nor inside torch.func or forward-mode differentiation, whose tensors are gone when they end."""
     inside = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
     return torch.is_grad_enabled() and not inside
 
@@ -280,8 +279,7 @@ def stand_in(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], Non
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
-    """Sets it past the module's own setter: a traced module's hands it on, a scripted one's takes scripted methods alone. Gives
-    what undoes it."""
+    """Sets it past the setters of traced and scripted modules, which hand it on or refuse it; gives what undoes it."""
     own = vars(module)
     before, own[name] = own.get(name, NOTHING), value
 

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .chunks import ChunkState, ModelState, quietly
 from .edits import Versions, take_over
 from .lanes import Lanes
-from .slots import DeviceSlot, DeviceSlots, SavedTensors, uses_of
+from .slots import DeviceSlot, DeviceSlots, Saved, SavedTensors, uses_of
 from .watched import watched_kind
 
 LOOK_AHEAD = 64  # touches in which a step that left the forecast order is looked for again
@@ -115,8 +115,8 @@ class Residency:
         self._parted: set[int] = set()  # chunks on the device whose parameters wait for an update
         self.on_edit: Callable[[ChunkState], None] = lambda _state: None  # what was made of the old weights does not count
         self._order = Order()
-        saved = SavedTensors(state, self.slots, self._fetched, self.touch)
-        self.pack, self.unpack, self.watching = saved.pack, saved.unpack, saved.watching
+        self._saved = SavedTensors(state, self.slots, self._fetched)
+        self.pack = self._saved.pack
         self._needed: set[int] = set()  # by the call under way
         self._is_ahead = False  # these are there, and so is what comes next
         self._pinned: list[int] = []  # by compiled modules under way
@@ -235,6 +235,13 @@ class Residency:
 
     # ------------------------------------------------------------------ the order of use
 
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, saved tensors that are views of slots are replaced."""
+        return self._saved.watching(self.unpack)
+
+    def unpack(self, saved: Tensor | Saved) -> Tensor:
+        return self._saved.unpack(saved, self.touch)
+
     def begin(self) -> None:
         """A step begins: the last one's order is what to expect."""
         self._order.begin()
@@ -345,8 +352,8 @@ class Residency:
         return sum(slot.flat.nbytes for slot in self.slots.all)
 
     def close(self) -> None:
-        """Parameters are plain again, and hold their weights: on the device where they live there, else on the host. Those that
-        ranks divide stay empty: no rank has room for all, and one that ends by itself cannot ask the others."""
+        """Parameters are plain again, and hold their weights: on the device where they live there, else on the host. Sharded ones
+        stay empty: no rank has room for all, and one that ends by itself cannot ask the others."""
         self.settle_all()
         for undo in self.undo:
             undo()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -169,19 +169,19 @@ class Saved:
 
 
 class SavedTensors:
-    """`fetched`: the chunks whose weights pass through slots; `touch` brings them."""
+    """`fetched`: the chunks whose weights pass through slots. It does not hold its residency: in a ring of references, a lifted
+    model's state would stay until the next collection."""
 
-    def __init__(self, state: ModelState, slots: DeviceSlots, fetched: set[int], touch: Callable[[Iterable[int]], None]) -> None:
-        self._state, self._slots, self._fetched, self._touch = state, slots, fetched, touch
+    def __init__(self, state: ModelState, slots: DeviceSlots, fetched: set[int]) -> None:
+        self._state, self._slots, self._fetched = state, slots, fetched
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside, saved tensors that are views of slots are replaced."""
+    def watching(self, unpack: Callable[[Tensor | Saved], Tensor]) -> Iterator[None]:
         if not self._slots.all:
             yield
             return
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
                 yield
         except RuntimeError as error:
             if "support saved tensor hooks" in str(error):
@@ -208,9 +208,10 @@ class SavedTensors:
         offset = next(each.offset for each in self._state.chunks[index].chunk.slots if each.name == name)
         return Saved(index, absent.dtype, offset, absent.shape, torch.empty(absent.shape, device="meta").stride())
 
-    def unpack(self, saved: Tensor | Saved) -> Tensor:
+    def unpack(self, saved: Tensor | Saved, touch: Callable[[set[int]], None]) -> Tensor:
+        """Once `touch` has brought the chunk."""
         if not isinstance(saved, Saved):
             return saved
         with quietly(), torch.no_grad():
-            self._touch({saved.where})
+            touch({saved.where})
             return saved.view(self._slots.of_chunk[saved.where].flat)

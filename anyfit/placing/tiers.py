@@ -1,12 +1,12 @@
 """Host memory with an address, and what a run holds of each tier, by count and not by guess.
 
-`HostSlabs` takes host memory in large slabs and hands out stretches of them. Those that cross to a GPU are pinned, a slab at
-a time: torch's own pinned allocator would round every request up to a power of two. Beside a GPU slabs lie in huge pages, which
-are touched at once by several threads while the model is being placed: no step is to wait for them, and pinning is quick. Where
-memory has several nodes, each gets the part of an array that its threads will update.
+`HostSlabs` takes host memory in large slabs and gives stretches of them. Those that are copied to or from a GPU are pinned, a
+slab at a time: torch's own pinned allocator would round every request up to a power of two. Beside a GPU slabs lie in huge pages,
+which several threads touch while the model is being placed: no step waits for them, and pinning is quick. Where memory has
+several nodes, each gets the part of an array that its threads will update.
 
-On a GPU torch's allocator knows what is held. On the CPU device nobody does, so a `LiveBytes` mode watches the storages of a
-step: it slows that step a little and is used on few.
+On a GPU torch's allocator knows what is held. On the CPU device a `LiveBytes` mode watches the storages of a step, which slows
+that step a little.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ LEAST_DIVIDED_BYTES = 2**22  # of an array, over several nodes: some huge pages 
 
 
 class HostSlabs:
-    """Zeros in host memory, as much as `limit_bytes` in all.
-
-    They are taken from `arena` where one is given: bytes that are there, and pinned, and that nobody else uses."""
+    """Zeros in host memory, `limit_bytes` in all; from `arena` where one is given: pinned bytes that nobody else uses."""
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None, arena: torch.Tensor | None = None) -> None:
         self._pins = device.type == "cuda"
@@ -152,10 +150,8 @@ class Scratch:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Peak bytes of all storages that ops make while active, on top of what was there before.
-
-    `exceeded` is called with the bytes, and is to raise, when there are more than `limit_bytes`.
-    """
+    """Peak bytes of all storages that ops make while active, on top of what was there before. Above `limit_bytes`, `exceeded` is
+    called with the bytes, and is to raise."""
 
     def __init__(self, limit_bytes: float = float("inf"), exceeded: Callable[[int], None] = lambda _bytes: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -202,8 +198,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def let_segments_grow() -> None:
-    """torch's allocator maps what is free in one place to another instead of keeping it for sizes that do not come again. Where
-    little memory is left over that counts; settings that the user gave torch are left alone."""
+    """Lets torch's allocator remap free memory instead of keeping it for sizes that do not come again: little is left over. The
+    user's own settings are left alone."""
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 

@@ -27,13 +27,10 @@ class Unfit(dict[str, str]):
 
 @contextmanager
 def rehearsing(modules: Mapping[str, nn.Module], kinds: Mapping[str, str]) -> Iterator[Unfit]:
-    """Inside, the caller runs the loss forward once, with gradients enabled. At the end, the first call of each distinct kind of
-    block is run once more, as its recomputation would be, and compared: its output and the state it leaves, to the bit. What it
-    yields is filled then: by block the reason why it must not be recomputed, and in `.selective` the reason why it may be
-    recomputed in full and not in part. All members of a kind (`kinds[name]`) get the verdict of the one that was tried.
-
-    Calls without gradients are passed over, and a block that is not called gets no verdict. The state of the blocks and all
-    random numbers are as before afterwards."""
+    """Inside, the caller runs the loss forward once, with gradients enabled. At the end, the first call of each kind of block
+    (`kinds[name]`) is recomputed, and compared to the bit: its output, and the state it leaves. What is yielded is filled then,
+    for all blocks of the kind. A block that is not called with gradients gets no verdict. The state of the blocks and all random
+    numbers are as before afterwards."""
     unfit, trials = Unfit(), dict[str, Trial]()
     notes = [ForwardState(module, name, _device_of(module)).note() for name, module in modules.items()]
     undo = [_tried(name, module, kinds[name], trials) for name, module in modules.items()]
@@ -56,8 +53,7 @@ def rehearsing(modules: Mapping[str, nn.Module], kinds: Mapping[str, str]) -> It
 
 
 def _tried(name: str, module: nn.Module, kind: str, trials: dict[str, Trial]) -> Callable[[], None]:
-    """The first call of the kind becomes a trial; what ends that. A plan may recompute the block already: its own forward is
-    what is tried."""
+    """The first call of the kind becomes a trial; gives what ends that. Of a recomputed block, its own forward is tried."""
     before = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)  # past `disable`
     forward = before.forward if isinstance(before, Recomputed) else before
 

@@ -1,7 +1,11 @@
-"""What a GPU runs where a CPU runs something else.
+"""What a GPU does where a trace on a CPU does something else.
 
 The fakes live on a fake CPU, so torch would pick CPU kernels for them. Attention and dropout are the two whose choice changes
 what backward keeps: a GPU's attention never holds the scores, and its dropout keeps a mask of one byte an element.
+
+Where a tensor gets gradients from several sides, autograd adds the later ones to the first, unless something else holds it. Under
+a dispatch mode, as a trace is, it makes a new storage for each sum: of a residual stream's gradient a trace sees two where a GPU
+has one.
 """
 
 from __future__ import annotations
@@ -131,8 +135,7 @@ class GpuRecorder(Recorder):
         return self._known.get(args[0].untyped_storage()._cdata)
 
     def settle(self) -> set[int]:
-        """After backward: gives every such sum the storage of its summand, if nothing else needed that any more. Identities of
-        these."""
+        """After backward: gives every such sum the storage of its summand, if nothing else needs that. Identities of these."""
         stands_for: dict[int, Storage] = {}
         for moment, total, summand in self._sums:
             first = stands_for.get(id(summand), summand)

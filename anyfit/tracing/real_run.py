@@ -97,10 +97,8 @@ def bytes_of(model: nn.Module) -> int:
 
 
 class LentKernels(TorchDispatchMode):
-    """A GPU's fused attention on a CPU: outputs of the sizes it has on a GPU, the result by torch's own attention.
-
-    Gradients are zeros: they decide nothing about what a pass does.
-    """
+    """A GPU's fused attention on a CPU: outputs of the sizes it has on a GPU, the result by torch's own attention. Gradients are
+    zeros: they decide nothing about what a pass does."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

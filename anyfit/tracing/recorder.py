@@ -243,8 +243,7 @@ class Recorder(TorchDispatchMode):
         return place
 
     def _follow(self, kernels: Callable[[], TorchFunctionMode], recomputes: bool) -> None:
-        """The kernels of a recomputed forward are those of the first, from its first op on. Backward drops modes by itself at
-        times, so one that is to end may be gone."""
+        """A recomputed forward has the kernels of the first. Backward drops modes by itself at times: one may be gone already."""
         if recomputes and self._recomputing is None:
             self._recomputing = kernels()
             self._recomputing.__enter__()

@@ -100,10 +100,8 @@ def _share_nothing(modules: list[nn.Module]) -> bool:
 
 @contextmanager
 def skipping(modules: Sequence[nn.Module], twin_of: Mapping[int, int]) -> Iterator[None]:
-    """While active, each skipped block hands its input through, in the form of what its twin last returned.
-
-    What the twin returned as it got it is handed through from the same place; what it made, from the first input of that shape.
-    """
+    """While active, each skipped block passes its input on, in the form of what its twin last returned: what the twin returned as
+    it got it, from the same place; what it made, from the first input of that shape."""
     returned: dict[int, Any] = {}
 
     def remember(twin: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -29,11 +29,9 @@ ELEMENTS = 4096  # of a stand-in: large enough that step counters do not matter
 
 
 def learn(optimizer: Optimizer, device: str, *, sparse: bool = False) -> UpdateRule:
-    """Steps `optimizer` on stand-ins in place of its own parameters; it is of no further use afterwards.
-
-    `sparse` says that the model has layers with sparse gradients, the only ones that SparseAdam takes.
-    Where the user left the choice to torch, it takes one op for all parameters on a GPU and one for each on a CPU.
-    """
+    """Steps `optimizer` on stand-ins in place of its own parameters; it is of no further use afterwards. `sparse` says that the
+    model has layers with sparse gradients, the only ones that SparseAdam takes. Where the user left the choice to torch, it takes
+    one op for all parameters on a GPU and one for each on a CPU."""
     for group in optimizer.param_groups:
         if device == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True

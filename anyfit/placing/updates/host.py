@@ -14,10 +14,10 @@ from anyfit.kernels.adamw import Begun, Part, can_be_parted
 from anyfit.values.engine import LATER, is_two_phase
 
 from ..lanes import Label, Task, Ticket, Work
-from ..optimizer_state import Entries, OptimizerState
+from ..optimizer_state import Entries, OptimizerState, Views
 from ..tiers import Scratch
 from .route import BROKEN_OFF, Context
-from .stepper import Groups, Inputs, Views, adam_state
+from .stepper import Groups, Inputs, adam_state
 
 
 class OnHost:

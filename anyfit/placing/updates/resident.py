@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..lanes import Task
-from ..optimizer_state import Entries, OptimizerState
+from ..optimizer_state import Entries, OptimizerState, Views
 from ..tiers import Scratch
 from .route import Context
-from .stepper import Groups, Inputs, Views, adam_state, gathered, views, widened
+from .stepper import Groups, Inputs, adam_state, gathered, views, widened
 
 
 class Resident:

@@ -49,8 +49,7 @@ class OptimizerStates:
         return found
 
     def settle(self) -> None:
-        """All that is known of parameters is in flat buffers, and beside them. An optimizer may have put other tensors, or
-        numbers, in the place of those that a resident chunk gave it."""
+        """All that is known is in flat buffers, and beside them: an optimizer may have replaced what a resident chunk gave it."""
         for chunk in self._chunks:
             self._users.collect(chunk)
             chunk.keep(chunk.live)

@@ -25,12 +25,11 @@ from anyfit.values.machine import update_threads
 from ..chunks import ChunkState
 from ..gradients import scale
 from ..lanes import Ticket
-from ..optimizer_state import Entries, Flat, OptimizerState
+from ..optimizer_state import Entries, Flat, OptimizerState, Views
 from ..tiers import Scratch
 
 ADAM_KEYS = ("exp_avg", "exp_avg_sq")
 Groups = list[dict[str, Any]]
-Views = dict[str, Tensor]  # of flat buffers, by name
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +91,7 @@ class Stepper:
     def in_one_pass(
         self, chunk: OptimizerState, inputs: Inputs, gradient: Tensor, now: State, out: State | None = None, part: Part = "all"
     ) -> tuple[Entries, Begun | None]:
-        """Steps parameters that have a gradient by the kernel of where they lie; what is then known of each, and, of a
+        """Steps parameters that have a gradient, by the kernel of where they lie. Gives what is then known of each and, of a
         chunk that the host updates, what is still under way."""
         settings, factor = self.one_pass(chunk.state, inputs.groups), inputs.factor
         assert settings is not None

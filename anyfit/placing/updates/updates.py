@@ -90,9 +90,8 @@ class Updates:
         self.users.show_hidden()
 
     def begin(self, norm: Tensor, clip_norm: float | None, scale: Tensor | None) -> None:
-        """Gives the GPU the updates of resident chunks before the host knows the norm, which the GPU will: it goes on with them
-        while the host waits, and then starts the others. `apply` or `leave_out` has to follow. Times `scale` the gradients have
-        this norm."""
+        """Gives the GPU the updates of resident chunks before the host knows the norm: it has work while the host waits. `apply`
+        or `leave_out` has to follow. Times `scale` the gradients have this norm."""
         self._check()
         context = self._context
         if context.device.type != "cuda":
@@ -205,8 +204,8 @@ class Updates:
     # ------------------------------------------------------------------ read beside the steps
 
     def turn_of(self, index: int) -> tuple[int, int]:
-        """In which order chunks are changed: those on the device first; those of two generations a step later, the last first.
-        So are those finished that have moments pending."""
+        """In which order chunks are changed: those on the device first; those of two generations, or with moments pending, later,
+        the last first."""
         chunk = self._by_index.get(index)
         if chunk is not None and chunk.update.moments_pending:
             return 1, -index
