@@ -55,17 +55,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class State:
-    """One generation of a chunk: flat contiguous CPU tensors of the same number of elements.
+    """One generation of a chunk: flat contiguous tensors of the same number of elements."""
 
-    weights   bf16 with `low` (the high halves), or fp32 without
-    low       int16
-    m, v      fp32: torch's exp_avg and exp_avg_sq
-    """
-
-    weights: Tensor
-    low: Tensor | None
-    m: Tensor
-    v: Tensor
+    weights: Tensor  # bf16 with `low` (the high halves), or fp32 without
+    low: Tensor | None  # int16
+    m: Tensor  # fp32: torch's exp_avg
+    v: Tensor  # fp32: torch's exp_avg_sq
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -106,8 +101,8 @@ def adamw(
     ranges     (start, end) in elements, ascending and disjoint: what is updated. All when not given
     part       what of the state: where `can_be_parted` says so, first the masters and then the moments come to the same as all
     threads    how many share the work, the calling one included; the n-th always begins with the n-th stretch of the chunk. On
-               several nodes of memory each has its share of the chunk and of the threads, and the calling one only waits. In
-               plain torch it is torch's own number of threads that counts
+               several nodes of memory each has its share of chunk and threads, and the calling one only waits. Plain torch has
+               its own number
     as_on_gpu  square roots to the nearest float, and not torch's on this processor: the bits of adamw_gpu.py, where
                `can_be_as_on_gpu` says so
     waits      until it is done. Without, it is begun after those that were begun before, on threads that do not rest between

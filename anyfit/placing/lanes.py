@@ -192,7 +192,7 @@ class Track:
             return self._on_host(work, label)
         for event in events:
             _hold(self.stream, event)
-        with _cuda.stream(self.stream), _marked(self.mark, label):
+        with _cuda.stream(self.stream), NOT_MARKED if self.mark is None else _marking(self.mark, label):
             work()
         done = _cuda.Event(blocking=True)  # whoever waits on the host leaves its core to others
         done.record(self.stream)
@@ -316,13 +316,8 @@ class Lanes:
         self.host = Lane(delay, Track("host updates", None), depth=HOST_DEPTH)
         # In one queue with these, what waits for its update would keep back a weight that the computation waits for.
         self.fresh = Lane(delay, Track("fresh weights", stream()))
-        self.streamed = Lane(
-            delay,
-            Track("state uploads", stream()),
-            Track("updates", stream()),
-            Track("state downloads", stream()),
-            depth=STREAMED_DEPTH,
-        )
+        tracks = (Track(name, stream()) for name in ("state uploads", "updates", "state downloads"))
+        self.streamed = Lane(delay, *tracks, depth=STREAMED_DEPTH)
         self.all = [self.up, self.down, self.host, self.fresh, self.streamed]
         # What ranks do together, in the order that they are asked to and not behind anything else; nobody asks one that is alone.
         self.gather, self.reduce, self.spread = self.up, self.down, self.fresh
@@ -337,9 +332,8 @@ class Lanes:
     def so_far(self) -> Ticket:
         """All that the computation has been given up to now."""
         ticket = Ticket()
-        event = None
-        if self._on_gpu:
-            event = _cuda.Event()
+        event = _cuda.Event() if self._on_gpu else None
+        if event is not None:
             event.record()
         ticket.resolve(event)
         return ticket
@@ -383,10 +377,6 @@ def _close(lanes: Sequence[Lane]) -> None:
 
 
 NOT_MARKED = nullcontext()
-
-
-def _marked(mark: Mark | None, label: Label) -> AbstractContextManager[None]:
-    return NOT_MARKED if mark is None else _marking(mark, label)
 
 
 @contextmanager

@@ -102,11 +102,6 @@ class UsersOptimizer:
         if self._hidden or not self.is_open:
             self.show()
 
-    def entry(self, name: str) -> dict[str, Any] | None:
-        """What `optimizer.state` has of a parameter."""
-        found: dict[str, Any] | None = self.optimizer.state.get(self.parameters[name])
-        return found
-
     def _show(self, each: OptimizerState, names: Sequence[str]) -> None:
         each.live |= each.entries(each.moments, names, cloned=False)
         for name in names:

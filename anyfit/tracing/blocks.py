@@ -29,9 +29,6 @@ class Chain:
     first: int
     kinds: tuple[str, ...]
 
-    def __len__(self) -> int:
-        return len(self.kinds)
-
 
 @dataclass(frozen=True)
 class Blocks:

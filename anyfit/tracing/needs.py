@@ -99,13 +99,8 @@ class Needs(TorchFunctionMode):
             self.stay = f"a scripted module ({type(module).__name__}) takes weights past all watching"
         self._note({self._index[id(parameter)] for parameter in module.parameters() if id(parameter) in self._index})
 
-    def of_transform(self) -> None:
-        self.transformed = True
-        self.stay = "torch.func takes weights past all watching"
-
-    def of_wrapper(self, kind: type) -> None:
-        self.transformed = True
-        self.stay = f"a {kind.__name__} takes weights past all watching"
+    def of_transform(self, what: str = "torch.func") -> None:
+        self.transformed, self.stay = True, f"{what} takes weights past all watching"
 
     def _held(self) -> set[int]:
         self._viewed = {index for index in self._viewed if _uses(self._storage[index]) > self._alone[index]}

@@ -7,6 +7,7 @@ unpack; a recomputed forward runs its modules again and so names itself.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -100,7 +101,7 @@ class Recorder(TorchDispatchMode):
 
     def count_input(self, tensor: torch.Tensor) -> None:
         for each in _tensors(tensor):
-            self._meet(each, "input")
+            self._meet(each, "input", self._outside)
 
     def mark_gradient(self, tensor: torch.Tensor) -> Storage | None:
         storages = [self._known.get(each.untyped_storage()._cdata) for each in _tensors(tensor)]  # a sparse one has several
@@ -181,7 +182,7 @@ class Recorder(TorchDispatchMode):
         if func is ASKS_A_FAKE:
             return func(*args, **kwargs)
         if wrappers := [kind for kind in types if _is_a_wrapper(kind)]:
-            self.needs.of_wrapper(wrappers[0])
+            self.needs.of_transform(f"a {wrappers[0].__name__}")
             return NotImplemented  # its own class takes it apart, into ops of plain tensors
         self._calls += 1
         inputs = _tensors((args, kwargs))
@@ -223,12 +224,9 @@ class Recorder(TorchDispatchMode):
             )
         )
         self._calls = 0
+        is_cached = self._casts and packet is aten._to_copy and inputs[0].untyped_storage()._cdata in self._parameters
         for tensor in fresh:
-            self._meet(tensor, "activation", block=block)
-            if self._casts and packet is torch.ops.aten._to_copy and inputs[0].untyped_storage()._cdata in self._parameters:
-                seen = self._known[tensor.untyped_storage()._cdata]
-                assert seen is not None
-                seen.is_cached = True
+            self._meet(tensor, "activation", block, is_cached=is_cached)
         return result
 
     def _place_of(self, func: Any, args: Any, kwargs: Any) -> int:
@@ -252,27 +250,23 @@ class Recorder(TorchDispatchMode):
                 self._recomputing.__exit__(None, None, None)
             self._recomputing = None
 
-    def _meet(self, tensor: torch.Tensor, kind: ValueKind, block: int | None = None) -> None:
+    def _meet(self, tensor: torch.Tensor, kind: ValueKind, block: int, *, is_cached: bool = False) -> None:
         storage = tensor.untyped_storage()
         identity = storage._cdata
         if identity in self._known:
             return
-        born = max(len(self.ops) - 1, 0)
-        seen = Storage(storage.nbytes(), kind, born, None, self._outside if block is None else block)
+        seen = Storage(storage.nbytes(), kind, max(len(self.ops) - 1, 0), None, block, is_cached=is_cached)
         self._known[identity] = seen
         self.storages.append(seen)
-        self._watched.append(weakref.ref(storage, self._died(identity, seen)))
+        self._watched.append(weakref.ref(storage, functools.partial(self._died, identity, seen)))
         self._live_bytes += seen.bytes
         if self._room_bytes is not None and self._live_bytes > self._room_bytes:
             raise TooDear(f"more than the {show_bytes(self._room_bytes)} of memory that are free")
 
-    def _died(self, identity: int, seen: Storage) -> Callable[[Any], None]:
-        def note(_reference: Any) -> None:
-            seen.dies = max(len(self.ops) - 1, 0)
-            self._known.pop(identity, None)
-            self._live_bytes -= seen.bytes
-
-        return note
+    def _died(self, identity: int, seen: Storage, _reference: Any) -> None:
+        seen.dies = max(len(self.ops) - 1, 0)
+        self._known.pop(identity, None)
+        self._live_bytes -= seen.bytes
 
 
 def _name_of(func: Any) -> str:

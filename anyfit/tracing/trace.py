@@ -166,21 +166,16 @@ def _foresee(last: Graph, seconds: float, micro_batch: int, room_bytes: float) -
 
 
 class _StandIn:
-    """A fake model, or a real one, and all about it that does not depend on the batch.
-
-    mode         in which it runs
-    batch_of     makes a batch of so many samples
-    room_bytes   for what a pass holds; None: it holds nothing
-    """
+    """A fake model, or a real one, and all about it that does not depend on the batch."""
 
     def __init__(
         self,
         job: Job,
         model: nn.Module,
         device: Kind,
-        mode: AbstractContextManager[Any],
-        batch_of: Callable[[int], Batch],
-        room_bytes: float | None = None,
+        mode: AbstractContextManager[Any],  # in which it runs
+        batch_of: Callable[[int], Batch],  # makes a batch of so many samples
+        room_bytes: float | None = None,  # for what a pass holds; None: it holds nothing
     ) -> None:
         refuse_without_parameters(model)
         self.job, self.model, self.device = job, model, device
@@ -258,11 +253,8 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
         recorder.count_input(tensor)
     with skipping(blocks.modules, _twins(repeats)), dense(model), writing_aside(), stand_in.mode, recorder, recorder.watching():
         what = "fake" if stand_in.room_bytes is None else "real"
-        with (
-            saying(f"running the model on a {what} batch of {micro_batch} samples like Job(sample=)"),
-            recorder.needs,
-            kernels() if kernels else nullcontext(),
-        ):
+        doing = f"running the model on a {what} batch of {micro_batch} samples like Job(sample=)"
+        with saying(doing), recorder.needs, kernels() if kernels else nullcontext():
             total, weight = job.evaluate(model, batch)
             if any(parameter.grad is not None for parameter in stand_in.parameters.values()):
                 recorder.needs.stay = "the loss goes backward by itself, and reads gradients that would have left"
@@ -285,7 +277,7 @@ def _written(
         {place[id(theirs)]: place[id(mine)] for mine, theirs in _pairs(blocks, block, twin)} for block, twin in twin_of.items()
     ]
     sums = recorder.settle() if isinstance(recorder, GpuRecorder) else set()
-    ops, storages = recorder.ops, recorder.storages
+    ops, storages, input_bytes, offload_bytes = recorder.ops, recorder.storages, recorder.input_bytes, recorder.offload_bytes
     for repeat in repeats:
         ops, storages = write_in(repeat, [block.name for block in blocks.blocks], ops, storages)
     inside = {id(part) for module in model.modules() if is_whole(module) for part in module.modules()}
@@ -302,13 +294,9 @@ def _written(
         ),
         buffer_bytes=sum(each.numel() * each.element_size() for each in held),
         blocks=tuple(
-            replace(
-                block,
-                input_bytes=recorder.input_bytes.get(twin_of.get(index, index), 0),
-                offload_bytes=recorder.offload_bytes.get(twin_of.get(index, index), 0),
-                is_whole=index in whole,
-            )
+            replace(block, input_bytes=input_bytes.get(run, 0), offload_bytes=offload_bytes.get(run, 0), is_whole=index in whole)
             for index, block in enumerate(blocks.blocks)
+            for run in [twin_of.get(index, index)]  # itself, or the one that was run in its place
         ),
         ops=tuple(ops),
         calls=tuple(recorder.calls),

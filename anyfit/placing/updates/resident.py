@@ -122,8 +122,8 @@ class Resident:
 
     def _keep_new(self, chunk: OptimizerState) -> None:
         """What the optimizer itself has made for parameters of which nothing was known."""
-        users = self._context.users
-        entries = {slot.name: users.entry(slot.name) for slot in chunk.own_slots if slot.name not in chunk.live}
-        made = {name: entry for name, entry in entries.items() if entry}
+        users, state = self._context.users, self._context.users.optimizer.state
+        names = [slot.name for slot in chunk.own_slots if slot.name not in chunk.live]
+        made = {name: entry for name in names if (entry := state.get(users.parameters[name]))}
         if made:
             users.keep(chunk, made)
