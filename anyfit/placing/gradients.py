@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from anyfit.values.layout import ALIGN_ELEMENTS, Slot
 from anyfit.values.machine import update_threads
 
 from .chunks import ChunkState, ModelState, quietly
@@ -161,6 +162,16 @@ class Gradients:
 
 def views_of(state: ChunkState, flat: Tensor) -> Views:
     return {slot.name: state.view(flat, slot) for slot in state.chunk.slots}
+
+
+def stretches_of(slots: Sequence[Slot], apart: int = ALIGN_ELEMENTS) -> list[tuple[int, int]]:
+    """(start, end) of runs of neighbouring parameters: one copy each, with the padding between them if less than `apart`."""
+    found: list[list[int]] = []
+    for slot in sorted(slots, key=lambda slot: slot.offset):
+        if not found or slot.offset - found[-1][1] >= apart:
+            found.append([slot.offset, slot.offset])
+        found[-1][1] = slot.offset + slot.elements
+    return [(start, end) for start, end in found]
 
 
 def copy_stretches(target: Tensor, source: Tensor, stretches: Stretches) -> None:

@@ -19,10 +19,20 @@ from torch import Tensor
 
 from anyfit.kernels.sums import add, norm, root
 from anyfit.values.engine import GRADIENT_STAGES
-from anyfit.values.layout import ALIGN_ELEMENTS, Slot
+from anyfit.values.layout import Slot
 
 from .chunks import ChunkState, ModelState, quietly
-from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, Views, copy_stretches, refuse_sparse, views_of
+from .gradients import (
+    DeviceSums,
+    Gradients,
+    Landings,
+    Norms,
+    StagingBuffer,
+    Views,
+    refuse_sparse,
+    stretches_of,
+    views_of,
+)
 from .lanes import Label, Lanes, Task, Ticket
 from .tiers import HostSlabs
 
@@ -62,7 +72,7 @@ class HostGradients:
 
     def add(self, slots: Sequence[Slot], summand: Tensor, *, is_first: bool, threads: int) -> None:
         """To the gradients of these parameters, or in their place, from a buffer with the same offsets."""
-        for start, end in _stretches(slots, apart=1):  # what lies in the padding is nobody's
+        for start, end in stretches_of(slots, apart=1):  # what lies in the padding is nobody's
             squares = add(self.flat[start:end], summand[start:end], is_first=is_first, threads=threads)
             for known in [each for each in self.squares if each[0] < end and start < each[1]]:
                 del self.squares[known]
@@ -93,7 +103,7 @@ class LocalGradients(Gradients):
             if chunk.placement.gradients == "host":
                 dtype = torch.float32 if self.adds_up else chunk.dtype
                 flat = slabs.zeros(chunk.chunk.elements, dtype, crosses=not self.adds_up)
-                self._on_host[chunk.index] = HostGradients(flat, views_of(chunk, flat), _stretches(chunk.chunk.slots))
+                self._on_host[chunk.index] = HostGradients(flat, views_of(chunk, flat), stretches_of(chunk.chunk.slots))
                 takers.append((chunk, self._sender))
             elif self.adds_up and chunk.is_split:
                 sums = DeviceSums.of(chunk, state.device)
@@ -205,7 +215,7 @@ class LocalGradients(Gradients):
             return
         flat = home.flat
         self._norms |= _norms({slot.name: views[slot.name] for slot in slots})
-        stretches = home.stretches if len(slots) == len(home.views) else _stretches(slots)
+        stretches = home.stretches if len(slots) == len(home.views) else stretches_of(slots)
         after = (self._lanes.so_far(), state.update.fresh, state.update.moments)
         down = self._lanes.down.run(lambda: copy_stretches(flat, filled, stretches), after, Label(Task.GRADIENTS, state.index))
         home.ticket = stage.ticket = down
@@ -222,7 +232,7 @@ class LocalGradients(Gradients):
                 home.add(now, summand, is_first=is_first, threads=self._threads)
 
         after = (self._lanes.so_far(), state.update.fresh)
-        down, home.ticket = self._landings.add_up(state, filled, _stretches(slots), add, after, (home.ticket,))
+        down, home.ticket = self._landings.add_up(state, filled, stretches_of(slots), add, after, (home.ticket,))
         home.names.update(slot.name for slot in slots)
         return down
 
@@ -301,13 +311,3 @@ def _plain(gradient: Tensor) -> Tensor:
     if gradient.layout != torch.strided:
         gradient = gradient.coalesce().values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
-
-
-def _stretches(slots: Sequence[Slot], apart: int = ALIGN_ELEMENTS) -> list[tuple[int, int]]:
-    """(start, end) of runs of neighbouring parameters: one copy each, with the padding between them if less than `apart`."""
-    found: list[list[int]] = []
-    for slot in sorted(slots, key=lambda slot: slot.offset):
-        if not found or slot.offset - found[-1][1] >= apart:
-            found.append([slot.offset, slot.offset])
-        found[-1][1] = slot.offset + slot.elements
-    return [(start, end) for start, end in found]

@@ -12,8 +12,7 @@ from torch import Tensor
 from anyfit.values.layout import Slot
 
 from ..kernels.split import Masters
-from .chunk_update import ChunkUpdate
-from .chunks import ChunkState
+from .chunks import ChunkState, ChunkUpdate
 from .lanes import Ticket
 from .tiers import HostSlabs, Scratch
 

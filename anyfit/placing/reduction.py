@@ -11,7 +11,9 @@ micro-batch's are reduced, and the stretches add up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +24,7 @@ from anyfit.values.engine import REDUCTION_STAGES
 from anyfit.values.layout import Slot
 
 from .chunks import ChunkState, ModelState, quietly
-from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, refuse_sparse
+from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, refuse_sparse, stretches_of
 from .lanes import Label, Lanes, Over, Task, Ticket
 from .tiers import HostSlabs
 
@@ -73,10 +75,8 @@ class ReducedGradients(Gradients):
         whole = max((home.state.chunk.elements * home.dtype.itemsize for home in homes), default=0)
         own = max((home.landing_bytes for home in homes), default=0)
         down = max((home.landing_bytes for home in homes if home.state.placement.gradients == "host"), default=0)
-        self._stages = []
-        for _ in range(min(REDUCTION_STAGES, len(homes))):
-            buffers = [torch.empty(size, dtype=torch.uint8, device=state.device) for size in (whole, own)]
-            self._stages.append(Stage(buffers[0], own=buffers[1]))
+        empty = functools.partial(torch.empty, dtype=torch.uint8, device=state.device)
+        self._stages = [Stage(empty(whole), own=empty(own)) for _ in range(min(REDUCTION_STAGES, len(homes)))]
         self.device_bytes += sum(stage.flat.nbytes + stage.own.nbytes for stage in self._stages)
         self._landings = Landings(lanes, slabs, down, len(self._stages) if self.adds_up and down else 0)
         for home in homes:
@@ -188,8 +188,10 @@ class ReducedGradients(Gradients):
                 filled.append(slot)
                 taken.append(gradient)
                 self._moved.add(slot.name)
-        for start, end in _gaps(filled, state.chunk.elements):
-            whole[start:end].zero_()
+        bounds = [0, *itertools.chain.from_iterable(stretches_of(filled, apart=1)), state.chunk.elements]
+        for start, end in zip(bounds[::2], bounds[1::2], strict=True):
+            if start < end:
+                whole[start:end].zero_()
         if filled:
             torch._foreach_copy_([state.view(whole, slot) for slot in filled], taken)
         for slot in filled:
@@ -270,14 +272,3 @@ def _take(target: Tensor, source: Tensor, *, is_first: bool) -> None:
         target.copy_(source, non_blocking=True)
     else:
         target.add_(source)
-
-
-def _gaps(slots: Sequence[Slot], elements: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of what lies between these."""
-    end = 0
-    for slot in sorted(slots, key=lambda slot: slot.offset):
-        if slot.offset > end:
-            yield end, slot.offset
-        end = slot.offset + slot.elements
-    if elements > end:
-        yield end, elements

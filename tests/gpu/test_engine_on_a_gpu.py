@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from anyfit.placing import activations
-from anyfit.placing.chunk_update import UpdatePhase
+from anyfit.placing.chunks import UpdatePhase
 from anyfit.placing.updates import Updates
 from anyfit.values.plan import Placement, Plan
 from tests.oracle import assert_bit_equal, assert_close

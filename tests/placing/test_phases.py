@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import anyfit
-from anyfit.placing.chunk_update import UpdatePhase
+from anyfit.placing.chunks import UpdatePhase
 from anyfit.placing.lanes import Ended, Label, Track
 from anyfit.placing.updates.route import Integrity
 from anyfit.values.plan import Placement

@@ -14,7 +14,7 @@ import torch
 from anyfit.kernels.split import Masters
 from anyfit.values.engine import STREAMED_DEPTH
 
-from ..chunk_update import UpdatePhase
+from ..chunks import UpdatePhase
 from ..lanes import Label, Over, Task, Ticket
 from ..optimizer_state import Load, OptimizerState, Second
 from ..tiers import Scratch

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..chunk_update import UpdatePhase
-from ..chunks import Carried, ChunkState, ModelState
+from ..chunks import Carried, ChunkState, ModelState, UpdatePhase
 from ..gradients import Gradients, clip_factor
 from ..lanes import Label, Lanes, Task, Ticket
 from ..mirrors import Mirrors
