@@ -24,11 +24,6 @@ from .native import NotBuilt, library
 AT_ONCE = 2**16  # elements that numpy goes through in several passes: they stay in the cache
 
 
-def is_native() -> bool:
-    """Whether the C++ is built. The first call on a machine builds it, which takes a second or two."""
-    return _library() is not None
-
-
 def crc32(data: Tensor | bytes | bytearray | memoryview, value: int = 0) -> int:
     """zlib.crc32, several times as fast where the processor can."""
     flat = data.numpy() if isinstance(data, Tensor) else np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
@@ -90,7 +85,6 @@ def _merge(high: Any, low: Any, out: Any) -> None:
 
 
 def copy(source: Tensor, out: Tensor, *, past_cache: bool = False) -> None:
-    """The same bytes."""
     move_all([Move(source, None, out)], past_cache=past_cache)
 
 

@@ -164,6 +164,9 @@ class ChunkState:
         """Of a flat buffer with the offsets that the slot is from: the chunk's, or `own`'s."""
         return flat[slot.offset : slot.offset + slot.elements].view(slot.shape)
 
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        return {slot.name: self.view(flat, slot) for slot in self.chunk.slots}
+
     def write(self, values: Mapping[str, Elements]) -> None:
         """Sets parameters, exactly where the chunk has masters. Of each, only what this rank holds is asked for."""
         if self.is_spread and self.on_device is not None:

@@ -138,7 +138,6 @@ class Note:
         return list(dict.fromkeys(found))
 
     def put_back(self) -> None:
-        """For good."""
         self._put_back(self._places.read())
 
     def _put_back(self, now: list[Any]) -> set[int]:
@@ -236,5 +235,4 @@ class ForwardState:
         return self._numpy.glance()
 
     def ran(self, glance: Any) -> None:
-        """The forward is over."""
         self._numpy.is_exact = glance != self._numpy.glance() or glance is None

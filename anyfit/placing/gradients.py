@@ -67,7 +67,7 @@ class DeviceSums:
     @classmethod
     def of(cls, state: ChunkState, device: torch.device) -> DeviceSums:
         flat = torch.zeros(state.chunk.elements, dtype=torch.float32, device=device)
-        return cls(flat, views_of(state, flat))
+        return cls(flat, state.views(flat))
 
     def add(self, name: str, gradient: Tensor) -> None:
         if name in self.names:
@@ -158,10 +158,6 @@ class Gradients:
         with quietly():
             for parameter in self._parameters.values():
                 parameter.grad = None
-
-
-def views_of(state: ChunkState, flat: Tensor) -> Views:
-    return {slot.name: state.view(flat, slot) for slot in state.chunk.slots}
 
 
 def stretches_of(slots: Sequence[Slot], apart: int = ALIGN_ELEMENTS) -> list[tuple[int, int]]:

@@ -22,17 +22,7 @@ from anyfit.values.engine import GRADIENT_STAGES
 from anyfit.values.layout import Slot
 
 from .chunks import ChunkState, ModelState, quietly
-from .gradients import (
-    DeviceSums,
-    Gradients,
-    Landings,
-    Norms,
-    StagingBuffer,
-    Views,
-    refuse_sparse,
-    stretches_of,
-    views_of,
-)
+from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, Views, copy_stretches, refuse_sparse, stretches_of
 from .lanes import Label, Lanes, Task, Ticket
 from .tiers import HostSlabs
 
@@ -49,7 +39,7 @@ class Stage(StagingBuffer):
         """The buffer as a chunk's gradients fill it: all of them, and each by name."""
         if state.index not in self._known:
             filled = self.flat[: state.chunk.bytes].view(state.dtype)
-            self._known[state.index] = filled, views_of(state, filled)
+            self._known[state.index] = filled, state.views(filled)
         return self._known[state.index]
 
 
@@ -103,7 +93,7 @@ class LocalGradients(Gradients):
             if chunk.placement.gradients == "host":
                 dtype = torch.float32 if self.adds_up else chunk.dtype
                 flat = slabs.zeros(chunk.chunk.elements, dtype, crosses=not self.adds_up)
-                self._on_host[chunk.index] = HostGradients(flat, views_of(chunk, flat), stretches_of(chunk.chunk.slots))
+                self._on_host[chunk.index] = HostGradients(flat, chunk.views(flat), stretches_of(chunk.chunk.slots))
                 takers.append((chunk, self._sender))
             elif self.adds_up and chunk.is_split:
                 sums = DeviceSums.of(chunk, state.device)

@@ -12,7 +12,6 @@ import traceback
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
 from anyfit.values.batches import named_tensors
@@ -83,11 +82,6 @@ def explained(error: Exception) -> ValueError | None:
             "are two of its sizes swapped or multiplied twice?"
         )
     return None
-
-
-def refuse_without_parameters(model: nn.Module) -> None:
-    if next(model.parameters(), None) is None:
-        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train, and nothing to plan")
 
 
 def refuse_elsewhere(sample: Batch) -> None:

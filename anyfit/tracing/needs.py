@@ -82,7 +82,6 @@ class Needs(TorchFunctionMode):
         return tensor if index is None else SavedView.of(self._parameter[index], tensor)
 
     def of_op(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """An op is made of these."""
         storages = (tensor.untyped_storage()._cdata for tensor in (*inputs, *outputs))
         taken = {self._of_storage[each] for each in storages if each in self._of_storage}
         if taken or len(self._viewed) > FEW:
@@ -170,7 +169,6 @@ def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
 
 
 def written_by(func: Any, args: Sequence[Any]) -> list[Tensor]:
-    """What an op writes into."""
     pairs = zip(func._schema.arguments, args, strict=False)
     return tensors_in([value for each, value in pairs if each.alias_info is not None and each.alias_info.is_write])
 

@@ -40,8 +40,6 @@ LARGEST_FACT = 2**25  # elements
 
 @dataclass
 class Storage:
-    """A value in the making."""
-
     bytes: int
     kind: ValueKind
     born: int

@@ -48,7 +48,6 @@ class Repeat:
     units: int
 
     def unit(self, number: int) -> range:
-        """The blocks of one unit."""
         start = self.first + number * self.period
         return range(start, start + self.period)
 
@@ -226,7 +225,6 @@ class _Timeline:
             raise NotPeriodic("blocks built alike do not run alike")
 
     def ops_in_full(self) -> list[Op]:
-        """The long recording."""
         last = self.repeat.last
         ops = self.ops[: self.forward[last]]
         for unit in range(3, last):

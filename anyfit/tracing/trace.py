@@ -26,7 +26,7 @@ from anyfit.values.units import show_bytes, show_seconds
 
 from .around import dense, leaving_no_mark, saying
 from .blocks import Blocks, find_blocks
-from .errors import NeedsValues, TooDear, refuse_without_parameters
+from .errors import NeedsValues, TooDear
 from .gpu_kernels import AsOnGpu, GpuRecorder
 from .loss_rule import read_rule, rows_for
 from .needs import is_whole
@@ -177,7 +177,8 @@ class _StandIn:
         batch_of: Callable[[int], Batch],  # makes a batch of so many samples
         room_bytes: float | None = None,  # for what a pass holds; None: it holds nothing
     ) -> None:
-        refuse_without_parameters(model)
+        if next(model.parameters(), None) is None:
+            raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train, and nothing to plan")
         self.job, self.model, self.device = job, model, device
         self.mode, self.batch_of, self.room_bytes = mode, batch_of, room_bytes
         self.blocks = find_blocks(model)
