@@ -110,7 +110,7 @@ def adamw(
 
     Written behind autograd's back: it does not see that these tensors have changed.
     """
-    job = _Job(state, gradient, settings, step, out or state, scale, ranges, part, threads, as_on_gpu)
+    job = _Job(state, gradient, settings, step, out or state, 1.0 if scale is None else scale, ranges, part, threads, as_on_gpu)
     run = _kernel()
     if run is None:
         _in_torch(job)
@@ -131,7 +131,7 @@ def adamw_in_torch(
     threads: int = 1,
 ) -> None:
     """The same as `adamw` in plain torch, on torch's own threads."""
-    _in_torch(_Job(state, gradient, settings, step, out or state, scale, ranges, part, threads))
+    _in_torch(_Job(state, gradient, settings, step, out or state, 1.0 if scale is None else scale, ranges, part, threads))
 
 
 def can_be_parted(settings: Settings) -> bool:
@@ -169,7 +169,7 @@ class _Job:
     settings: Settings
     step: int
     out: State
-    scale: float | None = None
+    scale: float = 1.0
     ranges: Ranges | None = None
     part: Part = "all"
     threads: int = 1
@@ -189,10 +189,6 @@ class _Job:
     @property
     def stretches(self) -> Ranges:
         return [(0, self.state.weights.numel())] if self.ranges is None else self.ranges
-
-    @property
-    def factor(self) -> float:
-        return 1.0 if self.scale is None else self.scale
 
     @property
     def step_size(self) -> float:
@@ -307,7 +303,7 @@ class _Kernel:
             streams=all(_is_elsewhere(*pair) for pair in zip(out.tensors, state.tensors, strict=True)),
             part=get_args(Part).index(job.part),
             threads=min(job.threads, 2**16),
-            scale=-job.factor if settings.maximize else job.factor,
+            scale=-job.scale if settings.maximize else job.scale,
             decay=1 - settings.lr * settings.weight_decay if decoupled else 1.0,
             l2=0.0 if decoupled else settings.weight_decay,
             lerp_weight=1 - settings.beta1,
@@ -402,8 +398,8 @@ def _slice_in_torch(job: _Job, part: slice) -> None:
         master = torch.empty_like(m)
         merge(weights, low, master)
     gradient = job.gradient[part].float()
-    if job.factor != 1:
-        gradient = gradient * job.factor
+    if job.scale != 1:
+        gradient = gradient * job.scale
     if settings.maximize:
         gradient = -gradient
     if settings.weight_decay != 0:

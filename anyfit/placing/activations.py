@@ -80,8 +80,6 @@ class Activations:
         residency, is_selective = self._residency, choice == "selective"
         return Recomputed(name, module, self._lanes.device, residency.pack, residency.unpack, selective=is_selective)
 
-    # ------------------------------------------------------------------ offloading
-
     def _offloaded(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._watching:
             return forward(*args, **kwargs)

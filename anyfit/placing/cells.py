@@ -222,9 +222,6 @@ class Array(Cell):
         self._of[...] = noted
 
 
-# ---------------------------------------------------------------------- values
-
-
 def equal(one: Any, other: Any) -> bool:
     """By value, to the bit; not-a-number equals itself."""
     if one is other:

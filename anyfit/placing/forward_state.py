@@ -67,9 +67,6 @@ class Settings:
             yield
 
 
-# ---------------------------------------------------------------------- notes
-
-
 def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 

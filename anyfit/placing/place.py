@@ -20,7 +20,6 @@ from anyfit.values.record import nearest
 
 from .activations import Activations
 from .chunks import Carried, ModelState
-from .edits import Bound
 from .gradients import Gradients
 from .lanes import Lanes, Task
 from .local_gradients import LocalGradients
@@ -32,7 +31,7 @@ from .reduction import ReducedGradients
 from .residency import Residency
 from .tiers import HostSlabs, let_segments_grow
 from .updates import Updates
-from .watched import Watched, watched_kind
+from .watched import Bound, Watched, watched_kind
 from .weights import Elements
 
 

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .chunks import ChunkState, ModelState, quietly
-from .edits import Versions, take_over
 from .lanes import Lanes
 from .slots import DeviceSlot, DeviceSlots, Saved, SavedTensors, uses_of
-from .watched import watched_kind
+from .watched import Versions, take_over, watched_kind
 
 LOOK_AHEAD = 64  # touches in which a step that left the forecast order is looked for again
 

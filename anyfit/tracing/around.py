@@ -1,22 +1,30 @@
-"""What stands around the user's code in a trace: all that it changes is put back, and its errors say what was being done."""
+"""What stands around the user's code in a trace: all that it changes is put back, and its errors are said so that they can be
+mended.
+
+Torch's own errors name its ops and files; `explained` says where in the user's model they came from and what to write instead.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
+import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
+from anyfit.values.batches import named_tensors
 from anyfit.values.demands import sparse_layers
-from anyfit.values.job import Job
+from anyfit.values.job import Batch, Job
 from anyfit.values.memento import Memento, leaving_no_trace
-
-from .errors import explained, refuse_elsewhere
 
 
 @contextmanager
@@ -86,3 +94,114 @@ def saying(doing: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"anyfit was {doing} to plan the run")
         raise
+
+
+OURS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
+STANDARD_LIBRARY = f"{sysconfig.get_paths()['stdlib']}/"
+OVERFLOWS = ("calculation overflowed", "multiplication overflow", "Overflow when unpacking long", "too large to convert to C")
+NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\(([\w:.]+)\)>")
+NO_KERNEL = re.compile(r"Could not run '([\w:.]+)' with arguments from the 'Meta' backend")
+NO_META = re.compile(r"(?:^|\s)([\w:.]+): attempted to run this operator with Meta tensors")
+NO_CPU_KERNEL = re.compile(r"Could not run '([\w:.]+)' with arguments from the 'CPU' backend")
+TWO_DEVICES = "Expected all tensors to be on the same device, but found at least two devices"  # since torch 2.13
+OR_FOR_REAL = "or let it be run for real on the CPU, with Job(real_run=True) or --real-run"
+
+
+class TooDear(Exception):  # noqa: N818  (an answer, not a fault)
+    """What a real run takes, where that is more than there is."""
+
+
+class NeedsValues(ValueError):  # noqa: N818  (a real run would do)
+    """What cannot be traced on tensors without values."""
+
+
+def explained(error: Exception) -> ValueError | None:
+    """The error in the user's terms; None where it is best as it is. The caller raises it from the original."""
+    said = str(error)
+    if isinstance(error, TooDear):
+        return ValueError(f"a real run of this batch takes {said}; fewer samples or shorter ones take less: --batch, --seq")
+    if "cannot be called on meta tensors" in said:
+        return ValueError(
+            f"{_place(error)} needs the value of a tensor while the model is built, and for planning it is built without values; "
+            "give Job(model=) the model itself and not a function that makes it, or compute the number without tensors"
+        )
+    if isinstance(error, DataDependentOutputException) or ".numpy() is not supported for tensor subclasses" in said:
+        return NeedsValues(
+            f"{_place(error)} needs the value of a tensor, and a model is planned on tensors that have none; branch on shapes or "
+            "on plain Python numbers, choose with torch.where, and keep .item(), .tolist() and .numpy() out of the forward; "
+            f"{OR_FOR_REAL}"
+        )
+    if isinstance(error, DynamicOutputShapeException):
+        return NeedsValues(
+            f"{_place(error)} makes a tensor whose size depends on values ({_short(str(error.func))}), and a model is planned on "
+            "tensors that have none; keep the size fixed: mask with torch.where or masked_fill, or give sizes as plain numbers; "
+            f"{OR_FOR_REAL}"
+        )
+    op = _op_without_rule(error)
+    if op is not None:
+        return NeedsValues(
+            f"{_place(error)} calls {op}, which does not say what it returns for tensors without values; register it: "
+            f'torch.library.register_fake("{op}", lambda x: torch.empty_like(x)), with a function of the same arguments that '
+            f"returns empty tensors of the right shapes; {OR_FOR_REAL}"
+        )
+    if said.startswith(TWO_DEVICES) or "FakeTensor" in said:
+        return NeedsValues(
+            f"{_place(error)} does not run on tensors without values ({' '.join(said.split()):.200}); {OR_FOR_REAL}"
+        )
+    missing = NO_CPU_KERNEL.search(said)
+    if missing is not None:
+        return ValueError(
+            f"{_place(error)} calls {missing[1]}, which does not run on a CPU, and a real run is made there; register it: "
+            f'torch.library.impl("{missing[1]}", "CPU", function), or leave real_run out'
+        )
+    if any(words in said for words in OVERFLOWS):
+        sizes = re.search(r"sizes=(\[[\d, ]*\])", said)
+        return ValueError(
+            f"{_place(error)} makes a tensor{f' of sizes {sizes[1]}' if sizes else ''} with more bytes than 64 bits can count; "
+            "are two of its sizes swapped or multiplied twice?"
+        )
+    return None
+
+
+def refuse_elsewhere(sample: Batch) -> None:
+    """Batches come from a loader, on the CPU, and a run moves each to its device: one elsewhere is no example of them."""
+    for path, tensor in named_tensors(sample, "sample"):
+        if tensor.device.type != "cpu":
+            mended = f"torch.empty_like({path}, device='cpu')" if tensor.is_meta else f"{path}.cpu()"
+            raise ValueError(
+                f"Job(sample=): {path} is on {tensor.device}; give a batch as the loader will, on the CPU: {mended}. "
+                "A run moves every batch to its device"
+            )
+
+
+def _op_without_rule(error: Exception) -> str | None:
+    if isinstance(error, UnsupportedOperatorException):
+        return _short(str(error.func))
+    if isinstance(error, RuntimeError):  # NotImplementedError is one
+        found = NO_FAKE.search(str(error)) or NO_KERNEL.search(str(error)) or NO_META.search(str(error))
+        return None if found is None else found[1]
+    return None
+
+
+def _short(op: str) -> str:
+    """aten.nonzero.default -> aten::nonzero, as torch.library writes it."""
+    namespace, _, name = op.removesuffix(".default").partition(".")
+    return f"{namespace}::{name}"
+
+
+def _place(error: Exception) -> str:
+    return place_of(traceback.extract_tb(error.__traceback__))
+
+
+def place_of(stack: traceback.StackSummary, unknown: str = "the model") -> str:
+    """The line of the model, or of the library it comes from, at which it left for torch: with what it says."""
+    frames = [frame for frame in stack if _is_the_models(frame.filename)]
+    if not frames:
+        return unknown
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno}, in {last.name}" + (f": `{last.line}`" if last.line else "")
+
+
+def _is_the_models(file: str) -> bool:
+    in_standard_library = file.startswith(STANDARD_LIBRARY) and "-packages/" not in file
+    return not (file.startswith(("<", *OURS)) or in_standard_library)

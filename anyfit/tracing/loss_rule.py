@@ -28,7 +28,7 @@ from anyfit.values.batches import is_dense, named_tensors
 from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import AGREED_MEAN, MEAN, LossRule, divisors
 
-from .errors import place_of
+from .around import place_of
 from .needs import arguments_of, storage_of, tensors_in, written_by
 
 aten = torch.ops.aten

@@ -27,7 +27,7 @@ from anyfit.values.call import Call, Other, TensorForm, TheDevice, TorchName
 from anyfit.values.graph import LEAST_OFFLOAD_BYTES, PAGE_BYTES, Op, OpKind, Phase, ValueKind
 from anyfit.values.units import show_bytes
 
-from .errors import TooDear
+from .around import TooDear
 from .needs import Needs, SavedView, is_whole, storage_of, tensors_in, transforms_told
 
 aten = torch.ops.aten

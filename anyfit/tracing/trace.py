@@ -24,9 +24,8 @@ from anyfit.values.loss_rule import LossRule
 from anyfit.values.memento import Memento
 from anyfit.values.units import show_bytes, show_seconds
 
-from .around import dense, leaving_no_mark, saying
+from .around import NeedsValues, TooDear, dense, leaving_no_mark, saying
 from .blocks import Blocks, find_blocks
-from .errors import NeedsValues, TooDear
 from .gpu_kernels import AsOnGpu, GpuRecorder
 from .loss_rule import read_rule, rows_for
 from .needs import is_whole

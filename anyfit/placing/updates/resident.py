@@ -84,8 +84,6 @@ class Resident:
         if state.is_split:
             masters.write(exact)
 
-    # ------------------------------------------------------------------ all chunks at once
-
     def update_together(self, factor: float | None) -> None:
         """One call of the optimizer itself for all parameters."""
         context, users = self._context, self._context.users
