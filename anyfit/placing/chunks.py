@@ -128,18 +128,18 @@ class ChunkState:
 
     @property
     def is_gathered(self) -> bool:
-        """Its weights are put together for each use."""
+        """Its weights are sharded, and all-gathered for each use."""
         return self.placement.weight_shards > 1
 
     @property
-    def is_spread(self) -> bool:
-        """Its weights are whole on every rank, which updates a stretch of them and gets the rest from the others."""
+    def is_replicated(self) -> bool:
+        """Its weights are whole on every rank; each updates its stretch, and they all-gather."""
         return self.shards > 1 and not self.is_gathered
 
     @property
     def own_on_device(self) -> Tensor | None:
         """This rank's stretch of weights that live on the device."""
-        return self.on_device[self.stretch] if self.on_device is not None and self.is_spread else self.on_device
+        return self.on_device[self.stretch] if self.on_device is not None and self.is_replicated else self.on_device
 
     @property
     def weights(self) -> Tensor:
@@ -169,7 +169,7 @@ class ChunkState:
 
     def write(self, values: Mapping[str, Elements]) -> None:
         """Sets parameters, exactly where the chunk has masters. Of each, only what this rank holds is asked for."""
-        if self.is_spread and self.on_device is not None:
+        if self.is_replicated and self.on_device is not None:
             for slot in self.chunk.slots:
                 self._write(values[slot.name], 0, [self.view(self.on_device, slot).view(-1)], None)
         wholes = {slot.name: slot for slot in self.chunk.slots}
@@ -219,7 +219,7 @@ class ChunkState:
         return found
 
     def whole(self, own: Tensor) -> Tensor:
-        """A flat buffer of `own`, put together with the other ranks'."""
+        """A flat buffer of `own`, all-gathered."""
         if self.shards == 1:
             return own
         flat = torch.empty(self.chunk.elements, dtype=own.dtype, device=self.device)

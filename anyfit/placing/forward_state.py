@@ -1,12 +1,10 @@
 """What a forward reads and may change besides its inputs: noted before it runs, and put back for the time it runs again.
 
-State lies in *cells*: the attributes of a module or of an object it holds, the entries of a dict or list, the values of a tensor,
-a generator's position, a variable of a closure, of a class, or of the file that defines it. A walk finds the cells that a block
-can reach, once; from then on a note is a shallow copy of each, a few tenths of a microsecond, and is compared by identity.
-Where a cell holds something new, the block is walked again. Tensors are copied on write: a note costs no bytes before that, and
-one that first changes in the hundredth step can be put back as well.
-
-Iterators have no state that could be read: a block that holds one is not recomputed.
+State lies in *cells* (cells.py): the attributes of a module or object, the entries of a dict or list, the values of a tensor, a
+generator's position, a variable of a closure, a class or a file. A walk finds the cells that a block can reach, once; from then
+on a note is a shallow copy of each, and is compared by identity. Where a cell holds something new, the block is walked again.
+Tensors are copied on write: a note costs no bytes before that, and one that first changes in the hundredth step can be put back
+as well. Iterators have no state that could be read: a block that holds one is not recomputed.
 """
 
 from __future__ import annotations

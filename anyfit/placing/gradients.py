@@ -1,9 +1,9 @@
 """Gradients of one step: one flow, from autograd to where the update finds them.
 
     collect   autograd's own gradient is used as it is, or a hook takes it as soon as it is complete
-    stage     gradients of a chunk come to lie side by side in a staging buffer on the device
-    reduce    ranks sum them, and each keeps its stretch (reduction.py); a rank alone has them already (local_gradients.py)
-    land      they go to the tier that the chunk's placement says, on the host in one copy
+    stage     gradients of a chunk are put side by side in a staging buffer on the device
+    reduce    ranks reduce-scatter them (reduction.py); a rank alone has them already (local_gradients.py)
+    land      they are copied to the tier that the chunk's placement says, on the host in one copy
     sum       those of several micro-batches add up in fp32, on the device or on the host
 
 A parameter counts when its gradient came; which ones a step uses may change from step to step.

@@ -3,7 +3,7 @@
 On the device: with one micro-batch autograd's own gradient is used as it is. With several, fp32 gradients add up where autograd
 put them; bf16 ones are added in fp32 to a buffer beside the chunk as soon as each is complete, and freed.
 
-On the host: gradients of a chunk are gathered in a staging buffer, which goes down in one copy when all are there, or when
+On the host: gradients of a chunk are gathered in a staging buffer. It is copied to the host when all are there, or when
 another chunk needs the buffer. With several micro-batches the host adds them up in fp32.
 """
 

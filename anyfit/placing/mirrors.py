@@ -64,7 +64,7 @@ class Mirrors:
                     forget_low(state.view(state.low, slot), mine != parameter)
                 mine.copy_(parameter)
 
-    def spread(self) -> None:
+    def write_back(self) -> None:
         """The parameters are as the chunks' mirrors are."""
         for _state, _slot, mine, parameter in self._mirrored():
             with torch.no_grad():

@@ -77,8 +77,8 @@ class Placed:
         self.mirrors.collect()
 
     def show_loaded(self) -> None:
-        """Chunks were written, from a checkpoint: what else shows their content follows."""
-        self.mirrors.spread()
+        """Chunks were written, from a checkpoint: parameters and `optimizer.state` follow."""
+        self.mirrors.write_back()
         self.updates.users.show_hidden()
 
     @property

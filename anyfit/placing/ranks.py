@@ -1,12 +1,12 @@
-"""The ranks of a run: who they are, which stretch of a chunk each of them holds, and how they put the whole together.
+"""The ranks of a run: who they are, which stretch of a chunk each of them holds, and their collectives.
 
-Ranks that follow each other divide a chunk (`shards` of them); the next so many hold the same. A gradient is summed over the
-ranks that divide it, each keeping its stretch, and then over those that hold the same stretch.
+A chunk is sharded over ranks that follow each other (`shards` of them); the next so many are a replica. A gradient is
+reduce-scattered over the shards, and then all-reduced over the replicas.
 
 Collectives meet by their order, so each kind has groups of its own, and all of a kind are asked for by one thread: a lane,
 which has no choice of order. What was asked for is written down, as a number that the ranks compare once a step: ranks whose
 models went different ways stop before they update from it. Gloo ends a process that meets others with another size; there, ranks
-say which chunk they are about to put together before they do.
+say which chunk they are about to all-gather before they do.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Ranks:
         sizes = sorted({*shards, self.count})
         for kind in KINDS:
             for size in sizes:
-                self._make(kind, "divide", size, [range(start, start + size) for start in range(0, self.count, size)])
+                self._make(kind, "shard", size, [range(start, start + size) for start in range(0, self.count, size)])
                 if size < self.count:
-                    self._make(kind, "same", size, [range(start, self.count, size) for start in range(size)])
+                    self._make(kind, "replica", size, [range(start, self.count, size) for start in range(size)])
 
     def _make(self, kind: Kind, how: str, size: int, groups: list[range]) -> None:
         if (kind, how, size) in self._groups or len(groups[0]) == 1:
@@ -80,14 +80,14 @@ class Ranks:
     # ------------------------------------------------------------------ collectives
 
     def gather(self, kind: Kind, shards: int, whole: Tensor, own: Tensor, label: Label) -> None:
-        """Fills `whole` with the stretches of the ranks that divide it. `own` may lie in it."""
+        """All-gathers the ranks' stretches into `whole`. `own` may lie in it."""
         self.doing[kind] = label
-        all_gather(whole, own, group=self._groups[kind, "divide", shards])
+        all_gather(whole, own, group=self._groups[kind, "shard", shards])
         self.doing.pop(kind, None)
 
     def chosen(self, kind: Kind, shards: int, chunk: int) -> dict[int, int]:
-        """By rank, which chunk each of those that divide this one is about to gather, where that has to be asked."""
-        group = self._groups[kind, "divide", shards]
+        """By rank, which chunk each of those that shard this one is about to all-gather, where that has to be asked."""
+        group = self._groups[kind, "shard", shards]
         if dist.get_backend(group) != "gloo":
             return {self.index: chunk}
         found, first = torch.empty(shards, dtype=torch.int64), self.index - self.part(shards)
@@ -99,9 +99,9 @@ class Ranks:
         """Into `own` the sum over all ranks of its stretch of `whole`, which is spoilt. `own` is `whole` where shards is 1."""
         self.doing["reduce"] = label
         if shards > 1:
-            reduce_scatter(own, whole, group=self._groups["reduce", "divide", shards])
+            reduce_scatter(own, whole, group=self._groups["reduce", "shard", shards])
         if shards < self.count:
-            group = self._groups["reduce", "divide" if shards == 1 else "same", self.count if shards == 1 else shards]
+            group = self._groups["reduce", "shard" if shards == 1 else "replica", self.count if shards == 1 else shards]
             dist.all_reduce(own, group=group)
         self.doing.pop("reduce", None)
 
@@ -109,18 +109,18 @@ class Ranks:
         """A row of values from every rank."""
         found = values.new_empty((self.count, values.numel()))
         self.doing["small"] = Label(Task.NORMS)
-        all_gather(found.view(-1), values, group=self._groups["small", "divide", self.count])
+        all_gather(found.view(-1), values, group=self._groups["small", "shard", self.count])
         self.doing.pop("small", None)
         return found
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's to all."""
-        dist.broadcast(tensor, 0, group=self._groups["small", "divide", self.count])
+        dist.broadcast(tensor, 0, group=self._groups["small", "shard", self.count])
 
     def objects(self, mine: Any) -> list[Any]:
         """Of every rank, one thing that pickles."""
         found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, mine, group=self._groups["small", "divide", self.count])
+        dist.all_gather_object(found, mine, group=self._groups["small", "shard", self.count])
         return found
 
     # ------------------------------------------------------------------ in step

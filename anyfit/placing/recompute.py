@@ -8,7 +8,7 @@ weights become places (`Residency.pack`), so that a recomputed block holds no sl
 Selective recomputation also keeps the results of costly ops (`kept_results.py`), and takes them instead of running the op. A
 result that somebody has written into since, and one that draws random numbers, is computed again.
 
-`trial.py` finds out before training which blocks do not give the same when they are run again. What can only be seen later (an
+`trial.py` finds out before training which blocks do not give the same when they are recomputed. What can only be seen later (an
 input that is written into, another number of saved tensors) is an error that names the block: never other numbers.
 """
 

@@ -1,12 +1,10 @@
-"""Gradients of several ranks: summed over all of them, each rank keeping the stretch that it updates.
+"""Gradients of several ranks: reduce-scattered, so that each rank has the sum of the stretch that it updates.
 
 A chunk is reduced while backward still runs, as soon as its gradients are there: they are put side by side in a staging buffer,
 and a lane does the rest. Ranks reduce the same chunks in the same order whatever their models did: a chunk waits for those
-before it, and those that are not complete when backward ends go then, with zeros for what is missing. A parameter counts when
-some rank has a gradient for it.
-
-With several micro-batches, gradients add up on every rank and are reduced with the last one. Where the plan shards them, each
-micro-batch's are reduced, and the stretches add up.
+before it, and those that are not complete when backward ends are reduced then, with zeros for what is missing. A parameter
+counts when some rank has a gradient for it. Of several micro-batches, gradients add up on every rank and are reduced with the
+last one; where the plan shards them, each micro-batch's are reduced, and the stretches add up.
 """
 
 from __future__ import annotations

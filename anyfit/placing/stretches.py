@@ -164,5 +164,5 @@ def spread(placed: Placed) -> None:
     """After weights were set: a rank that has all of a chunk gets what others have set of it. All ranks do it together."""
     for state in placed.state.chunks:
         whole, own = state.on_device, state.own_on_device
-        if state.is_spread and whole is not None and own is not None:
+        if state.is_replicated and whole is not None and own is not None:
             state.ranks.gather("small", state.shards, whole, own, Label(Task.GATHER, state.index))

@@ -44,7 +44,7 @@ class HostSlabs:
         self._pinned: list[torch.Tensor] = []
         self._preparing: list[Future[None]] = []
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(PREPARERS, "anyfit slabs") if self._pins else None
-        self.bytes = 0  # handed out
+        self.bytes = 0  # given to others
         self._taking = threading.Lock()  # an optimizer makes state in its first step, on any lane
 
     def zeros(self, elements: int, dtype: torch.dtype, *, crosses: bool) -> torch.Tensor:
@@ -122,7 +122,7 @@ class HostSlabs:
             )
 
     def close(self) -> None:
-        """Unpins. What was handed out stays readable."""
+        """Unpins. What was given to others stays readable."""
         with contextlib.suppress(MemoryError):  # which whoever prepared has met
             self.prepared()
         if self._pinned:

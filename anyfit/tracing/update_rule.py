@@ -37,7 +37,7 @@ def learn(optimizer: Optimizer, device: str, *, sparse: bool = False) -> UpdateR
             group["foreach"] = True
         if device == "cuda" and group.get("capturable"):  # the same numbers; a CPU's does not know it
             group["capturable"] = False
-    optimizer.state.clear()  # what a constructor made for the fake parameters (Adagrad) is made again below
+    optimizer.state.clear()  # what a constructor made for the fake parameters (Adagrad) is made for the stand-ins below
     own = [list(group["params"]) for group in optimizer.param_groups]
     shapes = [_shape_like(parameters) for parameters in own]
     sparse = sparse and isinstance(optimizer, torch.optim.SparseAdam)

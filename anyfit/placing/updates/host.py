@@ -1,4 +1,4 @@
-"""Chunks that the host updates: gradients have come down, and fresh weights go up, at once where they live on the device.
+"""Chunks that the host updates: gradients are copied to it, and fresh weights to the device, at once where they live there.
 
 In a two-phase update the host makes weights first, and moments when all weights are fresh (`Pace`).
 """

@@ -109,7 +109,7 @@ class Resident:
                 self._keep_new(chunk)
                 if chunk.state.index in exact:
                     chunk.state.masters(chunk.state.weights).write(exact[chunk.state.index])
-                    context.mirrors.spread()
+                    context.mirrors.write_back()
             context.mirrors.collect()
 
     def _widened(self, chunk: OptimizerState, own: Views) -> Views:

@@ -1,7 +1,7 @@
-"""Streamed chunks: the optimizer's state lives on the host, comes up to be stepped on the device, and goes down again.
+"""Streamed chunks: the optimizer's state lives on the host, is copied to the device to be stepped, and copied back.
 
-Up, step and down are on streams of their own, and three carriers hold the state meanwhile: one chunk comes up while another is
-stepped and a third goes down.
+Upload, step and download have a stream each, and three carriers hold the state: one chunk's is uploaded while another's is
+stepped and a third's downloaded.
 """
 
 from __future__ import annotations

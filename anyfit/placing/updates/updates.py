@@ -132,7 +132,7 @@ class Updates:
                 self._resident.update_together(factor)
             else:
                 self._update_apart(factor)
-                context.mirrors.spread()
+                context.mirrors.write_back()
 
     def _update_apart(self, factor: float | None) -> None:
         groups = self._context.stepper.groups()
@@ -177,7 +177,7 @@ class Updates:
         if state.shards == 1:
             return
         self._residency.drop(state)
-        if not state.is_spread:
+        if not state.is_replicated:
             return
         label, ranks, lanes = Label(Task.SPREAD, state.index), state.ranks, self._context.lanes
         ranks.ask("spread", label)
