@@ -356,7 +356,7 @@ def export(
     dtype: Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32; what the run has when not given")] = None,
 ) -> None:
     """Writes a checkpoint's weights as a folder of safetensors, which transformers loads."""
-    from .running import numbered as checkpoints
+    from .running.checkpoint import newest
     from .running.export import export as write
     from .values.precision import PRECISIONS
     from .values.record import nearest
@@ -368,7 +368,7 @@ def export(
         raise ValueError(f"{output} is to be a folder, with the safetensors in it; try {output.with_suffix('')}")
 
     if (checkpoint / "checkpoints").is_dir():
-        found, passed_over = checkpoints.newest(checkpoint / "checkpoints")
+        found, passed_over = newest(checkpoint / "checkpoints")
         if found is None:
             raise FileNotFoundError(f"{checkpoint} holds no whole checkpoint" + "".join(f"; {why}" for why in passed_over))
         checkpoint = found

@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,15 +33,13 @@ from .probing.memory import gpus_before_use
 from .profiling import profile_of, traced
 from .running import launch as launching
 from .running.alike import facts_of
-from .running.holding import refuse_held
+from .running.checkpoint import latest
+from .running.engine import refuse_held
 from .running.host_memory import HostWatch
-from .running.meeting import MARGIN_SECONDS
-from .running.numbered import latest
 from .running.rehearsal import Rehearsal, hooks_on_gradients
 from .running.rescue import Rescue
 from .running.run import Run
-from .running.several import machine_of_rank, ranks_of_node, spread_of
-from .running.team import Team
+from .running.team import MARGIN_SECONDS, Team
 from .tracing.blocks import kinds_of
 from .values.demands import StaysOnDevice, StaysWhole
 from .values.job import Job
@@ -242,6 +242,33 @@ class Start:
             findings = rehearsal.of(self._plan, placed)
         self._plan = replace(self._plan, loss=findings.loss if self._plan.cuts else self._plan.loss, rehearsed=True)
         return placed
+
+
+def machine_of_rank(machine: Machine, places: Sequence[str], rank: int) -> Machine:
+    """What one rank may take of the machine. `places` has every rank's node and device. Limits that were given stay."""
+    on_node = ranks_of_node(places, rank)
+    on_device = sum(place == places[rank] for place in places)
+    limits = machine.limits
+    return machine.with_limits(
+        device_memory=machine.device_limit_bytes // on_device if limits.device_bytes is None and on_device > 1 else None,
+        host_memory=machine.host_limit_bytes // on_node if limits.host_bytes is None and on_node > 1 else None,
+    )
+
+
+def ranks_of_node(places: Sequence[str], rank: int) -> int:
+    """How many ranks are on this one's node."""
+    node = places[rank].partition(" ")[0]
+    return sum(place.partition(" ")[0] == node for place in places)
+
+
+def spread_of(places: Sequence[str]) -> tuple[tuple[int, int], int]:
+    """The ranks of each node and the nodes, and how many ranks share a device. Ranks that are not spread evenly, or do not follow
+    each other on their node, are as far apart as if each had a node of its own."""
+    nodes = [place.partition(" ")[0] for place in places]
+    ranks_of = Counter(nodes)
+    is_even = len(set(ranks_of.values())) == 1 and sum(a != b for a, b in itertools.pairwise(nodes)) == len(ranks_of) - 1
+    spread = (len(places) // len(ranks_of), len(ranks_of)) if is_even else (1, len(places))
+    return spread, max(Counter(places).values())
 
 
 def _placed_again(job: Job, plan: Plan, placed: Placed, found: Opened) -> Placed:

@@ -12,11 +12,10 @@ from torch import Tensor
 from anyfit.values.job import Batch
 
 from . import alike
-from .engine import Engine
+from .engine import Engine, Progress
 from .host_memory import HostMemory
 from .loader import Data
 from .peers import Peers
-from .progress import Progress
 from .saves import Saves
 
 

@@ -1,17 +1,22 @@
-"""The model at hand, placed as the plan at hand says. Both change when a run is placed anew.
+"""What all parts of a run share: the model as the plan places it (Engine), and how far the run is (Progress).
 
-Whoever works on it asks for `placed` when it is needed and keeps no part of it: while one is kept, the memory of the placing
-before is not free for the next.
+Placement and plan change when a run is placed anew. Whoever works on the engine asks for `placed` when it is needed and keeps no
+part of it: a part that is kept holds the memory of the placement before.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from anyfit.placing import Placed, place
 from anyfit.placing.chunks import Carried
@@ -22,6 +27,62 @@ from anyfit.values.plan import Plan
 from .rescue import let_go
 from .shortage import is_about_memory
 
+if TYPE_CHECKING:
+    from .launch import Launch
+
+
+class Phase(Enum):
+    """What a run is doing, in words that name the step."""
+
+    BEFORE = "before its first step"
+    FORWARD = "in the forward of step {}"
+    BACKWARD = "in the backward of step {}"
+    UPDATE = "in the update of step {}"
+    AFTER = "after step {}"
+    SAVING = "saving step {}"
+    END = "at its end, after step {}"
+
+    @property
+    def is_within_step(self) -> bool:
+        return self in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
+
+
+@dataclass(frozen=True)
+class Doing:
+    phase: Phase = Phase.BEFORE
+    step: int = 0
+
+    def __str__(self) -> str:
+        return self.phase.value.format(self.step)
+
+
+@dataclass(eq=False)
+class Progress:
+    """Of one run, on this rank."""
+
+    rank: int
+    steps: int = 0  # done, skipped ones included
+    skipped: int = 0
+    rescues: int = 0  # times that memory ended and the run was planned anew
+    doing: Doing = Doing()
+    is_closed: bool = False
+    launch: Launch | None = None  # set by `anyfit fit`
+
+    def enter(self, phase: Phase) -> None:
+        self.doing = Doing(phase, self.steps + phase.is_within_step)
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("this run is closed")
+
+    def say(self, line: str) -> None:
+        if self.rank:
+            return
+        if self.launch is not None:
+            self.launch.say(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
 
 class Engine:
     def __init__(self, job: Job, plan: Plan, placed: Placed) -> None:
@@ -31,10 +92,6 @@ class Engine:
         self.device, self.ranks = placed.device, placed.ranks
         self.timeline: Timeline | None = None  # set by `record`
         self.is_lost = False  # nothing could be placed any more
-
-    @property
-    def micro_batches(self) -> list[int]:
-        return self.plan.micro_batches
 
     def begin(self) -> None:
         if self.timeline is not None:
@@ -49,10 +106,8 @@ class Engine:
         self.timeline = Timeline(self.placed.lanes)
         return self.timeline
 
-    # ------------------------------------------------------------------ placing anew
-
     def move(self, plan: Plan) -> None:
-        """Places the model anew, as this plan says; as it was, where that cannot be done."""
+        """Places the model by this plan, or by the one before where that fails."""
         carried, delay = self.placed.lift(), self.placed.delay
         self.unfreeze()
         del self.placed
@@ -70,7 +125,7 @@ class Engine:
             raise failed
 
     def _place(self, plan: Plan, carried: Carried, delay: Callable[[], None] | None) -> BaseException | None:
-        """The error, where it could not be done: one about memory is a MemoryError on a GPU too."""
+        """Returns the error where it fails; one about memory is a MemoryError on a GPU too."""
         try:
             self.placed = place(self.job, plan, self.model, self.device, delay, carried)
             self.plan = plan
@@ -80,13 +135,13 @@ class Engine:
         return None
 
     def _lose(self, carried: Carried) -> None:
-        """The model has its weights, wherever they lie, and trains no more."""
+        """The model keeps its weights and trains no more."""
         for name, parameter in self.model.named_parameters():
             parameter.data = carried.weights[name]
         self.is_lost = True
 
     def freeze(self) -> None:
-        """What is there now stays: to look through all of it for garbage would stop every lane for a fifth of a second."""
+        """Garbage collection skips what is there now: to look through it would stop every lane for a fifth of a second."""
         if self.device.type == "cuda":
             gc.collect()
             gc.freeze()
@@ -94,3 +149,34 @@ class Engine:
     def unfreeze(self) -> None:
         if self.device.type == "cuda":
             gc.unfreeze()
+
+
+# ---------------------------------------------------------------------- no model in two runs
+
+# By parameter, a token of its run. Parameters and not modules: a second run of a part of the model, or of a model that shares a
+# weight with it, would train the same parameters. A run that is forgotten without `close` holds on.
+_held = WeakIdKeyDictionary()
+
+
+def refuse_held(model: nn.Module) -> None:
+    """Raises where an unclosed run holds a parameter of the model."""
+    for name, parameter in model.named_parameters():
+        if parameter in _held:
+            raise RuntimeError(
+                f"another run that is not closed holds this {type(model).__name__} ({name}): close the first run, with "
+                "run.close() or `with anyfit.start(job) as run`, or give each run a model of its own: Job(model=lambda: Model())"
+            )
+
+
+def hold(model: nn.Module) -> object:
+    """Until `release` is given this token."""
+    token = object()
+    for parameter in model.parameters():
+        _held[parameter] = token
+    return token
+
+
+def release(model: nn.Module, token: object) -> None:
+    for parameter in model.parameters():
+        if _held.get(parameter) is token:
+            del _held[parameter]

@@ -36,7 +36,7 @@ from anyfit.values.tensor_files import header_bytes
 
 from .boxes import Box
 
-VERSION = 3
+VERSION, FORMER_VERSION = 3, 2  # both are read
 MANIFEST, METADATA = "manifest.json", "metadata.json"
 DATA = re.compile(r"data-\d{5,7}\.safetensors")
 BLOCK_BYTES = 2**24

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from anyfit.values.plan import NoPlan
 from anyfit.values.units import show_bytes
 
-from .engine import Engine
-from .progress import Progress
+from .engine import Engine, Progress
 from .rescue import said_of_host
 
 EVERY_SECONDS = 0.25

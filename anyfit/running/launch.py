@@ -242,7 +242,7 @@ class Launch:
             ) from None
 
     def save(self, run: Run, *, wait: bool = True) -> Path:
-        from .numbered import remove_older
+        from .checkpoint import remove_older
 
         path, before = self.checkpoints / f"{run.steps:08d}", run.saving
         if wait and before is not None and before.folder == path.absolute():  # what is there, or on its way, is the same
@@ -290,7 +290,7 @@ class Launch:
 
     def newest_checkpoint(self) -> Path | None:
         """Where `--resume` goes on; None is the beginning."""
-        from .numbered import newest
+        from .checkpoint import newest
 
         found, passed_over = newest(self.checkpoints)
         for reason in passed_over:
@@ -371,8 +371,7 @@ def joined(hang_seconds: float) -> Team | None:
     import torch
     import torch.distributed as dist
 
-    from .meeting import join
-    from .team import Team
+    from .team import Team, join
 
     global _team
     if _team is None and dist.is_initialized() and dist.get_world_size() > 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from anyfit.placing import Placed
 from anyfit.placing.stretches import Stretch, buffers_of, home_of, spread, weights_of
 from anyfit.values.record import nearest
 
-from . import former
 from .boxes import Box, boxes_of
 from .checkpoint import EXTRA, PLAN, PROGRESS
 from .extra_state import ExtraState
-from .randoms import Randoms
+from .files import FORMER_VERSION
+from .randomness import Randoms
 from .settings import Settings, refuse_insane_scalars, refuse_not_finite
 from .storage import Reader
 from .stored import WAY_OUT, Opened
@@ -166,11 +166,11 @@ def _compared(
     """What it holds besides tensors, if it is of this model, this optimizer and this job."""
     folder, weights = opened.folder, opened.weights
     opened.document(PLAN)  # JSON as well; what it says is for people, and may be of another version
-    document, is_former = opened.document(PROGRESS), opened.version == former.VERSION
+    document, is_former = opened.document(PROGRESS), opened.version == FORMER_VERSION
     if is_former:
         try:
-            document = former.upgraded(document, settings.to_json())
-            others = [former.nothing_else() for _ in document["random"]]
+            document = upgraded(document, settings.to_json())
+            others = [nothing_else() for _ in document["random"]]
         except _MALFORMED as error:
             raise ValueError(f"{folder / PROGRESS} is not a checkpoint's ({error!r}); {WAY_OUT}") from None
     else:
@@ -228,3 +228,47 @@ def _named(folder: Path, file: str, check: Callable[[], object]) -> None:
         raise ValueError(f"{folder}: {error}") from None
     except _MALFORMED as error:
         raise ValueError(f"{folder / file} is not a checkpoint's ({error!r}); {WAY_OUT}") from None
+
+
+# ---------------------------------------------------------------------- checkpoints of version 2, as this version reads its own
+
+# They do not say what a run was begun with, so what is given now is not compared with that.
+FORMER_HOLDS = (
+    f"it is of version {FORMER_VERSION}, which holds weights, buffers, optimizer, scheduler, data position and random state, and "
+    "nothing else: attributes of modules, their get_extra_state and numpy's random state are those of the start"
+)
+
+
+def nothing_else() -> dict[str, Any]:
+    """Of one rank, that nothing besides has changed."""
+    return {"changed": [], "gone": [], "lost": {}, "modules": {}, "buffers": {"changed": {}, "gone": [], "own": {}}}
+
+
+def upgraded(document: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Its progress. `now` are the settings of the run that takes it up, at its start."""
+    found = {key: _upgraded(value) for key, value in document.items()}
+    mine = [*now["groups"], *({"names": [], "start": {}} for _ in found["groups"][len(now["groups"]) :])]
+    return {
+        **found,
+        "optimizer": now["optimizer"] if now["optimizer"].endswith(f".{found['optimizer']}") else found["optimizer"],
+        "groups": [
+            {"names": each["names"], "settings": saved, "start": each["start"]}
+            for each, saved in zip(mine, found["groups"], strict=False)
+        ],
+        "scheduler_start": now["scheduler_start"],
+        "scheduler_kind": now["scheduler_kind"],
+        "job": now["job"],
+        "loader_order": None,
+        "random": [{**each, "numpy": None} for each in found["random"]],
+    }
+
+
+def _upgraded(value: Any) -> Any:
+    """Counters had a word of their own."""
+    if isinstance(value, list):
+        return [_upgraded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if {*value} == {"!counter"}:
+        return {"!dict": _upgraded(value["!counter"]), "class": "collections.Counter"}
+    return {key: _upgraded(item) for key, item in value.items()}

@@ -11,9 +11,8 @@ import torch
 from anyfit.placing.ranks import HANG_SECONDS, Ranks
 
 from .acts import Act, Kind, Position
-from .engine import Engine
+from .engine import Engine, Progress
 from .extra_state import ExtraState
-from .progress import Progress
 from .rescue import Before
 from .team import Team
 

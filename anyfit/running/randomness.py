@@ -6,6 +6,7 @@ model's own (dropout) go on as if no batch had been drawn.
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import random
@@ -14,16 +15,67 @@ import sysconfig
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from .plain import plain
+from .unplain import unplain
+
 MOST_OBJECTS = 10_000  # that are looked through for generators
 MOST_ITEMS = 1_000  # of a list or mapping: a longer one is data
 _DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, nn.Module, range)
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+@dataclass(frozen=True)
+class Randoms:
+    """Their states."""
+
+    torch: bytes
+    cuda: bytes | None
+    python: Any
+    numpy: Any  # None: not kept, as in checkpoints of version 2
+
+    @classmethod
+    def now(cls) -> Randoms:
+        cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None
+        return cls(torch.get_rng_state().numpy().tobytes(), cuda, random.getstate(), np.random.get_state(legacy=False))
+
+    def to_json(self) -> dict[str, Any]:
+        cuda = None if self.cuda is None else base64.b64encode(self.cuda).decode()
+        return {
+            "torch": base64.b64encode(self.torch).decode(),
+            "cuda": cuda,
+            "python": plain(self.python, ("random state",)),
+            "numpy": plain(self.numpy, ("random state of numpy",)),
+        }
+
+    @classmethod
+    def from_json(cls, document: Any) -> Randoms:
+        cuda = document["cuda"]
+        found = cls(
+            base64.b64decode(document["torch"], validate=True),
+            None if cuda is None else base64.b64decode(cuda, validate=True),
+            unplain(document["python"]),
+            None if document["numpy"] is None else unplain(document["numpy"]),
+        )
+        random.Random().setstate(found.python)  # raises where it is none
+        if found.numpy is not None:
+            np.random.RandomState(0).set_state(found.numpy)
+        torch.Generator().set_state(torch.frombuffer(bytearray(found.torch), dtype=torch.uint8))
+        return found
+
+    def restore(self) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(self.cuda), dtype=torch.uint8))
+        random.setstate(self.python)
+        if self.numpy is not None:
+            np.random.set_state(self.numpy)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -28,11 +28,56 @@ from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import AGREED_MEAN, MEAN, LossRule
 from anyfit.values.memento import leaving_no_trace
 from anyfit.values.plan import Plan
+from anyfit.values.profile import Profile
 
-from .findings import Findings
 from .trial import Samples, Saving, Trial, saving_little
 
 MOST_HOOKED = 2**24  # elements of a parameter whose hooks are tried
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a plan may do to this model."""
+
+    loss: LossRule
+    kept: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be recomputed, and why
+    not_selective: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be recomputed in part
+
+    def against(self, plan: Plan) -> str | None:
+        """What speaks against the plan."""
+        if plan.cuts and not self.loss.may_be_cut:
+            return f"the plan cuts the batch, and {self.loss.why}"
+        for name, choice in plan.stages[0].activations.items():
+            if choice in ("recompute", "selective") and name in self.kept:
+                return f"the plan recomputes {name}, and {self.kept[name]}"
+            if choice == "selective" and name in self.not_selective:
+                return f"the plan recomputes {name} in part, and {self.not_selective[name]}"
+        return None
+
+    def ways_out(self, plan: Plan) -> str:
+        """Of a plan that was given."""
+        if plan.cuts and not self.loss.may_be_cut:
+            return f"use a plan with micro_batch {plan.batch_size}; {self.loss.ways_out}"
+        return "use a plan that keeps it, or let anyfit.plan(job) make one"
+
+    def restrict(self, profile: Profile) -> Profile:
+        """The profile without what must not be done."""
+        if not self.loss.may_be_cut and profile.ranks > 1:
+            raise ValueError(f"{profile.ranks} ranks cut the batch among them, and {self.loss.why}; {self.loss.ways_out}")
+        if not self.loss.may_be_cut and profile.passes[0].micro_batch < profile.batch_size:
+            raise ValueError(
+                f"Job(micro_batch={profile.passes[0].micro_batch}) cuts the batch, and {self.loss.why}; {self.loss.ways_out}"
+            )
+        profile = profile.ruled(self.loss).keeping(self.kept)
+        return profile.keeping(self.not_selective, ("selective",)) if self.not_selective else profile
+
+    def joined(self, others: list[Findings]) -> Findings:
+        """Those of all ranks: what one of them must not do, none does."""
+        rule = next((each.loss for each in others if not each.loss.may_be_cut), self.loss)
+        if len({(each.loss.kind, each.loss.divisor) for each in others}) > 1 and rule.may_be_cut:
+            rule = replace(rule, kind="whole", why="the loss is cut by other rules on other ranks")
+        kept = {name: why for each in others for name, why in each.kept.items()}
+        return Findings(rule, kept, {name: why for each in others for name, why in each.not_selective.items()})
 
 
 class Rehearsal:

@@ -12,8 +12,7 @@ from anyfit.values.job import Batch
 from anyfit.values.plan import NoPlan, Plan
 
 from .counting import WATCHED_STEPS, Counting, shapes_of
-from .engine import Engine
-from .progress import Progress
+from .engine import Engine, Progress
 from .rehearsal import Rehearsal
 from .rescue import MOST_RESCUES, Before, Rescue, let_go, said_of_device
 from .saves import Saves

@@ -33,7 +33,7 @@ from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes
 
 from .extra_state import ExtraState
-from .findings import Findings
+from .rehearsal import Findings
 from .shortage import Shortfall
 
 MOST_RESCUES = 24  # of one step: each has a plan that needs less than the last, so that they come to an end by themselves

@@ -3,10 +3,10 @@
 With several ranks, steps, evaluations, saves and whatever else reads weights are acts (team.py): all ranks make them together.
 What a run does is done by objects with one job each, all at work on one engine:
 
-    step.py          forward, backward and update            counting.py      what they hold on the CPU device
-    agreement.py     what ranks exchange at a step's end     peers.py         what ranks tell each other besides
-    replacing.py     another plan where memory ends          host_memory.py   where that of the host does
-    saves.py         checkpoints                             progress.py      how far it is
+    engine.py        the placed model, and how far it is     step.py          forward, backward and update
+    agreement.py     what ranks exchange at a step's end     peers.py         what else ranks tell each other
+    replacing.py     another plan when memory runs out       host_memory.py   the same, for host memory
+    counting.py      bytes that steps hold on a CPU device   saves.py         checkpoints
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import atexit
 import functools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -35,15 +36,12 @@ from . import alike, checkpoint
 from .acts import Kind
 from .agreement import Agreement
 from .counting import Counting
-from .engine import Engine
+from .engine import Engine, Phase, Progress, hold, release
 from .extra_state import ExtraState
-from .holding import hold, let_go
 from .host_memory import HostMemory, HostWatch
 from .launch import Launch
 from .loader import Data, Loader, Sized
-from .metrics import Metrics
 from .peers import Peers, close_at_exit, position_of
-from .progress import Phase, Progress
 from .rehearsal import Rehearsal
 from .replacing import Replacing
 from .rescue import Before, Rescue
@@ -52,6 +50,26 @@ from .saving import Saving
 from .settings import Settings
 from .step import Step
 from .team import Team
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Of the last step."""
+
+    step: int  # steps done, skipped ones included
+    loss: float
+    gradient_norm: float  # before clipping
+    learning_rates: tuple[float, ...]  # a parameter group each
+    seconds: float  # from the end of the step before to the end of this one
+    samples_per_second: float
+    tokens_per_second: float
+    compute_share: float  # of the device's best matmul rate, by the plan's count of FLOPs
+    peak_bytes: Mapping[str, int]  # by tier, the largest so far
+    skipped: int  # steps left out so far because a gradient was not finite
+    rescues: int  # times so far that memory ended and the run was planned anew
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 class Run:
@@ -246,7 +264,7 @@ class Run:
     @property
     def micro_batches(self) -> list[int]:
         """Samples of each micro-batch of a step; only the last may be smaller."""
-        return self._engine.micro_batches
+        return self.plan.micro_batches
 
     @property
     def planned_steps(self) -> int | None:
@@ -338,7 +356,7 @@ class Run:
     def _end(self) -> None:
         """Nobody follows this run any more."""
         self._progress.is_closed = True
-        let_go(self.model, self._hold)
+        release(self.model, self._hold)
         if self.team is not None:
             atexit.unregister(self._at_exit)
         self._host.close()

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from . import checkpoint, former
+from . import checkpoint
 from .acts import Kind
-from .engine import Engine
+from .engine import Engine, Phase, Progress
 from .export import facts_of
 from .extra_state import ExtraState
+from .files import FORMER_VERSION
 from .launch import seed_of
 from .loader import Data
-from .loading import load
+from .loading import FORMER_HOLDS, load
 from .peers import Peers
-from .progress import Phase, Progress
 from .saving import Copies, Saving
 from .settings import Settings
 
@@ -113,8 +113,8 @@ class Saves:
             now = engine.ranks.count
             say(f"{folder} was saved by {saved_by}, and {now} go on: the same weights and data, other random numbers")
         engine.placed.show_loaded()
-        if found["version"] == former.VERSION:
-            say(f"{folder}: {former.SAYS}")
+        if found["version"] == FORMER_VERSION:
+            say(f"{folder}: {FORMER_HOLDS}")
         for difference in self._settings.differences(found):
             say(f"{folder}: {difference}")
         self._progress.steps, self._progress.skipped = found["steps"], found["skipped"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from anyfit.placing import Placed
 from anyfit.placing.gradients import clip_factor
 from anyfit.placing.lanes import Task
 from anyfit.values.job import Batch
@@ -21,11 +22,10 @@ from anyfit.values.loss_rule import MEAN, LossRule, divisors
 from .acts import Kind
 from .agreement import Agreement
 from .counting import Counting
-from .engine import Engine
+from .engine import Engine, Phase, Progress
 from .peers import Peers
-from .progress import Phase, Progress
+from .rescue import Before
 from .shortage import module_at, shortage
-from .unwatched import refuse_unwatched
 
 NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
 
@@ -97,7 +97,7 @@ class Step:
             try:
                 with self._peers.telling():
                     engine.begin()
-                    self._loss = self._forward_backward(engine.job.cut(batch, engine.micro_batches))
+                    self._loss = self._forward_backward(engine.job.cut(batch, engine.plan.micro_batches))
                     loss = self.update().loss
                     assert loss is not None
             except BaseException as error:
@@ -110,7 +110,7 @@ class Step:
 
     def _forward_backward(self, parts: Sequence[Batch]) -> Tensor:
         engine, losses = self._engine, list[Tensor]()
-        for part, rows in zip(parts, engine.micro_batches, strict=True):
+        for part, rows in zip(parts, engine.plan.micro_batches, strict=True):
             self._progress.enter(Phase.FORWARD)
             self._part = part
             with engine.placed.watching():
@@ -269,3 +269,35 @@ def _as_sum(loss: Tensor, rule: LossRule, share: float) -> tuple[Tensor, Tensor]
     if by.counts == "given":
         by.node.register_hook(without_nothing)  # its own division is by 0 too; a cross-entropy of no labels has no gradients
     return torch.where(is_empty, torch.zeros_like(loss), loss * weight.to(loss.dtype)), weight
+
+
+def refuse_unwatched(placed: Placed, loss: Callable[[], Tensor]) -> None:
+    """Raises where the loss is NaN because code that torch does not report, such as a scripted function or a C++ extension, reads
+    weights that are away: these hold NaN. So the forward is repeated with numbers in their place; the error names the weight."""
+    names = [slot.name for each in placed.state.chunks if each.index in placed.residency.watched for slot in each.chunk.slots]
+    if not names or placed.ranks.are_several:
+        return
+    before = Before(placed.model, loss, placed.device)
+    before.note_all()
+
+    def is_number(without: list[str]) -> bool:
+        placed.residency.part_all()
+        placed.state.absent.mark(without)
+        before.restore()
+        with placed.watching():
+            return bool(loss().isfinite())
+
+    try:
+        if is_number(names) or not is_number([]):
+            return
+        while len(names) > 1:
+            half = names[: len(names) // 2]
+            names = names[len(half) :] if is_number(half) else half
+    finally:
+        placed.state.absent.mark(placed.state.parameters)
+        before.restore()
+    raise RuntimeError(
+        f"{names[0]} is read by code that torch does not tell of (a scripted or traced function, torch.func, a C++ extension) "
+        "while its weights are away, as this plan has them; call such code with a clone() of it, or use a plan with all state on "
+        "the device"
+    )

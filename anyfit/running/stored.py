@@ -25,9 +25,9 @@ from torch import Tensor
 
 from anyfit.kernels.bytes import crc32
 
-from . import former
+from . import files
 from .boxes import Box, tile, whole
-from .files import DATA, DTYPES, MANIFEST, METADATA, THREADS, VERSION, Entry, FileRecord, data_file, header_of, stepped_aside
+from .files import DATA, DTYPES, MANIFEST, METADATA, VERSION, Entry, FileRecord, data_file, header_of, stepped_aside
 
 WAY_OUT = "take another checkpoint"
 DOCUMENT = re.compile(r"[a-z]+\.json")
@@ -89,7 +89,7 @@ class Opened:
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error!r}); {WAY_OUT}") from None
         self.version = version
-        if kind != "checkpoint" or version not in (former.VERSION, VERSION):
+        if kind != "checkpoint" or version not in (files.FORMER_VERSION, VERSION):
             newer = isinstance(version, int) and version > VERSION
             advice = "a newer anyfit wrote it: upgrade, or take an older checkpoint" if newer else "it cannot be read any more"
             raise ValueError(f"{file}: {kind} version {version}, and this anyfit reads checkpoint version {VERSION}; {advice}")
@@ -97,15 +97,15 @@ class Opened:
             self._block_bytes = document["block_bytes"]
             if type(self._block_bytes) is not int or not 0 < self._block_bytes <= MOST_JSON_BYTES:
                 raise ValueError(f"blocks of {self._block_bytes} bytes")
-            files = {name: FileRecord.from_json(each, self._block_bytes) for name, each in document["files"].items()}
+            records = {name: FileRecord.from_json(each, self._block_bytes) for name, each in document["files"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is damaged ({error!r}); {WAY_OUT}") from None
-        odd = next((name for name in sorted(files) if not (DATA.fullmatch(name) or DOCUMENT.fullmatch(name))), None)
-        if odd is None and METADATA not in files:
+        odd = next((name for name in sorted(records) if not (DATA.fullmatch(name) or DOCUMENT.fullmatch(name))), None)
+        if odd is None and METADATA not in records:
             odd = METADATA
-        if odd is not None or MANIFEST in files:
+        if odd is not None or MANIFEST in records:
             raise ValueError(f"{file}: the list of files is not a checkpoint's ({odd or MANIFEST!r}); {WAY_OUT}")
-        return files
+        return records
 
     def document(self, name: str) -> Any:
         """A JSON file of it, checked."""
@@ -169,7 +169,7 @@ class Opened:
                     done += got
                 return crc32(data) == self.files[name].blocks[index]
 
-        with ThreadPoolExecutor(THREADS, "anyfit verifying") as pool:
+        with ThreadPoolExecutor(files.THREADS, "anyfit verifying") as pool:
             for block, fine in zip(blocks, pool.map(is_whole, blocks), strict=True):
                 if not fine:
                     pool.shutdown(cancel_futures=True)

@@ -29,9 +29,14 @@ import atexit
 import hashlib
 import itertools
 import json
+import os
 import pickle
+import socket
 import sys
+import time
+import uuid
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -40,8 +45,9 @@ from torch.distributed import distributed_c10d
 from .acts import Acts
 from .ending import Ending
 from .heartbeat import Heartbeat
-from .store import Post, Store
+from .store import POLL_SECONDS, LostRankError, Post, Store, ranks_in_words
 
+MARGIN_SECONDS = 60.0  # a collective's own time limit is so much longer than the one that says what is waited for
 T = TypeVar("T")
 _dist: Any = dist
 _numbers = itertools.count()
@@ -127,3 +133,57 @@ def _pickled(error: BaseException) -> bytes:
     except Exception:
         sent = pickle.dumps((False, RuntimeError(f"{type(error).__name__} on rank 0: {error}")))
     return sent
+
+
+def join(index: int, count: int, address: tuple[str, int], device: str, hang_seconds: float, seconds: float = 600.0) -> Team:
+    """Meets the other ranks, at an address that all know. `device` names what this one computes on: "cpu", or a GPU by its UUID.
+
+    Ranks that each have a GPU of their own talk through NCCL; on CPUs, and where several share a GPU, through gloo.
+    """
+    os.environ.update(MASTER_ADDR=address[0], MASTER_PORT=str(address[1]))
+    limit = timedelta(seconds=seconds)
+    try:
+        store, _, _ = next(iter(_dist.rendezvous(f"env://?rank={index}&world_size={count}", timeout=limit)))
+    except dist.DistError as error:
+        raise LostRankError(
+            f"rank {index} of {count} did not meet the others at {address[0]}:{address[1]} within {seconds:.0f} s: {error}"
+        ) from None
+    place = f"{socket.gethostname()} {device}"
+    try:
+        store = _fresh(store, index, count, limit)
+        store.set(f"place/{index}", place)
+        places = [store.get(f"place/{each}").decode() for each in range(count)]
+    except dist.DistError as error:
+        raise LostRankError(f"rank {index} of {count} waited {seconds:.0f} s for the others: {error}") from None
+    has_own_gpus = device != "cpu" and len(set(places)) == count
+    dist.init_process_group(
+        "nccl" if has_own_gpus else "gloo",
+        store=_dist.PrefixStore("group", store),
+        rank=index,
+        world_size=count,
+        timeout=timedelta(seconds=hang_seconds + MARGIN_SECONDS),
+    )
+    return Team(hang_seconds, ends_process=True, place=place, made_group=True)
+
+
+def _fresh(store: Any, index: int, count: int, limit: timedelta) -> Any:
+    """The part of a store that these processes have to themselves. torchrun's outlives ranks that are started again, and holds
+    what they had written before: so each asks under a name that nobody else ever had, and rank 0 tells it the part's."""
+    mine = uuid.uuid4().hex
+    store.set(f"anyfit/asks/{index}", mine)
+    if index:
+        store.wait([f"anyfit/told/{mine}"], limit)
+        part, _, ranks = store.get(f"anyfit/told/{mine}").decode().partition(" ")
+        if int(ranks) != count:
+            raise ValueError(f"rank {index} is one of {count} (WORLD_SIZE, or SLURM_NTASKS), and rank 0 of {ranks}: set it alike")
+        store.set(f"anyfit/{part}/knows/{index}", "")
+    else:
+        part, until = mine, time.monotonic() + limit.total_seconds()
+        while missing := [each for each in range(1, count) if not store.check([f"anyfit/{part}/knows/{each}"])]:
+            if time.monotonic() > until:
+                raise dist.DistStoreError(f"{ranks_in_words(missing)} did not come")
+            for each in missing:  # who asks may be one that is no more: it is asked again
+                if store.check([f"anyfit/asks/{each}"]):
+                    store.set(f"anyfit/told/{store.get(f'anyfit/asks/{each}').decode()}", f"{part} {count}")
+            time.sleep(POLL_SECONDS)
+    return _dist.PrefixStore(f"anyfit/{part}", store)

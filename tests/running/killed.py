@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from anyfit.demo import GPT
-from anyfit.running import numbered
+from anyfit.running import checkpoint
 from tests.models import byte_batches
 from tests.plans import AWAY, hand_written, started
 
@@ -25,7 +25,7 @@ def main(folder: Path, most: int) -> None:
     job = job_for(lambda: GPT(width=64, layers=4, heads=2, length=16), precision="bf16")
     (batch,) = byte_batches(1, ROWS)
     with started(job, hand_written(job, AWAY, chunk_bytes=2**18, slots=8)) as run:
-        found, skipped = numbered.newest(folder)
+        found, skipped = checkpoint.newest(folder)
         if found is not None:
             run.resume(found)
         say(f"resumed {run.steps} {skipped}")
@@ -35,7 +35,7 @@ def main(folder: Path, most: int) -> None:
 
             def saved(step: int = run.steps) -> None:
                 say(f"saved {step}")
-                numbered.remove_older(folder, KEEP, KEEP_EVERY)
+                checkpoint.remove_older(folder, KEEP, KEEP_EVERY)
 
             say(f"saving {run.steps}")
             run.saves.save(path, wait=run.steps % 2 == 0, then=saved)

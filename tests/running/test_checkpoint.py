@@ -20,7 +20,7 @@ import anyfit
 from anyfit.demo import GPT
 from anyfit.kernels.pages import in_huge_pages
 from anyfit.placing.tiers import LiveBytes
-from anyfit.running import checkpoint, files, loading, numbered
+from anyfit.running import checkpoint, files, loading
 from anyfit.running.storage import Writer
 from tests.machines import small_machine
 from tests.models import Convolutional, Tangled, byte_batches, image_batches, image_loss, next_byte_loss, tiny_gpt
@@ -365,11 +365,11 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_rest_explained(saved: Path
         shutil.copytree(saved, parent / f"{step:08d}")
     (parent / "00000100" / "data-00000.safetensors").write_bytes(b"")
     (parent / ".00000101.writing").mkdir()
-    found, passed_over = numbered.newest(parent)
+    found, passed_over = checkpoint.newest(parent)
     assert found == parent / "00000010"
     assert len(passed_over) == 1
     assert "00000100" in passed_over[0]
-    numbered.remove_older(parent, keep=2)
+    checkpoint.remove_older(parent, keep=2)
     assert sorted(path.name for path in parent.iterdir()) == ["00000010", "00000100"]
 
 
@@ -416,7 +416,7 @@ def test_the_newest_are_kept_and_those_of_every_so_many_steps(saved: Path) -> No
     for step in (5, 10, 15, 20, 25):
         shutil.copytree(saved, parent / f"{step:08d}")
     shutil.copytree(saved, parent / ".00000030.old")  # of a process that died between the two renames
-    numbered.remove_older(parent, keep=2, keep_every=10)
+    checkpoint.remove_older(parent, keep=2, keep_every=10)
     assert sorted(int(path.name) for path in parent.iterdir()) == [10, 20, 25, 30]
 
 

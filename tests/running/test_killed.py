@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from anyfit.running import checkpoint, numbered
+from anyfit.running import checkpoint
 from tests.conftest import FULL
 
 from .killed import KEEP, KEEP_EVERY
@@ -45,12 +45,12 @@ def killed(folder: Path, root: Path, seed: int) -> list[tuple[str, int]]:
 def test_a_process_killed_at_any_moment_leaves_a_whole_checkpoint_and_loses_none(tmp_path: Path, root: Path) -> None:
     folder, saved, was_interrupted = tmp_path / "checkpoints", set[int](), 0
     for seed in range(KILLS):
-        before, _ = numbered.newest(folder)
+        before, _ = checkpoint.newest(folder)
         said = killed(folder, root, seed)
         assert said[0] == ("resumed", 0 if before is None else int(before.name))
         saved |= {step for what, step in said if what == "saved"}
         was_interrupted += any(folder.glob(".*"))
-        found, skipped = numbered.newest(folder)
+        found, skipped = checkpoint.newest(folder)
         assert skipped == []
         if saved:
             assert found is not None
