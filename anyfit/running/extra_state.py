@@ -26,19 +26,7 @@ from torch.optim import Optimizer
 
 from anyfit.placing.ranks import Ranks
 
-from .plain import (
-    INLINE_BYTES,
-    OF_EVERY_MODULE,
-    NotPlainError,
-    Path,
-    Weak,
-    Writer,
-    bytes_of,
-    checksum,
-    is_iterator,
-    is_owned_by_library,
-    shown,
-)
+from .plain import OF_EVERY_MODULE, NotPlainError, Path, Weak, Writer, checksum, inline, is_iterator, is_owned_by_library, shown
 from .stored import StoredTensor
 from .unplain import Reader
 
@@ -49,6 +37,7 @@ NOT_OF_OPTIMIZERS = frozenset(
     | {"_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"}
     | {"_optimizer_load_state_dict_post_hooks", "_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"}
 )
+INLINE_BYTES = 1024  # tensors up to this size are written into the JSON itself
 _MODULE: Any = nn.Module
 
 
@@ -87,9 +76,7 @@ class ExtraState:
         """What has changed since the start, as JSON; tensors are handed to `keep`, which names them. All ranks do it together."""
 
         def tensor(path: Path, value: Tensor) -> Any:
-            if value.nbytes <= INLINE_BYTES:
-                return Writer().write(bytes_of(value).numpy().tobytes(), path)["!bytes"]
-            return {"at": keep(value)}
+            return inline(path, value) if value.nbytes <= INLINE_BYTES else {"at": keep(value)}
 
         lost: dict[str, str] = {}
 
@@ -101,8 +88,7 @@ class ExtraState:
         changed: list[list[Any]] = []
         writer = Writer(self._refs(), tensor, opaque, self._start, self._libraries)
         now = {path: written for path, written, _met in self._compared()}
-        for (*owner, name), value in self._attributes():
-            path = (*owner, name)
+        for path, value in self._attributes():
             if now.get(path) == self._noted.get(path):
                 continue
             try:
@@ -191,15 +177,14 @@ class ExtraState:
                 "return what it holds from get_extra_state"
             )
         for name, written in document["buffers"]["own"].items():
-            Reader(self._tensor_of(tensor)).read_alone(written, ("module", name))
-        reader = Reader(self._tensor_of(tensor), self._find, self._start, touches=False)
+            Reader(tensor).read_alone(written, ("module", name))
+        reader = Reader(tensor, self._find, self._start, touches=False)
         for path, written in document["changed"]:
-            where = tuple(path)
-            *owner, name = where
+            *owner, name = path
             if tuple(owner) not in self._holders:
-                raise ValueError(f"it holds {shown(where)}, which is not here")
+                raise ValueError(f"it holds {shown(tuple(path))}, which is not here")
             self._refuse_odd(tuple(owner), name)
-            reader.read(written, where)
+            reader.read(written, tuple(path))
         for path in document["gone"]:
             if tuple(path[:-1]) not in self._holders:
                 raise ValueError(f"it speaks of {shown(tuple(path))}, which is not here")
@@ -208,12 +193,11 @@ class ExtraState:
             here, there = ("has", "holds none") if name in mine else ("has none", "holds some")
             raise ValueError(f"module {name or 'the model'} {here} extra state (get_extra_state), and it {there}")
         for name, written in document["modules"].items():
-            Reader(self._tensor_of(tensor)).read_alone(written, ("module", name, "get_extra_state()"))
+            Reader(tensor).read_alone(written, ("module", name, "get_extra_state()"))
 
     def _refuse_odd(self, owner: Path, name: str) -> None:
         """An attribute that would take the place of what a class does."""
-        held = self._holders[owner]
-        if name in held:
+        if name in self._holders[owner]:
             return
         kind: Any = None
         if owner[0] == "module":
@@ -240,10 +224,10 @@ class ExtraState:
     def load(self, document: Any, tensor: Callable[[str], Tensor], device: torch.device) -> None:
         buffers = dict(self._model.named_buffers())
         for name, written in document["buffers"]["own"].items():
-            value = Reader(self._tensor_of(tensor)).read_alone(written, ("module", name))
+            value = Reader(tensor).read_alone(written, ("module", name))
             if buffers[name].shape == value.shape:
                 buffers[name].copy_(value)
-        reader = Reader(self._tensor_of(tensor), self._find, self._start, device)
+        reader = Reader(tensor, self._find, self._start, device)
         for path in document["gone"]:
             self._holders[tuple(path[:-1])].pop(path[-1], None)
         for path, written in document["changed"]:
@@ -254,12 +238,8 @@ class ExtraState:
                 held[name] = value
         modules = dict(self._model.named_modules())
         for name, written in document["modules"].items():
-            value = Reader(self._tensor_of(tensor)).read_alone(written, ("module", name, "get_extra_state()"))
+            value = Reader(tensor).read_alone(written, ("module", name, "get_extra_state()"))
             modules[name].set_extra_state(value)
-
-    @staticmethod
-    def _tensor_of(tensor: Callable[[str], Tensor]) -> Callable[[Any], Tensor]:
-        return lambda where: tensor(where["at"])
 
     def _find(self, ref: list[str]) -> Any:
         kind, *name = ref
@@ -282,74 +262,53 @@ def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 # ---------------------------------------------------------------------- where it is looked for
 
 
-class _Only(MutableMapping[str, Any]):
-    """A dictionary, as far as its names are wanted."""
+class _Holder(MutableMapping[str, Any]):
+    """Names and values of something: iterates over those that are wanted, and reads and sets any. `now` has them all."""
 
-    def __init__(self, held: dict[str, Any], wants: Callable[[str], bool]) -> None:
-        self._held, self._wants = held, wants
+    def __init__(
+        self,
+        now: Callable[[], Mapping[str, Any]],
+        wants: Callable[[str, Any], bool],
+        put: Callable[[str, Any], object],
+        drop: Callable[[str], object],
+    ) -> None:
+        self._now, self._wants, self._put, self._drop = now, wants, put, drop
 
     def __getitem__(self, name: str) -> Any:
-        return self._held[name]
+        return self._now()[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._held[name] = value
+        self._put(name, value)
 
     def __delitem__(self, name: str) -> None:
-        del self._held[name]
+        self._drop(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([name for name in self._held if self._wants(name)])
+        return iter([name for name, value in self._now().items() if self._wants(name, value)])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-class _OfClass(_Only):
-    def __init__(self, kind: type) -> None:
-        super().__init__(dict(vars(kind)), lambda name: not name.startswith("__") and _is_data(vars(kind).get(name)))
-        self._kind = kind
-
-    def __iter__(self) -> Iterator[str]:
-        self._held = dict(vars(self._kind))
-        return super().__iter__()
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._kind, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        delattr(self._kind, name)
+def _of_dict(held: dict[str, Any], wants: Callable[[str, Any], bool]) -> _Holder:
+    return _Holder(lambda: held, wants, held.__setitem__, held.__delitem__)
 
 
-class _Variables(_Only):
-    """Of a file, those that functions read: what is there."""
-
-    def __init__(self, held: dict[str, Any], names: set[str]) -> None:
-        super().__init__(held, lambda name: name in names and _is_data(held[name]))
+def _of_class(kind: type) -> _Holder:
+    put, drop = functools.partial(setattr, kind), functools.partial(delattr, kind)
+    return _Holder(lambda: vars(kind), lambda name, value: not name.startswith("__") and _is_data(value), put, drop)
 
 
-class _Cells(MutableMapping[str, Any]):
+def _of_cells(cells: Mapping[str, types.CellType]) -> _Holder:
     """Variables around a function that it reads."""
 
-    def __init__(self, cells: Mapping[str, Any]) -> None:
-        self._cells = cells
+    def now() -> dict[str, Any]:
+        return {name: cell.cell_contents for name, cell in cells.items() if cell != types.CellType()}  # those that are set
 
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._cells[name].cell_contents
-        except ValueError:  # not set
-            raise KeyError(name) from None
+    def put(name: str, value: Any) -> None:
+        cells[name].cell_contents = value
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._cells[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._cells[name].cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([name for name in self._cells if name in self and _is_data(self[name])])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    return _Holder(now, lambda _name, value: _is_data(value), put, lambda name: delattr(cells[name], "cell_contents"))
 
 
 def _is_data(value: Any) -> bool:
@@ -361,13 +320,13 @@ def _holders(
     model: nn.Module, optimizer: Optimizer, loss: Callable[..., Any], libraries: frozenset[str]
 ) -> Iterator[tuple[Path, MutableMapping[str, Any]]]:
     for name, module in model.named_modules():
-        yield ("module", name), _Only(vars(module), lambda name: name not in NOT_OF_MODULES)
-    yield ("optimizer",), _Only(vars(optimizer), lambda name: name not in NOT_OF_OPTIMIZERS)
+        yield ("module", name), _of_dict(vars(module), lambda name, _value: name not in NOT_OF_MODULES)
+    yield ("optimizer",), _of_dict(vars(optimizer), lambda name, _value: name not in NOT_OF_OPTIMIZERS)
     kinds = dict.fromkeys(each for thing in (*model.modules(), optimizer) for each in type(thing).__mro__)
     functions: list[Any] = [loss]
     for kind in kinds:
         if not is_owned_by_library(kind, frozenset()):
-            yield ("class", f"{kind.__module__}.{kind.__qualname__}"), _OfClass(kind)
+            yield ("class", f"{kind.__module__}.{kind.__qualname__}"), _of_class(kind)
             functions += vars(kind).values()
     yield from _around(functions)
 
@@ -394,7 +353,7 @@ def _around(functions: list[Any]) -> Iterator[tuple[Path, MutableMapping[str, An
             where = f"{thing.__module__}.{thing.__qualname__} {next(numbers)}"
             yield ("function", where), vars(thing)
             cells = dict(zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True))
-            held = _Cells(cells)
+            held = _of_cells(cells)
             if cells:
                 yield ("variables of", where), held
             functions += [held[name] for name in cells if name in held]
@@ -406,7 +365,7 @@ def _around(functions: list[Any]) -> Iterator[tuple[Path, MutableMapping[str, An
             yield ("loss", f"{type(thing).__qualname__} {next(numbers)}"), {"self": thing}
             functions.append(type(thing).__call__)
     for module, (variables, names) in globals_of.items():
-        yield ("global", module), _Variables(variables, names)
+        yield ("global", module), _of_dict(variables, lambda name, value, read=names: name in read and _is_data(value))  # type: ignore[misc]
 
 
 def _kind_of(thing: Any) -> Any:

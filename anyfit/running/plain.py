@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from anyfit.kernels.bytes import crc32
 
 Path = tuple[str, ...]  # where something is: names of attributes, keys, positions
-INLINE_BYTES = 1024  # tensors up to this size are written into the JSON itself
 MOST_LEAVES = 1_000_000  # of one thing that is looked through
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 STATE_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -62,15 +61,50 @@ AROUND = ("class", "global", "variables of", "function", "loss")  # where librar
 
 
 class Weak(weakref.ref[Any]):
-    """In place of what was at a path, where it may go meanwhile."""
+    """Stands for a tensor that was at a path and may be freed."""
 
 
 class NotPlainError(TypeError):
     """Something that a checkpoint cannot hold."""
 
 
+def in_base64(data: Any) -> str:
+    return base64.b64encode(data).decode()
+
+
+from_base64 = functools.partial(base64.b64decode, validate=True)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
+
+
+# By tag, what cannot change in place: its class, how it is written, how it is read.
+IMMUTABLE: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "!decimal": (decimal.Decimal, str, decimal.Decimal),
+    "!fraction": (
+        fractions.Fraction,
+        lambda it: [it.numerator, it.denominator],
+        lambda found: fractions.Fraction(*map(int, found)),
+    ),
+    "!complex": (complex, lambda it: [it.real, it.imag], lambda found: complex(*map(float, found))),
+    "!bytes": (bytes, in_base64, from_base64),
+    "!range": (range, lambda it: [it.start, it.stop, it.step], lambda found: range(*map(int, found))),
+    "!dtype": (torch.dtype, name_of, dtype_of),
+    "!device": (torch.device, str, torch.device),
+    "!path": (pathlib.PurePath, str, pathlib.Path),
+}
+
+
 def is_owned_by_library(kind: type | types.FunctionType, libraries: frozenset[str]) -> bool:
-    """Whether it comes with an installed package other than these, and not with the user's own code."""
+    """Whether it is of an installed package other than these, and not of the user's own code."""
     name = getattr(kind, "__module__", None) or "builtins"
     root = name.partition(".")[0]
     if root in libraries:
@@ -119,7 +153,7 @@ class Writer:
         *,
         compares: bool = False,
     ) -> None:
-        self._ref, self._tensor, self._opaque = ref or {}, tensor or _inline, opaque or _refuse
+        self._ref, self._tensor, self._opaque = ref or {}, tensor or inline, opaque or _refuse
         self._start, self._compares, self._libraries = start, compares, libraries
         self.met: dict[Path, Any] = {}  # everything that can change in place, or cannot be written, by where it is
         self._first: dict[int, Path] = {}
@@ -166,29 +200,12 @@ class Writer:
             self._refuse_unless_there(value, path)
             return {"!enum": [class_name(type(value)), value.name]}
         if isinstance(value, np.generic) and not isinstance(value, np.void | np.object_):
-            return {"!scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
-        match value:
-            case decimal.Decimal():
-                return {"!decimal": str(value)}
-            case fractions.Fraction():
-                return {"!fraction": [value.numerator, value.denominator]}
-            case complex():
-                return {"!complex": [value.real, value.imag]}
-            case bytes():
-                return {"!bytes": base64.b64encode(value).decode()}
-            case frozenset():
-                return {"!frozenset": [self._write(item, (*path, "")) for item in sorted(value, key=repr)]}
-            case range():
-                return {"!range": [value.start, value.stop, value.step]}
-            case slice():
-                return {"!slice": [self._write(each, path) for each in (value.start, value.stop, value.step)]}
-            case torch.dtype():
-                return {"!dtype": str(value).removeprefix("torch.")}
-            case torch.device():
-                return {"!device": str(value)}
-            case pathlib.PurePath():
-                return {"!path": str(value)}
-        return None
+            return {"!scalar": [value.dtype.str, in_base64(value.tobytes())]}
+        if isinstance(value, frozenset):
+            return {"!frozenset": [self._write(item, (*path, "")) for item in sorted(value, key=repr)]}
+        if isinstance(value, slice):
+            return {"!slice": [self._write(each, path) for each in (value.start, value.stop, value.step)]}
+        return next(({tag: write(value)} for tag, (kind, write, _) in IMMUTABLE.items() if isinstance(value, kind)), None)
 
     def _refuse_unless_there(self, value: Any, path: Path) -> None:
         """What is made by code of the user's can be found where one of its kind was, and not be made."""
@@ -210,9 +227,9 @@ class Writer:
         if written is not None:
             return written
         if isinstance(value, bytearray):
-            return {"!bytearray": base64.b64encode(value).decode()}
+            return {"!bytearray": in_base64(value)}
         if type(value) is io.BytesIO:
-            return {"!bytesio": base64.b64encode(value.getvalue()).decode()}
+            return {"!bytesio": in_base64(value.getvalue())}
         if self._is_looked_into(value, path):
             if not self._compares and (self._start is None or type(self._start.get(path)) is not kind):
                 return self._mark_opaque(path, value)
@@ -250,13 +267,12 @@ class Writer:
         return path[0] in AROUND and name != "builtins" and is_owned_by_library(type(value), self._libraries)
 
     def _of_tensor(self, value: Tensor, path: Path) -> dict[str, Any]:
-        if value.layout != torch.strided or value.is_meta or type(value) not in (Tensor, nn.Parameter, nn.Buffer):
-            return self._mark_opaque(path, value)
-        if value.is_quantized or value.is_nested:
+        is_odd = value.layout != torch.strided or value.is_meta or type(value) not in (Tensor, nn.Parameter, nn.Buffer)
+        if is_odd or value.is_quantized or value.is_nested:
             return self._mark_opaque(path, value)
         if self._start is None and not value.dim() and not value.dtype.is_complex and not value.requires_grad and value.is_cpu:
-            return {"!number": [str(value.dtype).removeprefix("torch."), value.item()]}
-        about: dict[str, Any] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+            return {"!number": [name_of(value.dtype), value.item()]}
+        about: dict[str, Any] = {"dtype": name_of(value.dtype), "shape": list(value.shape)}
         if not value.is_contiguous() and torch.empty_like(value).stride() == value.stride():  # dense
             about["stride"] = list(value.stride())
         if value.requires_grad and value.is_leaf:
@@ -269,8 +285,7 @@ class Writer:
         kind = type(value)
         found: dict[str, Any]
         if isinstance(value, dict):
-            is_plain = kind is dict and all(type(key) is str and not key.startswith("!") for key in value)
-            if is_plain:
+            if kind is dict and all(type(key) is str and not key.startswith("!") for key in value):
                 return {key: self._write(item, (*path, key)) for key, item in value.items()}
             items = []
             for key, item in dict.items(value):
@@ -313,7 +328,7 @@ def is_iterator(value: Any) -> bool:
 
 def _of_generator(value: Any, write: Callable[[Any, Path], Any], path: Path) -> dict[str, Any] | None:
     if isinstance(value, torch.Generator):
-        return {"!torch.Generator": [str(value.device), base64.b64encode(value.get_state().numpy().tobytes()).decode()]}
+        return {"!torch.Generator": [str(value.device), in_base64(value.get_state().numpy().tobytes())]}
     if isinstance(value, np.random.Generator) and type(value.bit_generator).__name__ in BIT_GENERATORS:
         return {"!numpy.Generator": plain(value.bit_generator.state, OF_GENERATOR)}
     if isinstance(value, np.random.BitGenerator) and type(value).__name__ in BIT_GENERATORS:
@@ -334,8 +349,8 @@ def plain(value: Any, path: Path) -> Any:
     return Writer().write(value, path)
 
 
-def _inline(_path: Path, value: Tensor) -> Any:
-    return base64.b64encode(bytes_of(value).numpy().tobytes()).decode()
+def inline(_path: Path, value: Tensor) -> Any:
+    return in_base64(bytes_of(value).numpy().tobytes())
 
 
 def _refuse(path: Path, value: Any) -> Any:
@@ -361,16 +376,9 @@ def shown(path: Path) -> str:
     >>> shown(("module", "blocks.0", "counts", "7", ".mean")), shown(("optimizer", "calls")), shown(("scheduler", "gadget"))
     ('blocks.0.counts[7].mean', 'optimizer.calls', 'scheduler.gadget')
     """
-    if path[0] == "module":
-        first, *rest = path[1:]
-        text = first or "the model"
-        text = f"{text}.{rest.pop(0)}" if rest else text
-    elif path[0] in ("class", "global", "variables of"):
-        first, *rest = path[1:]
-        text = f"{first}.{rest.pop(0)}" if rest else first
-    else:
-        text, *rest = path
-        text = f"{text}.{rest.pop(0)}" if rest else text
+    text, *rest = path[1:] if path[0] in ("module", "class", "global", "variables of") else path
+    text = text or "the model"
+    text = f"{text}.{rest.pop(0)}" if rest else text
     return text + "".join(each if each.startswith(".") else f"[{each}]" for each in rest)
 
 

@@ -6,7 +6,6 @@ model's own (dropout) go on as if no batch had been drawn.
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
 import random
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .plain import plain
+from .plain import from_base64, in_base64, plain
 from .unplain import unplain
 
 MOST_OBJECTS = 10_000  # that are looked through for generators
@@ -46,10 +45,9 @@ class Randoms:
         return cls(torch.get_rng_state().numpy().tobytes(), cuda, random.getstate(), np.random.get_state(legacy=False))
 
     def to_json(self) -> dict[str, Any]:
-        cuda = None if self.cuda is None else base64.b64encode(self.cuda).decode()
         return {
-            "torch": base64.b64encode(self.torch).decode(),
-            "cuda": cuda,
+            "torch": in_base64(self.torch),
+            "cuda": None if self.cuda is None else in_base64(self.cuda),
             "python": plain(self.python, ("random state",)),
             "numpy": plain(self.numpy, ("random state of numpy",)),
         }
@@ -58,8 +56,8 @@ class Randoms:
     def from_json(cls, document: Any) -> Randoms:
         cuda = document["cuda"]
         found = cls(
-            base64.b64decode(document["torch"], validate=True),
-            None if cuda is None else base64.b64decode(cuda, validate=True),
+            from_base64(document["torch"]),
+            None if cuda is None else from_base64(cuda),
             unplain(document["python"]),
             None if document["numpy"] is None else unplain(document["numpy"]),
         )

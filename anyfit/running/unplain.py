@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import collections
-import decimal
-import fractions
 import io
 import itertools
 import json
 import math
-import pathlib
 import random
 import types
 from collections.abc import Callable, Mapping
@@ -20,7 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .plain import BIT_GENERATORS, CONTAINERS, FACTORIES, Path, Weak, class_name, fields_of, shown
+from .plain import (
+    BIT_GENERATORS,
+    CONTAINERS,
+    FACTORIES,
+    IMMUTABLE,
+    Path,
+    Weak,
+    class_name,
+    dtype_of,
+    fields_of,
+    from_base64,
+    shown,
+)
 
 
 class Reader:
@@ -34,7 +42,7 @@ class Reader:
 
     def __init__(
         self,
-        tensor: Callable[[Any], Tensor] | None = None,
+        tensor: Callable[[str], Tensor] | None = None,
         find: Callable[[list[str]], Any] | None = None,
         live: Mapping[Path, Any] | None = None,
         device: torch.device | None = None,
@@ -54,9 +62,8 @@ class Reader:
     def read(self, written: Any, path: Path) -> Any:
         if written is None or isinstance(written, bool | int | float | str):
             return written
-        is_new = False
-        if isinstance(written, dict) and len(written) == 1 and "!new" in written:
-            is_new, written = True, written["!new"]
+        is_new = isinstance(written, dict) and len(written) == 1 and "!new" in written
+        written = written["!new"] if is_new else written
         there = self._live.get(path)
         there = there() if isinstance(there, Weak) else there
         value = self._value(written, path, there, there if not is_new and self._touches else None)
@@ -81,7 +88,9 @@ class Reader:
             return there
         if tag == "!object":
             name, fields = found
-            return self._object(name, fields, path, there)
+            _refuse_other_class(there, name, path)
+            self._set_fields(there, fields, path)
+            return there
         if tag in ("!dict", "!list", "!set", "!tuple", "!enum"):
             return self._container(tag, written, path, there, home)
         if tag == "!tensor":
@@ -97,8 +106,10 @@ class Reader:
             return values
         if tag in _GENERATORS:
             return _GENERATORS[tag](found, home)
-        if tag in _IMMUTABLE:
-            return _IMMUTABLE[tag](found)
+        if tag in IMMUTABLE:
+            return IMMUTABLE[tag][2](found)
+        if tag in _READ:
+            return _READ[tag](found)
         if tag == "!frozenset":
             return frozenset(self.read(item, (*path, "")) for item in found)
         if tag == "!slice":
@@ -112,12 +123,6 @@ class Reader:
         if there is None:
             raise ValueError(f"{shown(path)} is spoken of, and is not there")
         return there() if isinstance(there, Weak) else there
-
-    def _object(self, name: str, fields: Mapping[str, Any], path: Path, there: Any) -> Any:
-        if there is None or class_name(type(there)) != name:
-            raise ValueError(f"{shown(path)} was a {name}, and here it is {type(there).__name__}")
-        self._set_fields(there, fields, path)
-        return there
 
     def _set_fields(self, there: Any, fields: Mapping[str, Any], path: Path) -> None:
         before = dict(fields_of(there))
@@ -135,8 +140,8 @@ class Reader:
         found, name = written[tag], written.get("class")
         if tag == "!enum":
             name, found = found
-        if name is not None and name.rpartition(".")[2] not in CONTAINERS and class_name(type(there)) != name:
-            raise ValueError(f"{shown(path)} was a {name}, and here it is {type(there).__name__}")
+        if name is not None and name.rpartition(".")[2] not in CONTAINERS:
+            _refuse_other_class(there, name, path)
         if tag == "!enum":
             return type(there)[found]
         if tag == "!dict":
@@ -168,10 +173,10 @@ class Reader:
 
     def _bytes(self, where: Any) -> Tensor:
         if isinstance(where, str):
-            return torch.frombuffer(bytearray(base64.b64decode(where, validate=True)) or bytearray(1), dtype=torch.uint8)
+            return torch.frombuffer(bytearray(from_base64(where)) or bytearray(1), dtype=torch.uint8)
         if self._tensor is None:
             raise ValueError(f"a tensor at {where}, where none can be")
-        return self._tensor(where)
+        return self._tensor(where["at"])
 
     @torch.no_grad()
     def _read_tensor(self, about: Mapping[str, Any], where: Any, home: Any) -> Tensor:
@@ -196,8 +201,13 @@ class Reader:
         return made.requires_grad_(bool(about.get("requires_grad")))
 
 
+def _refuse_other_class(there: Any, name: str, path: Path) -> None:
+    if class_name(type(there)) != name:
+        raise ValueError(f"{shown(path)} was a {name}, and here it is {type(there).__name__}")
+
+
 def _filled(home: Any, kind: type, items: Any) -> Any:
-    """What is there with other contents, or a new one."""
+    """`home` with these contents, or a new one of the kind."""
     if not isinstance(home, kind):
         return items if type(items) is kind else kind(items)
     there: Any = home
@@ -220,13 +230,6 @@ def _set(there: Any, field: str, value: Any) -> None:
         object.__setattr__(there, field, value)
 
 
-def dtype_of(name: Any) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
-    return found
-
-
 def _torch_generator(found: Any, home: Any) -> torch.Generator:
     device, state = found
     kind = str(device).partition(":")[0]
@@ -235,7 +238,7 @@ def _torch_generator(found: Any, home: Any) -> torch.Generator:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"a generator on {device}, and torch sees no GPU here")
     made = home if isinstance(home, torch.Generator) else torch.Generator(kind)
-    made.set_state(torch.frombuffer(bytearray(base64.b64decode(state, validate=True)), dtype=torch.uint8))
+    made.set_state(torch.frombuffer(bytearray(from_base64(state)), dtype=torch.uint8))
     return made
 
 
@@ -273,20 +276,12 @@ _GENERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "!numpy.RandomState": _numpy_state,
     "!random.Random": _python_generator,
 }
-_IMMUTABLE: dict[str, Callable[[Any], Any]] = {
+_READ: dict[str, Callable[[Any], Any]] = {
     "!number": lambda found: torch.tensor(found[1], dtype=dtype_of(found[0])),
-    "!complex": lambda found: complex(float(found[0]), float(found[1])),
-    "!decimal": lambda found: decimal.Decimal(found),
-    "!fraction": lambda found: fractions.Fraction(*(int(each) for each in found)),
-    "!bytes": lambda found: base64.b64decode(found, validate=True),
-    "!bytearray": lambda found: bytearray(base64.b64decode(found, validate=True)),
-    "!bytesio": lambda found: io.BytesIO(base64.b64decode(found, validate=True)),
-    "!scalar": lambda found: np.frombuffer(base64.b64decode(found[1], validate=True), np.dtype(found[0]))[0],
+    "!scalar": lambda found: np.frombuffer(from_base64(found[1]), np.dtype(found[0]))[0],
     "!size": lambda found: torch.Size([int(each) for each in found]),
-    "!range": lambda found: range(*(int(each) for each in found)),
-    "!dtype": dtype_of,
-    "!device": lambda found: torch.device(found),
-    "!path": lambda found: pathlib.Path(found),
+    "!bytearray": lambda found: bytearray(from_base64(found)),
+    "!bytesio": lambda found: io.BytesIO(from_base64(found)),
     "!count": lambda found: itertools.count(int(found[0]), int(found[1])),
 }
 
