@@ -32,7 +32,7 @@ from .probing.cache import cached, keep_correction
 from .probing.memory import gpus_before_use
 from .profiling import profile_of, traced
 from .running import launch as launching
-from .running.alike import facts_of
+from .running.agreement import facts_of
 from .running.checkpoint import latest
 from .running.engine import refuse_held
 from .running.host_memory import HostWatch

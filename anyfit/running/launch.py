@@ -4,22 +4,23 @@
 writes metrics, saves when it is time, and, when a signal asked for it (Ctrl-C, a cluster's preemption), saves and ends
 with that signal's status. A script run by plain `python` or torchrun has no launch, and nothing of this happens to it.
 
-Of several ranks each has a launch: all save, and all end where one was asked to, after the same step; rank 0 alone writes the
-folder's files, and says how it goes.
-
-A script may start several runs. Each has a place of its own: the first the folder itself, the second `run-2` in it, and so on by
-the order in which they start, so that each goes on from its own checkpoints when the script is started again with --resume.
+Each of several ranks has a launch. All save, and all end after the same step where one was told to stop; rank 0 alone writes the
+folder's files and reports. A script may start several runs: the first has the folder itself, the second `run-2` in it, and so on
+in the order of their starts, so that --resume finds each one's checkpoints.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import signal
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,6 @@ from anyfit.values.plan import Plan
 from anyfit.values.units import show_bytes, show_seconds
 
 from . import claim
-from .alarms import Alarms
 
 if TYPE_CHECKING:
     import torch
@@ -56,30 +56,25 @@ class Rank:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Rank:
         """Refuses what cannot be, naming the variable: a rank that does not exist would have the others wait for it."""
-        torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-        for names in (torchrun, slurm):
-            given = [name for name in names if name in environment]
-            if names is slurm and not ("SLURM_PROCID" in given and "SLURM_STEP_ID" in environment):
-                continue  # inside an allocation but not started by srun: one process
-            if given:
-                missing = [name for name in names if name not in environment]
-                if missing:
-                    raise ValueError(
-                        f"{given[0]}={environment[given[0]]} is set but {missing[0]} is not; set {', '.join(names)}, all of them "
-                        "or none: torchrun and srun set all"
-                    )
-                index, count, local = names
-                ranks = _whole_number(environment, count, 1)
-                on_node = ranks
-                if names is torchrun and "LOCAL_WORLD_SIZE" in environment:
-                    on_node = _whole_number(environment, "LOCAL_WORLD_SIZE", 1)
-                return cls(
-                    _whole_number(environment, index, 0, ranks - 1, f"of {count}={ranks}"),
-                    ranks,
-                    _whole_number(environment, local, 0, on_node - 1, f"of {on_node} on a node"),
-                )
-        return cls(0, 1, 0)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # torchrun's
+        on_node = "LOCAL_WORLD_SIZE"
+        if not any(name in environment for name in names):
+            if not ("SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment):
+                return cls(0, 1, 0)  # alone, or inside an allocation but not started by srun
+            names, on_node = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), ""
+        given, missing = [name for name in names if name in environment], [name for name in names if name not in environment]
+        if missing:
+            raise ValueError(
+                f"{given[0]}={environment[given[0]]} is set but {missing[0]} is not; set {', '.join(names)}, all of them "
+                "or none: torchrun and srun set all"
+            )
+        ranks = _whole_number(environment, names[1], 1)
+        local_ranks = _whole_number(environment, on_node, 1) if on_node in environment else ranks
+        return cls(
+            _whole_number(environment, names[0], 0, ranks - 1, f"of {names[1]}={ranks}"),
+            ranks,
+            _whole_number(environment, names[2], 0, local_ranks - 1, f"of {local_ranks} on a node"),
+        )
 
 
 def _whole_number(environment: Mapping[str, str], name: str, least: int, most: int | None = None, of: str = "") -> int:
@@ -104,9 +99,8 @@ def meeting_place(environment: Mapping[str, str] = os.environ) -> tuple[str, int
         step = {"SLURM_STEP_ID": "0", **environment}
         chosen = 101 * _whole_number(step, "SLURM_JOB_ID", 0) + _whole_number(step, "SLURM_STEP_ID", 0)
         return host or _lacking("MASTER_ADDR"), SLURM_PORTS[chosen % len(SLURM_PORTS)]
-    return host or _lacking("MASTER_ADDR"), _whole_number(
-        {"MASTER_PORT": port or _lacking("MASTER_PORT")}, "MASTER_PORT", 1, 65535
-    )
+    host, given = host or _lacking("MASTER_ADDR"), {"MASTER_PORT": port or _lacking("MASTER_PORT")}
+    return host, _whole_number(given, "MASTER_PORT", 1, 65535)
 
 
 def _lacking(name: str) -> str:
@@ -124,6 +118,33 @@ def first_node(nodes: str) -> str:
     """
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+
+
+WINDOW = 50  # steps that make up what is normal
+SPIKE = 6.0  # standard deviations above the window's mean that count as a spike …
+SPIKE_SHARE = 0.2  # … and at least this share above it, so that a flat curve does not cry wolf
+
+
+class Alarms:
+    """Watches the loss for spikes, NaN and skipped steps, each a line for the log."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._skipped = 0
+
+    def listen(self, step: int, loss: float, skipped: int) -> list[str]:
+        lines = []
+        if skipped > self._skipped:
+            lines.append(f"step {step}: left out, a gradient was not finite ({skipped} left out so far)")
+            self._skipped = skipped
+        if not math.isfinite(loss):
+            return [*lines, f"step {step}: the loss is {loss}"]
+        if len(self._losses) >= 10:
+            mean, deviation = statistics.fmean(self._losses), statistics.pstdev(self._losses)
+            if loss > mean + SPIKE * deviation and loss > mean + SPIKE_SHARE * abs(mean):
+                lines.append(f"step {step}: the loss jumped to {loss:.3f} from about {mean:.3f}")
+        self._losses.append(loss)
+        return lines
 
 
 @dataclass
@@ -160,7 +181,6 @@ class Launch:
         return self.first or self
 
     def for_next_run(self) -> Launch:
-        """Where the next run of the script has its place."""
         number = self._followed + 1
         if number == 1:
             return self
@@ -201,7 +221,6 @@ class Launch:
             whole.end_signals()
 
     def end_signals(self) -> None:
-        """They are handled as before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -268,10 +287,12 @@ class Launch:
         for each in [run, *(other for other in whole._open if other is not run)]:
             assert each.launch is not None
             if each.is_within_step:  # of a loop of the script's own
-                each.launch._tell(f"{name}: step {each.steps + 1} in {each.launch.folder} was under way, and is not saved")
-                continue
-            path = each.launch.save(each)
-            each.launch._tell(f"{name}: saved step {each.steps} in {path}; go on with: anyfit fit --resume {whole.folder}")
+                line = f"{name}: step {each.steps + 1} in {each.launch.folder} was under way, and is not saved"
+            else:
+                path = each.launch.save(each)
+                line = f"{name}: saved step {each.steps} in {path}; go on with: anyfit fit --resume {whole.folder}"
+            if self.is_first:
+                each.launch.say(line)
         for each in list(whole._open):
             each.close()
         if run.team is not None:
@@ -279,10 +300,6 @@ class Launch:
         claim.release_all()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-
-    def _tell(self, line: str) -> None:
-        if self.is_first:
-            self.say(line)
 
     @property
     def checkpoints(self) -> Path:
@@ -316,7 +333,7 @@ class Launch:
         return None
 
     def _truncate_metrics(self, steps: int) -> None:
-        """What was measured after the checkpoint is measured again."""
+        """Drops what was measured after the checkpoint: those steps are repeated."""
         file = self.folder / "metrics.jsonl"
         if not file.exists():
             return
@@ -389,7 +406,6 @@ def joined(hang_seconds: float) -> Team | None:
 
 
 def team() -> Team | None:
-    """Those that were met."""
     return _team
 
 
@@ -407,7 +423,7 @@ _team: Team | None = None
 
 
 def current() -> Launch | None:
-    """Of the run that is about to start."""
+    """The launch of the run that is about to start."""
     return _current and _current.for_next_run()
 
 

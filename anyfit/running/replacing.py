@@ -11,13 +11,12 @@ from torch import Tensor
 from anyfit.values.job import Batch
 from anyfit.values.plan import NoPlan, Plan
 
-from .counting import WATCHED_STEPS, Counting, shapes_of
 from .engine import Engine, Progress
 from .rehearsal import Rehearsal
 from .rescue import MOST_RESCUES, Before, Rescue, let_go, said_of_device
 from .saves import Saves
 from .shortage import Shortfall, is_about_memory, shortfall_of
-from .step import Step
+from .step import WATCHED_STEPS, Counting, Step, shapes_of
 
 
 class Replacing:

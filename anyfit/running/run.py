@@ -6,7 +6,7 @@ What a run does is done by objects with one job each, all at work on one engine:
     engine.py        the placed model, and how far it is     step.py          forward, backward and update
     agreement.py     what ranks exchange at a step's end     peers.py         what else ranks tell each other
     replacing.py     another plan when memory runs out       host_memory.py   the same, for host memory
-    counting.py      bytes that steps hold on a CPU device   saves.py         checkpoints
+    saves.py         checkpoints
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from anyfit.placing.timeline import Timeline
 from anyfit.values.job import Batch, Job
 from anyfit.values.plan import Plan
 
-from . import alike, checkpoint
+from . import checkpoint
 from .acts import Kind
-from .agreement import Agreement
-from .counting import Counting
+from .agreement import Agreement, facts_of_schedule
 from .engine import Engine, Phase, Progress, hold, release
 from .extra_state import ExtraState
 from .host_memory import HostMemory, HostWatch
@@ -48,13 +47,13 @@ from .rescue import Before, Rescue
 from .saves import Saves
 from .saving import Saving
 from .settings import Settings
-from .step import Step
+from .step import Counting, Step
 from .team import Team
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of the last step."""
+    """What the last step did. Numbers still on the device are fetched when somebody looks."""
 
     step: int  # steps done, skipped ones included
     loss: float
@@ -106,7 +105,7 @@ class Run:
         self._step = Step(engine, progress, self._peers, self._agreement, self._counting, self.scheduler)
         self._replacing = Replacing(engine, progress, self.saves, self._counting, rescue, rehearsal, before)
         if self.team is not None:
-            self.team.agree(alike.facts_of_schedule(self.scheduler))
+            self.team.agree(facts_of_schedule(self.scheduler))
             mine = weakref.ref(engine)
             self.team.acts.look = lambda: position_of(mine(), progress)
             self._at_exit = functools.partial(close_at_exit, self)
@@ -158,8 +157,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """The mean loss of a batch of any size in evaluation mode; nothing is learnt from it. Over several ranks, of all of their
-        batches together."""
+        """The mean loss of a batch of any size in evaluation mode; over several ranks, of all their batches together."""
         self._progress.check_open()
         self._peers.begin(Kind.EVALUATE)
         return self._agreement.mean_loss(batch)
@@ -177,8 +175,8 @@ class Run:
         """Full weights by original name, tied ones under each name, on the host: the fp32 masters; and the buffers."""
         self._progress.check_open()
         self._peers.begin(Kind.READ_WEIGHTS)
-        self._placed.settle()
-        return checkpoint.full_state_dict(self._placed)
+        self._engine.placed.settle()
+        return checkpoint.full_state_dict(self._engine.placed)
 
     @contextmanager
     def weights(self) -> Iterator[nn.Module]:
@@ -186,10 +184,10 @@ class Run:
         self._progress.check_open()
         self._peers.begin(Kind.OPEN_WEIGHTS)
         self.finish_saving()
-        with self._placed.residency.editing():
-            before = self._placed.state.snapshot()
+        with self._engine.placed.residency.editing():
+            before = self._engine.placed.state.snapshot()
             yield self.model
-            self._placed.state.adopt_edits(before)
+            self._engine.placed.state.adopt_edits(before)
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Writes a checkpoint: all of it or nothing; one that stood there is replaced only once the new one is whole.
@@ -203,8 +201,8 @@ class Run:
         self.saves.save(folder, wait=wait)
 
     def make_room_to_save(self) -> None:
-        """Memory for saves with wait=False is made ready beside the steps that follow, where the plan's host memory has room for
-        it; else the first such save does that, and steps wait. Best called after a step: optimizers make state in the first."""
+        """Takes host memory for saves with wait=False now, where the plan leaves room; else the first such save does, and steps
+        wait. Best called after a step: optimizers make state in the first."""
         self._progress.check_open()
         self.saves.make_room()
 
@@ -220,12 +218,10 @@ class Run:
 
     @property
     def plan(self) -> Plan:
-        """The one that it is trained by now."""
         return self._engine.plan
 
     @property
     def steps(self) -> int:
-        """Done, skipped ones included."""
         return self._progress.steps
 
     @property
@@ -234,7 +230,6 @@ class Run:
 
     @property
     def rescues(self) -> int:
-        """Times that memory ended and the run was planned anew."""
         return self._progress.rescues
 
     @property
@@ -249,12 +244,10 @@ class Run:
 
     @property
     def timeline(self) -> Timeline | None:
-        """What `record` gave."""
         return self._engine.timeline
 
     @property
     def launch(self) -> Launch | None:
-        """That of `anyfit fit`."""
         return self._progress.launch
 
     @launch.setter
@@ -280,10 +273,6 @@ class Run:
     def is_within_step(self) -> bool:
         """Whether a loop of one's own has begun a step that run.update() has not ended."""
         return self._step.is_under_way
-
-    @property
-    def _placed(self) -> Placed:
-        return self._engine.placed
 
     @property
     def metrics(self) -> Metrics:
@@ -314,8 +303,8 @@ class Run:
     # ------------------------------------------------------------------ the end
 
     def await_others(self) -> None:
-        """Of several ranks, one whose data has ended takes part in the steps that others still make: with nothing of its own, so
-        that they count the others' samples alone. Comes back when none has anything left to do."""
+        """A rank whose data has ended takes part in the steps that others still make, with no samples of its own. Comes back when
+        no rank has anything left to do."""
         if self.team is not None:
             self._progress.enter(Phase.END)
             self.team.acts.leave(lambda act: self._peers.take_part(act, self, self._engine, self._extra))
@@ -335,26 +324,25 @@ class Run:
         finally:
             self.saves.close()
             self._engine.unfreeze()
-            self._placed.close()
+            self._engine.placed.close()
             self._end()
 
     def give_up(self) -> None:
         """Lets go of a run that could not be started: no rank waits for another."""
         if self.team is None:
-            self._placed.close()
+            self._engine.placed.close()
         else:
-            self._placed.lanes.close.detach()
+            self._engine.placed.lanes.close.detach()
         self._end()
 
     def _part_from_others(self, error: BaseException) -> None:
-        """This rank has failed: the others are told, and not waited for."""
+        """This rank has failed: it tells the others, and does not wait for them."""
         assert self.team is not None
         self.team.ending.claims(error)
-        self._placed.lanes.close.detach()  # whose threads may wait for the others for long
+        self._engine.placed.lanes.close.detach()  # its threads may wait long for the others
         self._end()
 
     def _end(self) -> None:
-        """Nobody follows this run any more."""
         self._progress.is_closed = True
         release(self.model, self._hold)
         if self.team is not None:

@@ -39,10 +39,10 @@ from anyfit.kernels.pages import advise, in_huge_pages
 from anyfit.placing.stretches import Fetcher, Stretch
 from anyfit.placing.tiers import HostSlabs
 
+from .acts import Post
 from .boxes import Box, boxes_of, whole
 from .files import MANIFEST, Content, FileRecord, Image, Piece, joined, padded
 from .storage import Writer, results_of
-from .store import Post
 from .team import Team
 
 COPIERS = 8  # threads: one does not keep up with the memory

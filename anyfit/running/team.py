@@ -42,10 +42,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .acts import Acts
-from .ending import Ending
-from .heartbeat import Heartbeat
-from .store import POLL_SECONDS, LostRankError, Post, Store, ranks_in_words
+from .acts import POLL_SECONDS, Acts, LostRankError, Post, Store, ranks_in_words
+from .ending import Ending, Heartbeat
 
 MARGIN_SECONDS = 60.0  # a collective's own time limit is so much longer than the one that says what is waited for
 T = TypeVar("T")

@@ -16,8 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from anyfit.running.alarms import Alarms
-from anyfit.running.launch import SLURM_PORTS, Rank, first_node, meeting_place
+from anyfit.running.launch import SLURM_PORTS, Alarms, Rank, first_node, meeting_place
 from tests.conftest import FULL
 
 SMALL = ["--batch", "4", "--seq", "32", "--dtype", "fp32", "--save-every", "10"]
