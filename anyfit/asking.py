@@ -32,8 +32,16 @@ if TYPE_CHECKING:
     from .values.job import Job
     from .values.profile import Profile
 
-OF_THE_JOB = ("batch", "seq", "dtype", "optimizer")
-KEYS = ("device-memory", "host-memory", "machine", *OF_THE_JOB)
+# What `--what-if` may change, each with an example.
+CHANGES = {
+    "device-memory": "40GiB",
+    "host-memory": "256GiB",
+    "machine": "h200",
+    "batch": "16",
+    "seq": "2048",
+    "dtype": "bf16",
+    "optimizer": "sgd",
+}
 MACHINES_OFFERED = 2
 TIMES_SHORTER = (2, 4)
 
@@ -109,12 +117,6 @@ def nearest_changes(question: Question, traced: Traced, machine: Machine, profil
         yield from _other_machines(traced, machine, profile)
 
 
-def _verified(what: str, profile: Profile) -> Iterator[Change]:
-    change = change_to(what, profile)
-    if change is not None:
-        yield change
-
-
 def _lacks_device_alone(profile: Profile, verdict: NoPlan) -> bool:
     """Whether enough of the device is all it takes: shorter samples take less of nothing else."""
     larger = replace(profile, device_limit_bytes=profile.device_limit_bytes + verdict.shortfall_bytes)
@@ -139,8 +141,7 @@ def _shorter(question: Question, machine: Machine, profile: Profile) -> Iterator
 
 def _other_machines(traced: Traced, machine: Machine, profile: Profile) -> Iterator[Change]:
     """The smallest presets of the same kind that have more of something, and enough of all."""
-    found = 0
-    space = space_of(profile)
+    found, space = 0, space_of(profile)
     presets = [(name, Machine.load(name)) for name in Machine.presets()]
     for name, other in sorted(presets, key=lambda pair: (pair[1].device_limit_bytes, pair[1].host_limit_bytes)):
         limits = {"device_limit_bytes": other.device_limit_bytes, "host_limit_bytes": other.host_limit_bytes}
@@ -150,9 +151,10 @@ def _other_machines(traced: Traced, machine: Machine, profile: Profile) -> Itera
         like = replace(profile, **limits)  # type: ignore[arg-type]
         if not may_fit(like, space and space.with_limits_of(like)):
             continue
-        for change in _verified(f"--machine {name}", traced.profile(other)):
-            found += 1
+        change = change_to(f"--machine {name}", traced.profile(other))
+        if change is not None:
             yield change
+            found += 1
         if found == MACHINES_OFFERED:
             return
 
@@ -168,10 +170,10 @@ def parse_changes(given: list[str]) -> dict[str, tuple[str, str]]:
     changes: dict[str, tuple[str, str]] = {}
     for text in given:
         key, equals, value = (part.strip() for part in text.partition("="))
-        if key not in KEYS:
-            raise ValueError(f"--what-if {text}: unknown key {key!r}{nearest(key, KEYS)}")
+        if key not in CHANGES:
+            raise ValueError(f"--what-if {text}: unknown key {key!r}{nearest(key, CHANGES)}")
         if not equals or not value:
-            raise ValueError(f"--what-if {text}: write it like {key}={_EXAMPLES[key]}")
+            raise ValueError(f"--what-if {text}: write it like {key}={CHANGES[key]}")
         if text in changes:
             raise ValueError(f"--what-if {text} is given twice")
         if key in ("batch", "seq") and not (value.isascii() and value.isdigit() and int(value) > 0):
@@ -183,31 +185,18 @@ def parse_changes(given: list[str]) -> dict[str, tuple[str, str]]:
 
 
 def _parsed(option: str, parse: Callable[[str], int], text: str) -> int:
-    """An error names the option."""
     try:
         return parse(text)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
 
 
-_EXAMPLES = {
-    "device-memory": "40GiB",
-    "host-memory": "256GiB",
-    "machine": "h200",
-    "batch": "16",
-    "seq": "2048",
-    "dtype": "bf16",
-    "optimizer": "sgd",
-}
-
-
 def what_ifs(
     question: Question, traced: Traced, profile: Profile, changes: Mapping[str, tuple[str, str]]
 ) -> tuple[Outcome, dict[str, Outcome]]:
     """The plan as it is, or why there is none; and by change, what it makes of it."""
-    found = fastest(profile)
-    if found is not None:
-        found = settled(found)
+    fast = fastest(profile)
+    found = None if fast is None else settled(fast)
     made = shortfall(profile) if found is None else answered(found)
     return made, {text: what_if(question, traced, profile, found, key, value) for text, (key, value) in changes.items()}
 

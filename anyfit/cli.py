@@ -165,7 +165,6 @@ def _what_if(
     *,
     as_json: bool,
 ) -> None:
-    """The plan, where there is one, and beside it what each change makes of it."""
     from . import asking
     from .showing.terminal import show_beside, show_plan
     from .values.plan import NoPlan

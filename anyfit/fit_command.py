@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import fitting
+
+if TYPE_CHECKING:
+    from .running.launch import Launch
 
 KEEP = 2  # checkpoints
 
@@ -56,13 +60,10 @@ class Fit:
         options = None if self.script is not None else self._demo_options()
         if self._count > 1:
             fitting.fit_in_ranks(self._count, self.restarts or 0, fitting.run_folder(self.resume, self.folder, None))
-        elif options is None:
-            self._fit_script()
-        else:
-            at, is_resumed = fitting.run_folder(self.resume, self.folder, self._team), self.resume is not None
-            fitting.fit_demo(
-                options, at, self.plan, self._team, resume=is_resumed, log_every=self.log_every, timeline=self.timeline
-            )
+        elif options is not None:
+            fitting.fit_demo(options, self._launch(options), self.log_every)
+        elif self.script is not None:
+            fitting.fit_script(self.script, self.arguments or [], self._launch(self), self.log_every)
 
     @property
     def _of_demo(self) -> dict[str, object]:
@@ -82,24 +83,22 @@ class Fit:
         if given or self.deterministic:
             raise ValueError(f"a resumed run keeps its options; leave {given[0] if given else '--deterministic'} out")
 
-    def _fit_script(self) -> None:
+    def _launch(self, told: Fit | fitting.DemoOptions) -> Launch:
         from .running.launch import Launch
 
-        assert self.script is not None
-        launch = Launch(
+        return Launch(
             folder=fitting.run_folder(self.resume, self.folder, self._team),
             resume=self.resume is not None,
-            save_every=self.save_every or 0,
-            keep=self.keep or KEEP,
-            keep_every=self.keep_every or 0,
-            limits={"device_memory": self.device_memory, "host_memory": self.host_memory},
+            save_every=told.save_every or 0,
+            keep=told.keep or KEEP,
+            keep_every=told.keep_every or 0,
+            limits={"device_memory": told.device_memory, "host_memory": told.host_memory},
             plan=self.plan,
-            deterministic=self.deterministic,
+            deterministic=told.deterministic,
             timeline=self.timeline,
             hang_seconds=self.hang_seconds,
             rank=0 if self._team is None else self._team.index,
         )
-        fitting.fit_script(self.script, self.arguments or [], launch, self.log_every)
 
     def _demo_options(self) -> fitting.DemoOptions:
         from . import demo

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
@@ -217,51 +217,23 @@ def _end_like(status: int) -> None:
 # ---------------------------------------------------------------------- training
 
 
-def fit_demo(
-    options: DemoOptions,
-    folder: Path,
-    plan: Path | None,
-    team: Team | None = None,
-    *,
-    resume: bool,
-    log_every: int,
-    timeline: Path | None = None,
-) -> None:
+def fit_demo(options: DemoOptions, launch: Launch, log_every: int) -> None:
     from . import demo, start
-    from .running.launch import Launch, launched
+    from .running.launch import launched
 
-    rank = 0 if team is None else team.index
-    if rank == 0:
-        write_atomically(folder / "run.json", json.dumps(asdict(options), indent=1).encode())
-    console = Console(quiet=rank > 0)
-    limits = {"device_memory": options.device_memory, "host_memory": options.host_memory}
+    if launch.is_first:
+        write_atomically(launch.folder / "run.json", json.dumps(asdict(options), indent=1).encode())
+    console = Console(quiet=not launch.is_first)
     job = demo.job(
-        batch_size=options.batch_size,
-        length=options.length,
-        steps=options.steps,
-        precision=options.precision,
-        seed=options.seed,
-    )
-    launch = Launch(
-        folder=folder,
-        resume=resume,
-        save_every=options.save_every,
-        keep=options.keep,
-        keep_every=options.keep_every,
-        limits=limits,
-        plan=plan,
-        deterministic=options.deterministic,
-        timeline=timeline,
-        hang_seconds=None if team is None else team.heartbeat.hang_seconds,
-        rank=rank,
+        batch_size=options.batch_size, length=options.length, steps=options.steps, precision=options.precision, seed=options.seed
     )
     with launched(launch):
         with _watcher(console, log_every) as watcher:
             run = start(job)
-            report = Report(run, watcher, options.steps, timeline)
+            report = Report(run, watcher, options.steps, launch.timeline)
             launch.say, launch.on_step = watcher.say, report.step
             show_plan(run.plan, console)
-            if resume:
+            if launch.resume:
                 watcher.say(f"going on from step {run.steps}")
             dataset = demo.SourceCode(options.length)
             epochs = -(-options.steps * options.batch_size // len(dataset))
@@ -277,7 +249,6 @@ def fit_demo(
 
 
 def resumed_options(folder: Path) -> DemoOptions:
-    """What a run folder says the demo was told."""
     file = folder / "run.json"
     if not file.exists():
         raise FileNotFoundError(f"no run to resume in {folder}: it has no run.json")
@@ -285,9 +256,7 @@ def resumed_options(folder: Path) -> DemoOptions:
         document = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file}: not JSON ({error}); start anew with another --folder") from None
-    options = decode(DemoOptions, document, str(file))
-    assert isinstance(options, DemoOptions)
-    return options
+    return cast(DemoOptions, decode(DemoOptions, document, str(file)))
 
 
 def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every: int) -> None:
@@ -305,9 +274,7 @@ def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every
                 def step(run: Run, alarms: list[str]) -> None:
                     if id(run) not in reports:
                         show_plan(run.plan, console)
-                        reports[id(run)] = Report(
-                            run, watcher, None, launch.timeline if run.launch is None else run.launch.timeline
-                        )
+                        reports[id(run)] = Report(run, watcher, None, (run.launch or launch).timeline)
                     reports[id(run)].step(run, alarms)
 
                 launch.say, launch.on_step = watcher.say, step
@@ -353,7 +320,6 @@ class Report:
             self.write_timeline()  # as soon as it is there: nobody may wait for the end
 
     def write_timeline(self) -> None:
-        """The trace file, and its picture beside it."""
         recorder, file = self.run.timeline, self._timeline
         if file is None or recorder is None or self.recorded is not None:
             return
@@ -368,8 +334,7 @@ class Report:
     @property
     def step_seconds(self) -> float:
         """The median of the steps that were not watched for memory."""
-        usual = list(self.seconds)[3:] or list(self.seconds)
-        return statistics.median(usual)
+        return statistics.median(list(self.seconds)[3:] or self.seconds)
 
 
 def finish(run: Run, launch: Launch, report: Report | None, console: Console) -> None:

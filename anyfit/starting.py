@@ -256,7 +256,6 @@ def machine_of_rank(machine: Machine, places: Sequence[str], rank: int) -> Machi
 
 
 def ranks_of_node(places: Sequence[str], rank: int) -> int:
-    """How many ranks are on this one's node."""
     node = places[rank].partition(" ")[0]
     return sum(place.partition(" ")[0] == node for place in places)
 
@@ -299,7 +298,6 @@ def _loaded(plan: Plan | str | Path | None) -> Plan | None:
 
 
 def _facts(job: Job, plan: Plan, resume: str | Path | None) -> dict[str, str]:
-    """What all ranks must have alike before they build the model."""
     from . import __version__
 
     digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()[:16]

@@ -41,7 +41,7 @@ class Store:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """For other ranks, outside of collectives: says so to whoever asks."""
+        """Tells whoever asks what this rank waits for, outside collectives."""
         self.waits = what
         try:
             yield
@@ -100,8 +100,6 @@ KEPT_ACTS = 64
 
 
 class Kind(Enum):
-    """Of an act, in the words that people read."""
-
     STEP = "make step"
     EVALUATE = "evaluate"
     READ_WEIGHTS = "read the weights"
@@ -129,8 +127,6 @@ class Act:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is: for people."""
-
     doing: str  # such as "in the forward of step 12"
     waits: Mapping[str, str]  # by kind of collective, the one that is waited for
 
@@ -149,7 +145,7 @@ class Acts:
         self._is_leaving = False
 
     def begin(self, act: Act) -> None:
-        """To be said before a collective act. Raises where another rank has begun another."""
+        """Enters an act before it begins. Raises where another rank has entered another."""
         if self.erred is not None:
             self._go_on_together(self.erred)
         store = self._store
@@ -165,7 +161,7 @@ class Acts:
             store.raw.delete_key(f"act/{self.count - KEPT_ACTS - 1}")
 
     def end_with(self, error: BaseException, asked: int) -> None:
-        """An error has ended the act here. `asked`: a number for what this rank asked of the others in it."""
+        """An error ended the act on this rank. `asked` numbers what it had asked of the others in it."""
         act, raw = self.count - 1, self._store.raw
         if self.erred is not None or act < 0:
             return
@@ -177,7 +173,7 @@ class Acts:
             raw.set("erred", word)
 
     def _go_on_together(self, act: int) -> None:
-        """Comes back where all ranks have failed in this act, at the same place."""
+        """Returns once all ranks have failed in this act, at the same place."""
         raw = self._store.raw
         keys = [f"erred/{act}/{index}" for index in range(self._store.count)]
         self._store.wait_until(lambda: raw.check(keys), f"the others, which did not fail as it did when about to {self._last}")
@@ -218,6 +214,6 @@ class Acts:
                 raw.set(key, "")  # all have left: what is begun from here on is begun by all
 
     def _is_last(self, keys: Sequence[str]) -> bool:
-        """Whether all have taken part in as much: those that lack something will see it."""
+        """Whether all have taken part in as many acts: a rank that lacks one will see it."""
         raw = self._store.raw
         return raw.check(list(keys)) and {int(raw.get(key)) for key in keys} == {self.count}

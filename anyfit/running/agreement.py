@@ -51,7 +51,7 @@ class Agreement:
         self.signal = 0  # that some rank was sent, as all know after the step
 
     def reach(self, loss: Tensor | None, weight: Tensor | None, rows: int) -> Agreed:
-        """`loss` and `weight` are this rank's sums, of so many samples. Tells ranks that went different ways."""
+        """`loss` and `weight` are this rank's sums over `rows` samples. Raises where ranks went different ways."""
         engine, ranks, is_mute = self._engine, self._engine.ranks, self._peers.is_mute
         gradients = engine.placed.gradients
         nothing = torch.zeros((), device=engine.device)
@@ -91,7 +91,6 @@ class Agreement:
         return Agreed((squares.sum().sqrt() * scale).to(torch.float32), scale, (losses.sum() * scale).to(torch.float32))
 
     def mean_loss(self, batch: Batch) -> Tensor:
-        """Of a batch of any size in evaluation mode; over several ranks, of all of their batches together."""
         engine = self._engine
         modes = [(module, module.training) for module in engine.model.modules()]
         engine.model.eval()
@@ -148,7 +147,6 @@ def settings_of(optimizer: Optimizer) -> dict[str, str]:
 
 
 def data_of(loader: Loader | None, is_weighted: bool) -> dict[str, str]:
-    """Where a rank is in its data, and of what kind its loss is."""
     return {"kind of loss": "(sum, weight)" if is_weighted else "a mean"} | ({} if loader is None else loader.facts)
 
 
@@ -169,7 +167,7 @@ def _settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def difference(everybody: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
-    """The first fact that a rank has otherwise than the first of them, in words."""
+    """The first fact in which a rank differs from the first of them, in words."""
     first = everybody[0]
     for rank, theirs in zip(ranks, everybody, strict=True):
         for name in (*first, *theirs):
@@ -234,7 +232,7 @@ def _code(function: Any, depth: int) -> object:
 
 
 def _bytes(code: types.CodeType) -> object:
-    """What runs; neither files nor lines, which may lie elsewhere on another node."""
+    """What runs, without files and line numbers, which differ between nodes."""
     constants = [
         _bytes(each)
         if isinstance(each, types.CodeType)

@@ -92,7 +92,6 @@ def _refuse_others(job: Job, plan: Plan) -> None:
 
 
 def _recorded_shares(run: Run, job: Job) -> dict[str, float]:
-    """By part of a forecast's split, its share of a step, over a few that are recorded."""
     recorder = run.record()
     while not recorder.is_done:
         run.step(job.sample)

@@ -34,8 +34,6 @@ _over = threading.Event()
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that a folder is claimed for."""
-
     pid: int
     started: float | None
     host: str
@@ -58,7 +56,6 @@ class Holder:
 
     @property
     def is_of_this(self) -> bool:
-        """Whether it is this process, or one that started it."""
         mine = psutil.Process()
         return not self.is_elsewhere and self.pid in [mine.pid, *(parent.pid for parent in mine.parents())]
 
@@ -101,7 +98,6 @@ def _took(file: Path, folder: Path, say: Callable[[str], None]) -> bool:
 
 
 def release_all() -> None:
-    """Gives up what this process has claimed."""
     for file, pid in list(_held.items()):
         if pid != os.getpid():
             continue
@@ -125,7 +121,7 @@ def _touch() -> None:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[int]:
-    """The file, there from now on, and no other process between reading and writing it."""
+    """The file, locked: no other process reads or writes it meanwhile."""
     while True:
         found = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:

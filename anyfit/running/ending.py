@@ -102,7 +102,7 @@ class Ending:
         return status
 
     def _shown_of(self, error: BaseException) -> BaseException | None:
-        """What is to be shown of it here, if anything. The first to fail shows it."""
+        """What this rank shows of it, if anything. The first to fail shows it."""
         raw, index = self._store.raw, self._store.index
         if getattr(error, "anyfit_rank", index) != index or not self.claims(error):
             return None
@@ -113,7 +113,7 @@ class Ending:
         return shown
 
     def _of_lost(self, error: BaseException) -> str:
-        """Of a collective that failed because nobody is at its other end."""
+        """Of a collective that failed because a rank is gone."""
         position = self._acts.look()
         gone = self._without_beats()
         who = ranks_in_words(gone) if gone else "another rank"
@@ -135,12 +135,11 @@ class Ending:
         return [index for index in ranks if index != self._store.index and before[index] == after[index]]
 
     def hook(self, _kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
-        """What Python does with an error that nobody caught."""
         self.end(self.show(error, lambda _: (None, 1)))
 
 
 def _is_soon(is_so: Callable[[], bool], seconds: float) -> bool:
-    """Waits so long for it at most; whether it is so."""
+    """Whether it becomes so within these seconds."""
     until = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() >= until:
@@ -176,7 +175,7 @@ class Heartbeat:
         threading.Thread(target=_beat, args=arguments, name="anyfit ranks", daemon=True).start()
 
     def beat(self) -> None:
-        """Tells where this rank is, and looks whether it should be anywhere at all."""
+        """Tells where this rank is, and ends it where it waits in vain."""
         position = self._acts.look()
         if self._store.waits:
             position = Position(position.doing, {**position.waits, "": self._store.waits})
@@ -202,7 +201,7 @@ class Heartbeat:
                 )
 
     def _heed_error_of_another(self, position: Position) -> None:
-        """One that caught an error of its own does not come to what this rank waits for."""
+        """A rank that caught its own error does not come to what this rank waits for."""
         if not self._raw.check(["erred"]):
             return
         word, acts = json.loads(self._raw.get("erred")), self._acts
@@ -214,7 +213,7 @@ class Heartbeat:
         )
 
     def _hear(self) -> None:
-        """Of a failure: this process ends by itself, or is ended."""
+        """Another rank failed: this process ends by itself, or is ended."""
         failed = json.loads(self._raw.get("failed"))
         if failed["rank"] == self.index:
             self.ending.stop.set()
@@ -250,8 +249,6 @@ class Heartbeat:
 
 
 class Watch:
-    """What the beating thread has seen so far."""
-
     def __init__(self) -> None:
         self._since: dict[tuple[str, str, int], float] = {}
         self._seen: dict[int, tuple[bytes, float]] = {}  # by rank, its last beat and when it came

@@ -58,8 +58,6 @@ class Doing:
 
 @dataclass(eq=False)
 class Progress:
-    """Of one run, on this rank."""
-
     rank: int
     steps: int = 0  # done, skipped ones included
     skipped: int = 0

@@ -42,8 +42,6 @@ BESIDE = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that can be read."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]

@@ -123,7 +123,6 @@ class ExtraState:
                 yield shown(path)
 
     def _of_modules(self, tensor: Callable[[Path, Tensor], Any]) -> dict[str, Any]:
-        """What modules give away by `get_extra_state`."""
         found = {}
         for name, module in _with_extra_state(self._model):
             value = module.get_extra_state()

@@ -54,8 +54,6 @@ MOST_ITEM_BYTES = max(dtype.itemsize for dtype in DTYPES)
 
 @dataclass(frozen=True)
 class Entry:
-    """A box of a tensor in a file."""
-
     tensor: str
     dtype: torch.dtype
     box: Box
@@ -73,8 +71,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of a file."""
-
     bytes: int
     blocks: tuple[int, ...]  # CRC-32 of each
 
@@ -94,7 +90,6 @@ def data_file(rank: int) -> str:
 
 
 def header_of(entries: Sequence[Entry]) -> dict[str, Any]:
-    """What a safetensors file begins with."""
     found: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for each in entries:
         offsets = [each.start, each.start + each.bytes]
@@ -112,8 +107,6 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor that is there."""
-
     tensor: Tensor
 
     def read(self, start: int, end: int, out: Tensor, _by: Fetcher) -> None:
@@ -160,7 +153,6 @@ class Content:
         return self.pieces[-1].end
 
     def between(self, start: int, end: int) -> Sequence[Piece]:
-        """What some of its bytes come from."""
         return self.pieces[bisect.bisect_right(self._starts, start) - 1 : bisect.bisect_left(self._starts, end)]
 
 
@@ -191,7 +183,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def padded(size: int) -> int:
-    """To what writes past the page cache can end at."""
+    """Up to a multiple of DIRECT_BYTES."""
     return -(-size // DIRECT_BYTES) * DIRECT_BYTES
 
 
@@ -214,7 +206,6 @@ class BlockFile:
         self._failed: BaseException | None = None
 
     def write(self, threads: int) -> FileRecord:
-        """All of it, on the disk."""
         if self._direct is not None:  # as long as it will be: writes that lengthen a file wait for each other
             os.ftruncate(self._file, padded(self._content.bytes))
         # Not a pool of concurrent.futures: those take no work any more while Python waits, at its end, for a save under way.

@@ -273,7 +273,7 @@ class Launch:
         return path
 
     def _tell_of(self, saving: Saving | None) -> None:
-        """Of a regular save, once it is whole."""
+        """Reports a regular save, once it is whole."""
         if saving is None or saving is self._told or not saving.is_done or saving.has_failed:
             return
         before, self._told = self._told, saving

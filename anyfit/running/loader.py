@@ -2,8 +2,7 @@
 
 An epoch's order is a permutation drawn from (seed, epoch). Epochs follow each other without a seam, so that only what makes no
 whole batch at the very end is left out. Each of several ranks gets its share of every batch, so that together they see what one
-would. The position is the number of batches handed out; a batch that was
-prefetched but not handed out does not count.
+would. The position is the number of batches that the user has; one that was prefetched does not count.
 
 A batch's random numbers (augmentations, masking in collate_fn) are drawn from (seed, rank, position), whichever process makes it:
 so they are the same after a resume and for any number of workers, and different on every rank.
@@ -36,8 +35,6 @@ DECIDED = {  # options of DataLoader that are not taken, and why
 
 @runtime_checkable
 class Sized(Protocol):
-    """A map-style dataset."""
-
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 

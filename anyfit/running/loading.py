@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, Rec
 
 
 def load(folder: Path, placed: Placed, settings: Settings, extra: ExtraState, team: Team | None = None) -> dict[str, Any]:
-    """Puts a checkpoint's state into the placed model; returns its progress. Random numbers are those of before where as many
-    ranks go on as had saved it."""
+    """Puts a checkpoint's state into the placed model, and random states where as many ranks go on; returns its progress."""
     ranks = placed.ranks
     opened, progress, others, randoms = _checked(folder, placed, settings, extra, team)
     placed.residency.drop_all()
@@ -73,8 +73,7 @@ def load(folder: Path, placed: Placed, settings: Settings, extra: ExtraState, te
 def _checked(
     folder: Path, placed: Placed, settings: Settings, extra: ExtraState, team: Team | None
 ) -> tuple[Opened, dict[str, Any], list[Any], list[Randoms]]:
-    """A checkpoint that is whole, and of this model. Of several ranks each reads its share of the checksums, and all hear of
-    what one has found."""
+    """A checkpoint that is whole and of this model. Each rank reads its share of the checksums, and all hear what one finds."""
     ranks = placed.ranks
     try:
         opened = Opened(folder)
@@ -93,8 +92,7 @@ def _checked(
 
 
 def _refuse_not_finite(opened: Opened, placed: Placed) -> None:
-    """Trained weights and what the optimizer keeps of them, each rank its share: no NaN, nothing infinite that was not at the
-    start."""
+    """Refuses NaN in trained weights and optimizer state, and infinite weights that were not so here; each rank its share."""
     trained = placed.updates.names
     wanted = [(name, None) for name in opened.weights if name in trained]
     wanted += [(name.rpartition("/")[0], name.rpartition("/")[2]) for name in opened.optimizer]
@@ -129,7 +127,7 @@ class _Target:
 
 
 class _Loading(DefaultLoadPlanner):
-    """Sets stretches box by box: each is put together from what is stored, and goes to its place when all of it is there."""
+    """Sets stretches box by box: a box is put together from what is stored, and written when all of it is there."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -168,19 +166,15 @@ def _compared(
     opened.document(PLAN)  # JSON as well; what it says is for people, and may be of another version
     document, is_former = opened.document(PROGRESS), opened.version == FORMER_VERSION
     if is_former:
-        try:
+        with _reading(folder / PROGRESS):
             document = upgraded(document, settings.to_json())
             others = [nothing_else() for _ in document["random"]]
-        except _MALFORMED as error:
-            raise ValueError(f"{folder / PROGRESS} is not a checkpoint's ({error!r}); {WAY_OUT}") from None
     else:
         others = opened.document(EXTRA)
-    try:
+    with _reading(folder / EXTRA):
         buffers = others[0]["buffers"]
         shapes = {name: tuple(shape) for name, shape in buffers["changed"].items() if shape is not None}
         made, gone = {name for name, shape in buffers["changed"].items() if shape is None}, {*buffers["gone"]}
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{folder / EXTRA} is not a checkpoint's ({error!r}); {WAY_OUT}") from None
     wanted: dict[str, Tensor | nn.Parameter] = dict(placed.model.named_parameters()) | dict(placed.model.named_buffers())
     for name, tensor in wanted.items():
         if name in gone:
@@ -193,7 +187,7 @@ def _compared(
     odd = sorted(set(weights) - set(wanted) - made)
     if odd:
         raise ValueError(f"{folder} is of another model: it holds {odd[0]!r}, which this one has not")
-    try:
+    with _reading(folder / PROGRESS):
         scalars = document["optimizer_scalars"] = {
             name: {key: unplain(each) for key, each in entries.items()} for name, entries in document["optimizer_scalars"].items()
         }
@@ -205,29 +199,31 @@ def _compared(
         if not all(type(each) is int and each >= 0 for each in counts):
             raise ValueError(f"steps and positions {counts}")
         names = {name.rpartition("/")[0] for name in opened.optimizer} | {*scalars}
-    except _MALFORMED as error:
-        raise ValueError(f"{folder / PROGRESS} is not a checkpoint's ({error!r}); {WAY_OUT}") from None
-    _named(folder, PROGRESS, lambda: settings.check(document))
+    with _reading(folder / PROGRESS, compares=True):
+        settings.check(document)
     for name in sorted(names):
         if name not in placed.updates.names:
             raise ValueError(f"{folder} holds optimizer state of {name!r}, which is not trained here")
-    _named(folder, PROGRESS, lambda: refuse_insane_scalars(scalars))
-    _named(folder, PROGRESS, lambda: settings.position(document))
+    with _reading(folder / PROGRESS, compares=True):
+        refuse_insane_scalars(scalars)
+        settings.position(document)
     if len(others) != len(randoms):
         raise ValueError(f"{folder / EXTRA} is of {len(others)} ranks, and {PROGRESS} of {len(randoms)}; {WAY_OUT}")
     if not is_former:  # which keeps nothing of it
-        _named(folder, EXTRA, lambda: extra.check(others[placed.ranks.index % len(others)], opened.read))
+        with _reading(folder / EXTRA, compares=True):
+            extra.check(others[placed.ranks.index % len(others)], opened.read)
     return document, others, randoms
 
 
-def _named(folder: Path, file: str, check: Callable[[], object]) -> None:
-    """An error with the checkpoint it is of; one that is not about its contents tells that the file is damaged."""
+@contextmanager
+def _reading(file: Path, *, compares: bool = False) -> Iterator[None]:
+    """What goes wrong inside names the file as damaged; where it is compared with the run, a ValueError is the difference."""
     try:
-        check()
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+        yield
     except _MALFORMED as error:
-        raise ValueError(f"{folder / file} is not a checkpoint's ({error!r}); {WAY_OUT}") from None
+        if compares and isinstance(error, ValueError):
+            raise ValueError(f"{file.parent}: {error}") from None
+        raise ValueError(f"{file} is not a checkpoint's ({error!r}); {WAY_OUT}") from None
 
 
 # ---------------------------------------------------------------------- checkpoints of version 2, as this version reads its own
@@ -240,7 +236,6 @@ FORMER_HOLDS = (
 
 
 def nothing_else() -> dict[str, Any]:
-    """Of one rank, that nothing besides has changed."""
     return {"changed": [], "gone": [], "lost": {}, "modules": {}, "buffers": {"changed": {}, "gone": [], "own": {}}}
 
 

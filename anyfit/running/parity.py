@@ -47,8 +47,6 @@ ROWS = 2  # samples of a micro-batch: batch norms refuse a single one
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What is compared."""
-
     job: Job
     plan: Plan
     model: nn.Module
@@ -292,7 +290,6 @@ def _nudged(model: nn.Module) -> nn.Module:
 def _plain_steps(
     job: Job, model: nn.Module, sizes: list[int], batch: Batch, device: torch.device
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses, and the weights after the last step."""
     model.to(device)
     dtypes = job.dtypes(model)
     optimizer, _ = job.build_optimizer(model)

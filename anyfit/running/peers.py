@@ -28,7 +28,6 @@ class Peers:
         self.is_mute = False  # takes part in a step of the others, with nothing of its own
 
     def begin(self, kind: Kind, which: object = "") -> None:
-        """All ranks do this now."""
         if self.team is not None:
             self.team.acts.begin(Act(kind, str(which)))
 
@@ -43,7 +42,7 @@ class Peers:
             raise
 
     def take_part(self, act: Act, run: Run, engine: Engine, extra: ExtraState) -> None:
-        """Does with the others what they have begun and this rank would not have, with nothing of its own."""
+        """Takes part in an act that the others have begun, with no data of its own."""
         job, model = engine.job, engine.model
         before = Before(model, job.loss, engine.device, extra)
         before.note_all()

@@ -32,7 +32,7 @@ _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdli
 
 @dataclass(frozen=True)
 class Randoms:
-    """Their states."""
+    """The states of a process's generators: torch's, the GPU's, Python's and numpy's."""
 
     torch: bytes
     cuda: bytes | None
@@ -101,7 +101,7 @@ def _number(key: str, whose: str, size: int) -> int:
 
 
 def _saved(generator: Any) -> Callable[[], object]:
-    """What puts its state back."""
+    """A function that restores its state."""
     if isinstance(generator, torch.Generator):
         return functools.partial(generator.set_state, generator.get_state())
     if isinstance(generator, random.Random):

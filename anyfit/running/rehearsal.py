@@ -37,14 +37,12 @@ MOST_HOOKED = 2**24  # elements of a parameter whose hooks are tried
 
 @dataclass(frozen=True)
 class Findings:
-    """What a plan may do to this model."""
-
     loss: LossRule
     kept: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be recomputed, and why
     not_selective: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be recomputed in part
 
     def against(self, plan: Plan) -> str | None:
-        """What speaks against the plan."""
+        """Why the plan would change the result; None where it does not."""
         if plan.cuts and not self.loss.may_be_cut:
             return f"the plan cuts the batch, and {self.loss.why}"
         for name, choice in plan.stages[0].activations.items():
@@ -55,7 +53,7 @@ class Findings:
         return None
 
     def ways_out(self, plan: Plan) -> str:
-        """Of a plan that was given."""
+        """What to do instead of a given plan."""
         if plan.cuts and not self.loss.may_be_cut:
             return f"use a plan with micro_batch {plan.batch_size}; {self.loss.ways_out}"
         return "use a plan that keeps it, or let anyfit.plan(job) make one"

@@ -116,7 +116,6 @@ class Rescue:
         return self._first(plan, [profile])
 
     def restricted(self, plan: Plan, findings: Findings) -> Plan:
-        """A plan without what was found to change the result."""
         return self._first(plan, [findings.restrict(self.profile)])
 
     def _first(self, plan: Plan, profiles: Sequence[Profile]) -> Plan:
@@ -180,8 +179,6 @@ def _in_passes(before: Plan, after: Plan) -> str:
 
 @dataclass(eq=False)
 class Kept:
-    """A buffer of a module, and what was in it."""
-
     module: nn.Module
     name: str
     buffer: Tensor
@@ -289,7 +286,7 @@ class Before:
             self._buffers.restore()
 
     def forget(self) -> None:
-        """What was written to since is held twice as long as it is noted."""
+        """While a note is kept, what is written to is held twice."""
         self._note = None
 
     def let_go(self) -> None:

@@ -68,7 +68,6 @@ class Saves:
         progress.doing = before
 
     def make_room(self) -> None:
-        """Memory for saves beside the steps is made ready, where the plan's host memory has room for it."""
         self._copies().make_room(*checkpoint.room_to_save(self._engine.placed, self._layout))
 
     def _copies(self) -> Copies:
@@ -77,7 +76,6 @@ class Saves:
         return self.copies
 
     def finish(self) -> None:
-        """Waits for a checkpoint that is being written beside the steps, and raises what went wrong with it."""
         saving, self.saving, self.failed_on_some = self.saving, None, False
         if saving is not None:
             saving.result()
@@ -103,7 +101,6 @@ class Saves:
         self.copies = None
 
     def resume(self, folder: str | Path) -> None:
-        """Takes up weights, optimizer, scheduler, data position and random state from a checkpoint."""
         self.finish()
         engine, say = self._engine, self._progress.say
         found = load(Path(folder), engine.placed, self._settings, self._extra, self._peers.team)

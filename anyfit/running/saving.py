@@ -83,7 +83,6 @@ class Saving:
 
     @property
     def share(self) -> float:
-        """How much of it is written."""
         return self._written / self.bytes
 
     @property
@@ -95,7 +94,6 @@ class Saving:
         return self.is_done and self._done.exception() is not None
 
     def result(self) -> None:
-        """Waits until it is in its place."""
         self.wait()
         atexit.unregister(self._last_word)
         self._done.result()
@@ -115,13 +113,12 @@ class Saving:
         return contextlib.nullcontext() if self._team is None else self._team.store.waiting(what)
 
     def finish(self) -> None:
-        """Writes it here and now."""
         with self._waiting():
             self._run()
         self.result()
 
     def begin(self, copies: Copies) -> None:
-        """Writes it beside what comes: once its copies are made, from them."""
+        """Writes it beside the steps that follow, from its copies."""
         self.is_beside, self.copies, self._writer.threads = True, copies, WRITERS
         atexit.register(self._last_word)
         threading.Thread(target=self._run, name="anyfit saving").start()
@@ -224,8 +221,6 @@ class Saved:
 
 @dataclass(frozen=True)
 class Part:
-    """A box of it."""
-
     stretch: Stretch
     first: int
 
@@ -364,7 +359,6 @@ class Copies:
             self.waited_seconds += time.monotonic() - began
 
     def result(self) -> None:
-        """Waits for all; raises what went wrong."""
         for each in list(self._copying.values()):
             each.result()
 
@@ -380,7 +374,6 @@ def _copied(content: Content) -> list[Piece]:
 
 
 def copied_ranges(content: Content) -> list[tuple[int, int]]:
-    """Where that lies in the file."""
     return joined((piece.start, piece.end) for piece in _copied(content))
 
 

@@ -34,8 +34,6 @@ SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "exp_inf")  # of
 
 
 class Settings:
-    """Of one run, as they are at its start."""
-
     def __init__(self, job: Job, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
         self._job, self._model, self._optimizer, self._scheduler = job, model, optimizer, scheduler
         self._groups = self._written_groups()
@@ -207,7 +205,6 @@ class Settings:
     # ------------------------------------------------------------------ resuming
 
     def load(self, document: Mapping[str, Any]) -> None:
-        """Takes up what `check` has let pass."""
         if self._scheduler is not None:
             self._scheduler.load_state_dict(unplain(document["scheduler"]))
         groups = self._optimizer.param_groups
@@ -259,7 +256,6 @@ def _lenient(state: Mapping[str, Any]) -> Any:
 
 
 def _different(mine: Any, theirs: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
-    """The first settings that differ."""
     if isinstance(mine, dict) and isinstance(theirs, dict):
         for key in mine:
             if key in theirs:
@@ -345,7 +341,6 @@ def _refuse_insane_tree(what: str, key: str, written: Any, mine: Any) -> None:
 
 
 def refuse_insane_scalars(scalars: Mapping[str, Mapping[str, Any]]) -> None:
-    """What an optimizer counts, by parameter."""
     for name, entries in scalars.items():
         for key, value in entries.items():
             number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

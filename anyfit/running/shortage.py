@@ -55,7 +55,6 @@ def shortfall_of(error: BaseException, plan: Plan, model: nn.Module, device: tor
 
 
 def shortage(plan: Plan, needed_bytes: int, where: str) -> str:
-    """What an error about memory tells."""
     limit, forecast = plan.limit_bytes["device"], plan.forecast.peak_bytes["device"]
     expected = f"the plan expected {show_bytes(forecast)} at its peak" if forecast else "the plan was written by hand"
     smaller = "a smaller micro_batch" if plan.micro_batch > 1 else "shorter samples"

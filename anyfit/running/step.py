@@ -86,7 +86,6 @@ class Counting:
             self._is_updating = False
 
     def pop_over_limit(self) -> OverLimitError | None:
-        """Of the last update, if it held more than it may."""
         over, self._over = self._over, None
         return over
 
@@ -104,7 +103,7 @@ class Counting:
 
 @dataclass(frozen=True, eq=False)
 class Open:
-    """A loss that was handed out, and waits for its backward."""
+    """A loss that the user has, and that waits for its backward."""
 
     shown: Tensor
     total: Tensor
@@ -246,7 +245,6 @@ class Step:
     # ------------------------------------------------------------------ the update
 
     def update(self) -> Figures:
-        """Clips, updates and steps the scheduler; leaves the step out where a gradient is not finite."""
         engine, placed = self._engine, self._engine.placed
         if self.rows != engine.plan.share and engine.job.split is None:
             raise ValueError(
@@ -311,7 +309,6 @@ class Step:
             refuse_unwatched(self._engine.placed, lambda: self._engine.evaluate(part)[0])
 
     def abandon(self) -> None:
-        """Forgets the gradients of the step under way."""
         placed = self._engine.placed
         placed.residency.forget()
         placed.updates.forget()

@@ -162,7 +162,6 @@ def content_of(lying: Iterable[tuple[WriteItem, Entry]], planner: SavePlanner) -
 
 
 def results_of(plan: SavePlan, record: FileRecord) -> list[WriteResult]:
-    """What a rank has written by its plan."""
     return [WriteResult(item.index, entry.bytes, (plan.storage_data, entry.start, record)) for item, entry in lie(plan.items)]
 
 

@@ -108,7 +108,6 @@ class Opened:
         return records
 
     def document(self, name: str) -> Any:
-        """A JSON file of it, checked."""
         if name not in self.files:
             raise ValueError(f"{self.folder / MANIFEST} lists no {name}; {WAY_OUT}")
         if self.files[name].bytes > MOST_JSON_BYTES:

@@ -111,7 +111,6 @@ class Team:
             raise raised
 
     def _all(self, what: str, mine: str) -> list[str]:
-        """Of every rank, its own."""
         number = next(self._asked)
         self.store.raw.set(f"facts/{number}/{self.index}", mine)
         return [

@@ -57,7 +57,6 @@ class Samples:
         return self.halves(self.whole)[0] if self._can_be_cut else self.whole
 
     def of(self, rows: int) -> Batch:
-        """As many as a micro-batch has."""
         is_whole = rows == self._job.batch_size or not self._can_be_cut or self._job.split is not None
         return self._job.sample if is_whole else self._job.with_rows(self._job.sample, rows)
 
@@ -102,8 +101,6 @@ def _least(tensor: Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Told:
-    """The loss of some samples."""
-
     loss: float
     weight: float | None
     divisors: tuple[float, ...]
@@ -234,7 +231,6 @@ class Trial:
             return [[self._loss_of(each) for each in self._samples.one_by_one()]]
 
     def _changed_by_forward(self) -> str | None:
-        """State that every forward changes."""
         part = self._prepared(self._samples.few)
 
         def changed(saving: Saving) -> str | None:
