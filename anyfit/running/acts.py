@@ -68,32 +68,20 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 class Post:
     """What ranks tell each other once, from any thread: each a word, and rank 0 what came of them."""
 
-    store: Any  # a connection of its own: others wait on theirs
+    store: Store  # over a connection of its own: others wait on theirs
     key: str
-    index: int
-    count: int
 
     def tell(self, word: str) -> None:
-        self.store.set(f"{self.key}/{self.index}", word)
+        self.store.raw.set(f"{self.key}/{self.store.index}", word)
 
     def all_told(self) -> list[str]:
-        keys = [f"{self.key}/{index}" for index in range(self.count)]
-        self._wait_for(keys)
-        return [self.store.get(key).decode() for key in keys]
+        return [self.store.await_key(f"{self.key}/{index}", "it to save").decode() for index in range(self.store.count)]
 
     def conclude(self, word: str) -> None:
-        self.store.set(self.key, word)
+        self.store.raw.set(self.key, word)
 
     def conclusion(self) -> str:
-        self._wait_for([self.key])
-        found: str = self.store.get(self.key).decode()
-        return found
-
-    def _wait_for(self, keys: list[str]) -> None:
-        while not self.store.check(keys):
-            if self.store.check(["failed"]):
-                raise LostRankError("another rank failed while this one waited for it to save")
-            time.sleep(POLL_SECONDS)
+        return self.store.await_key(self.key, "it to save").decode()
 
 
 KEPT_ACTS = 64

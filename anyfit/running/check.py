@@ -53,7 +53,10 @@ def check(job: Job, plan: Plan, profile: Profile, machine: Machine, steps: int, 
         for _ in range(WARM_UP + steps):
             run.step(job.sample)
             ends.append(time.perf_counter())  # a look at the metrics would have the device wait for the host
-        shares = _recorded_shares(run, job)
+        recorder = run.record()
+        while not recorder.is_done:
+            run.step(job.sample)
+        shares = shares_of(recorder.document(run.plan.model))
         peaks = {tier: run.metrics.peak_bytes[tier] for tier in TIERS}
     del run, model
     del job  # where the model is the user's own, it holds what was placed
@@ -89,13 +92,6 @@ def _refuse_others(job: Job, plan: Plan) -> None:
             f"the plan is for batch_size {plan.batch_size} in {plan.precision}, the job is {job.batch_size} in {job.precision}; "
             "plan again with anyfit plan"
         )
-
-
-def _recorded_shares(run: Run, job: Job) -> dict[str, float]:
-    recorder = run.record()
-    while not recorder.is_done:
-        run.step(job.sample)
-    return shares_of(recorder.document(run.plan.model))
 
 
 def shares_of(document: Mapping[str, Any]) -> dict[str, float]:

@@ -46,9 +46,6 @@ PROGRESS, PLAN, EXTRA = "progress.json", "plan.json", "extra.json"
 OVER_SHARE, OVER_BYTES = 0.25, 2**20  # addresses, and not memory: for a header, and where ranks do not divide evenly
 
 
-# ---------------------------------------------------------------------- writing
-
-
 class Layout:
     """Which tensors a run saves, and where each lies in the files: planned by all ranks together, and kept for the next save."""
 
@@ -77,8 +74,8 @@ def _shapes_of(tensors: Mapping[str, Saved]) -> list[tuple[Any, ...]]:
 def prepared(
     folder: Path, placed: Placed, progress: Mapping[str, Any], extra: ExtraState, plan: Plan, team: Team | None, layout: Layout
 ) -> tuple[Saving, Content]:
-    """Everything but the writing, planned by all ranks together; and what this one writes. Moments may still be written to: a
-    chunk is to be finished before it is read. `progress` is JSON."""
+    """A save, planned by all ranks together, and what this one writes. Updates may still write moments: a chunk is to be finished
+    before it is read."""
     folder, ranks = folder.absolute(), placed.ranks
     placed.residency.settle_weights()
     placed.updates.settle()
@@ -125,8 +122,8 @@ def prepared(
 
 
 def room_to_save(placed: Placed, layout: Layout) -> tuple[int, list[tuple[int, int]]]:
-    """How large this rank's file will be, and which of its bytes a save beside the steps copies. Several ranks know that when
-    they plan together; that those which have the same divide it evenly is near enough."""
+    """How large this rank's file will be, and which of its bytes a save beside the steps copies. Over several ranks an estimate:
+    that replicas share the writing evenly."""
     placed.settle()
     placed.updates.settle()
     tensors, _ = _state(placed)
@@ -196,8 +193,8 @@ def full_state_dict(placed: Placed) -> dict[str, Any]:
 
 
 def open(folder: str | Path) -> Opened:
-    """A checkpoint's tensors: names, dtypes and shapes, each to be read whole or in part when it is wanted. Every file is there
-    and as long as it was; `verify` compares their checksums."""
+    """A checkpoint's tensors, each read whole or in part when it is wanted. Files are as long as they were; `verify` compares
+    their checksums."""
     return Opened(folder)
 
 

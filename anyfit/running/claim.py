@@ -116,9 +116,6 @@ def _touch() -> None:
                 os.utime(file)
 
 
-# ---------------------------------------------------------------------- the file
-
-
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[int]:
     """The file, locked: no other process reads or writes it meanwhile."""
@@ -148,9 +145,6 @@ def _read(found: int) -> Holder | None:
 def _write(found: int, holder: Holder) -> None:
     os.ftruncate(found, 0)
     os.pwrite(found, json.dumps(asdict(holder)).encode(), 0)
-
-
-# ---------------------------------------------------------------------- processes
 
 
 def _host() -> str:

@@ -170,9 +170,6 @@ def _in_dtype(tensor: Stored, dtype: torch.dtype) -> Stored:
     return Stored(dtype, tensor.shape, read)
 
 
-# ---------------------------------------------------------------------- transformers
-
-
 def _as_pretrained(config: Mapping[str, Any], names: Mapping[str, str], tensors: Mapping[str, Stored]) -> Mapping[str, Stored]:
     """Under the names, and in the parts, that `save_pretrained` gives them."""
     model = _without_weights(config, set(names))
@@ -224,9 +221,6 @@ def _copy_beside(source: str | None, aside: Path) -> tuple[str, ...]:
     for name in found:
         shutil.copyfile(Path(source) / name, aside / name)
     return tuple(found)
-
-
-# ---------------------------------------------------------------------- files
 
 
 def _shards(tensors: Mapping[str, Stored], most: int) -> Sequence[Mapping[str, Stored]]:

@@ -101,20 +101,17 @@ class Kept:
     choices: dict[str, Activations]
     compiled: list[str]
 
-    @property
-    def count(self) -> int:
-        return len(self.choices)
-
 
 def _cut(job: Job, plan: Plan, model: nn.Module, kinds: Kinds, units: tuple[int, int]) -> Case | None:
     """The same job with fewer blocks and samples; None where it has no more than are kept."""
     blocks = kinds(model)
     kept = _kept(model, blocks, plan.stages[0], *units)
+    count = len(kept.choices)
     rows = min(plan.micro_batch, ROWS)
     batch_size = rows
     if plan.accumulation > 1:  # with a last micro-batch that is smaller, where the plan has one
         batch_size += 1 if plan.batch_size % plan.micro_batch else rows
-    if kept.count == len(blocks) and batch_size >= job.batch_size:
+    if count == len(blocks) and batch_size >= job.batch_size:
         return None
     with _only(model, blocks, kept) as renamed:
         small = copy.deepcopy(model)
@@ -127,13 +124,13 @@ def _cut(job: Job, plan: Plan, model: nn.Module, kinds: Kinds, units: tuple[int,
         batch_size=batch_size,
         micro_batch=rows,
         accumulation=-(-batch_size // rows),
-        stages=(Stage(0, kept.count, choices, tuple(renamed[path] for path in kept.compiled)),),
+        stages=(Stage(0, count, choices, tuple(renamed[path] for path in kept.compiled)),),
         chunk_bytes=chunk_bytes,
         chunks=placements,
         slots=plan.slots and max(plan.slots, LEAST_SLOTS),
         fingerprint=None,
     )
-    of_blocks = f"{kept.count} of {len(blocks)} blocks" if kept.count < len(blocks) else "all blocks"
+    of_blocks = f"{count} of {len(blocks)} blocks" if count < len(blocks) else "all blocks"
     of_samples = f"{batch_size} of {job.batch_size} samples" if batch_size < job.batch_size else "all samples"
     return Case(job_of_it, plan_of_it, small, batch, f"{of_blocks} and {of_samples}", is_cut=True)
 
@@ -232,8 +229,7 @@ def compare(case: Case, device: torch.device) -> Parity | str:
     of plain PyTorch whose weights differ by rounding are then far apart as well: such tensors say nothing.
     """
     before = {name: parameter.detach().float().cpu().clone() for name, parameter in case.model.named_parameters()}
-    plan = case.plan
-    sizes = plan.micro_batches
+    plan, sizes = case.plan, case.plan.micro_batches
     try:
         plain_losses, plain = _plain_steps(case.job, copy.deepcopy(case.model), sizes, case.batch, device)
         free(device)
@@ -252,7 +248,6 @@ def compare(case: Case, device: torch.device) -> Parity | str:
         return "plain PyTorch itself takes other steps each time, from the same weights and random numbers"
     torch.manual_seed(case.job.seed)
     with Run(case.job, plan, place(case.job, plan, case.model, device)) as run:
-        losses = []
         try:
             losses = [float(run.step(case.batch)) for _ in range(STEPS)]
         except (MemoryError, RuntimeError) as error:
@@ -260,8 +255,7 @@ def compare(case: Case, device: torch.device) -> Parity | str:
                 raise
             return f"with {case.compared} the plan ran out of memory: {error}"
         mine = run.state_dict()
-    loss_difference = _largest(losses, plain_losses)
-    differences = _differences(before, mine, plain)
+    loss_difference, differences = _largest(losses, plain_losses), _differences(before, mine, plain)
     weight_difference = max(differences[name] for name in steady)
     agrees = max(loss_difference, weight_difference) <= tolerance
     return Parity(case.compared, STEPS, loss_difference, weight_difference, agrees)
@@ -318,8 +312,7 @@ def _plain_gradients(
     job: Job, model: nn.Module, sizes: list[int], batch: Batch, device: torch.device
 ) -> tuple[float, dict[str, Tensor]]:
     sums: dict[str, Tensor] = {}
-    total = torch.zeros((), device=device)
-    weight_sum = torch.zeros((), device=device)
+    total, weight_sum = torch.zeros((), device=device), torch.zeros((), device=device)
     for part, rows in zip(job.cut(batch, sizes), sizes, strict=True):
         value, weight = job.evaluate(model, job.prepare(part, device))
         if weight is not None and len(sizes) == 1:  # as a run does: gradients that are only rounding round alike

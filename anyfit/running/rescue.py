@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import operator
 import random
 import traceback
@@ -65,13 +66,10 @@ class Rescue:
     ) -> None:
         self._make, self._search, self._keep = profile, search, keep
         self.context_bytes, self._beside_bytes = context_bytes, beside_bytes
-        self._made: Profile | None = None
 
-    @property
+    @functools.cached_property
     def profile(self) -> Profile:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+        return self._make()
 
     def with_less_device(self, plan: Plan, short: Shortfall, rescues: int) -> Plan:
         """A plan with room for what was needed, after so many rescues of the same step; NoPlan where there is none."""
@@ -101,19 +99,17 @@ class Rescue:
             found = self._first(plan, [replace(profile, device_limit_bytes=limit)])
         except NoPlan:
             raise verdict from None
-        self._made = profile
+        self.profile = profile
         return replace(found, limit_bytes={**found.limit_bytes, "device": profile.device_limit_bytes})
 
     def with_less_host(self, plan: Plan, fewer_bytes: int) -> Plan:
         """A plan that has so much less on the host; NoPlan where there is none."""
         held = plan.forecast.peak_bytes["host"]
         if fewer_bytes >= held:
-            raise NoPlan(
-                f"the plan has {show_bytes(held)} on the host, and {show_bytes(fewer_bytes)} are to go", fewer_bytes - held
-            )
+            why = f"the plan has {show_bytes(held)} on the host, and {show_bytes(fewer_bytes)} are to go"
+            raise NoPlan(why, fewer_bytes - held)
         kept = held - fewer_bytes
-        profile = replace(self.profile, host_limit_bytes=kept + self._beside_bytes(kept))
-        return self._first(plan, [profile])
+        return self._first(plan, [replace(self.profile, host_limit_bytes=kept + self._beside_bytes(kept))])
 
     def restricted(self, plan: Plan, findings: Findings) -> Plan:
         return self._first(plan, [findings.restrict(self.profile)])
@@ -131,7 +127,7 @@ class Rescue:
                     why = verdict
                     continue
                 if found is not None:
-                    self._made = profile
+                    self.profile = profile
                     return found
         raise why
 

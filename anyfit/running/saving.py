@@ -73,10 +73,6 @@ class Saving:
         self._content: Content | None = content  # while it is not written
         writer.wrote = self._wrote
 
-    @property
-    def _plan(self) -> SavePlan:
-        return self._plans[self._index]
-
     def _wrote(self, count: int) -> None:
         with self._lock:
             self._written += count
@@ -142,7 +138,9 @@ class Saving:
                 self.copies.result()
                 self.copied_seconds = time.monotonic() - self._began
             assert self._content is not None
-            record = self._writer.write(self._plan, self._content, None if self.copies is None else self.copies.image)
+            record = self._writer.write(
+                self._plans[self._index], self._content, None if self.copies is None else self.copies.image
+            )
             word = {"bytes": record.bytes, "blocks": record.blocks}
         except Exception as error:
             word = {"error": _in_words(error)}

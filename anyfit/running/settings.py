@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anyfit.values.job import Job
 
-from .plain import plain
+from .plain import class_name, plain
 from .unplain import unplain
 
 HOW_IT_STEPS = ("foreach", "fused", "capturable", "differentiable")  # and not what it computes
@@ -39,15 +39,13 @@ class Settings:
         self._groups = self._written_groups()
         self._state = None if scheduler is None else _lenient(scheduler.state_dict())
 
-    # ------------------------------------------------------------------ saving
-
     def to_json(self) -> dict[str, Any]:
         groups = [
             {"names": names, "settings": now, "start": start}
             for names, now, start in zip(self._names(), self._written_groups(), self._started(), strict=True)
         ]
         return {
-            "optimizer": _kind(self._optimizer),
+            "optimizer": class_name(type(self._optimizer)),
             "groups": groups,
             "scheduler": None if self._scheduler is None else plain(self._scheduler.state_dict(), ("scheduler",)),
             "scheduler_start": self._state,
@@ -80,12 +78,10 @@ class Settings:
             "loss": f"{getattr(loss, '__module__', '')}.{named}",
         }
 
-    # ------------------------------------------------------------------ comparing
-
     def check(self, document: Mapping[str, Any]) -> None:
         """Refuses by name what is not of this run, or cannot be of any."""
         kind = document["optimizer"]
-        if kind != _kind(self._optimizer):
+        if kind != class_name(type(self._optimizer)):
             raise ValueError(f"it was trained with {_short(kind)}; Job(optimizer=) makes {type(self._optimizer).__name__}")
         self._check_kind_of_scheduler(document)
         self._check_groups(document["groups"])
@@ -129,7 +125,7 @@ class Settings:
             raise ValueError("its parameter groups are not a checkpoint's; take another checkpoint")
         if len(groups) != len(mine):
             raise ValueError(
-                f"it was trained with {_short(_kind(self._optimizer))} in {len(groups)} parameter groups, and Job(optimizer=) "
+                f"it was trained with {type(self._optimizer).__name__} in {len(groups)} parameter groups, and Job(optimizer=) "
                 f"makes {len(mine)}"
             )
         found = []
@@ -162,8 +158,7 @@ class Settings:
         if odd is not None:  # it would take the place of a method
             raise ValueError(f"{odd!r} is not of a scheduler's state; take another checkpoint")
         assert self._state is not None
-        started = document["scheduler_start"]
-        for where, mine, theirs in _different(self._state, started, "scheduler"):
+        for where, mine, theirs in _different(self._state, document["scheduler_start"], "scheduler"):
             raise ValueError(
                 f"it was begun with {where} = {_words(theirs)}, and Job(scheduler=) gives {_words(mine)}; the checkpoint's would "
                 "count: give what it was begun with, or change it after anyfit.start on run.scheduler"
@@ -177,12 +172,8 @@ class Settings:
     def differences(self, document: Mapping[str, Any]) -> list[str]:
         """What is not refused, and is to be said."""
         before, now = document["job"], self._of_job()
-        names = {"precision": "precision", "clip_norm": "clip_norm", "loss": "loss", "batch_size": "batch_size"}
-        return [
-            f"it was saved with {name} {before[key]}, and goes on with {now[key]}"
-            for key, name in names.items()
-            if before[key] != now[key]
-        ]
+        keys = ("precision", "clip_norm", "loss", "batch_size")
+        return [f"it was saved with {key} {before[key]}, and goes on with {now[key]}" for key in keys if before[key] != now[key]]
 
     def position(self, document: Mapping[str, Any]) -> int:
         """Batches handed out by `run.loader`, of this job's size; refuses an order or a place that is not there."""
@@ -202,8 +193,6 @@ class Settings:
             )
         return int(samples // job.batch_size)
 
-    # ------------------------------------------------------------------ resuming
-
     def load(self, document: Mapping[str, Any]) -> None:
         if self._scheduler is not None:
             self._scheduler.load_state_dict(unplain(document["scheduler"]))
@@ -220,10 +209,6 @@ class Settings:
                     group[key] = value
 
 
-def _kind(thing: Any) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
 def _short(kind: Any) -> str:
     return str(kind).rpartition(".")[2]
 
@@ -236,7 +221,7 @@ def _kinds(thing: Any) -> Any:
     inner += [
         each for held in vars(thing).values() if isinstance(held, list | tuple) for each in held if isinstance(each, LRScheduler)
     ]
-    return [_kind(thing), *map(_kinds, inner)]
+    return [class_name(type(thing)), *map(_kinds, inner)]
 
 
 def _tree(kinds: Any) -> str:

@@ -30,21 +30,7 @@ from torch.futures import Future
 
 from . import files
 from .boxes import Box, whole
-from .files import (
-    DTYPES,
-    MANIFEST,
-    METADATA,
-    VERSION,
-    Aside,
-    Content,
-    Entry,
-    FileRecord,
-    Image,
-    Whole,
-    data_file,
-    write_tensors,
-    write_text,
-)
+from .files import DTYPES, MANIFEST, Aside, Content, Entry, FileRecord, Image, Whole, data_file, write_tensors, write_text
 from .stored import Opened, StoredBox
 
 
@@ -140,9 +126,9 @@ class Writer(StorageWriter):
             section = "optimizer" if name in self.moments else "extra" if name in self.extra else "weights"
             sections[section][name] = found
         path = self.aside.path
-        for name, text in {**self.documents, METADATA: json.dumps(sections, separators=(",", ":"))}.items():
+        for name, text in {**self.documents, files.METADATA: json.dumps(sections, separators=(",", ":"))}.items():
             records[name] = write_text(path / name, text)
-        manifest = {"anyfit": "checkpoint", "version": VERSION, "block_bytes": files.BLOCK_BYTES}
+        manifest = {"anyfit": "checkpoint", "version": files.VERSION, "block_bytes": files.BLOCK_BYTES}
         manifest |= {"files": {name: records[name].to_json() for name in sorted(records)}}
         write_text(path / MANIFEST, json.dumps(manifest, indent=1))
         self.aside.put_in_place()

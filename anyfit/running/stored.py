@@ -141,8 +141,6 @@ class Opened:
             found[rank] = 8 + len(header)
         return found
 
-    # ------------------------------------------------------------------ checksums
-
     def verify(self, index: int = 0, count: int = 1) -> None:
         """Reads the files, or one of so many shares of them, and compares checksums; not twice what nobody has touched since."""
         stats = [(self.folder / name).lstat() for name in (MANIFEST, *sorted(self.files))]
@@ -176,8 +174,6 @@ class Opened:
                     raise ValueError(
                         f"{self.folder / block[0]} is damaged: its checksum does not match, from byte {first} on; {WAY_OUT}"
                     )
-
-    # ------------------------------------------------------------------ tensors
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A tensor of it, whole or in part, in memory of its own."""

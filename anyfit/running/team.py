@@ -119,7 +119,7 @@ class Team:
 
     def post(self) -> Post:
         """All ranks ask for the same ones, in the same order."""
-        return Post(self.store.raw.clone(), f"post/{next(self._asked)}", self.index, self.count)
+        return Post(Store(self.store.raw.clone(), self.index, self.count), f"post/{next(self._asked)}")
 
 
 def _pickled(error: BaseException) -> bytes:
