@@ -91,15 +91,7 @@ class SourceCode(torch.utils.data.Dataset[Tensor]):
         return self.text[start : start + self.length + 1].long()
 
 
-def job(
-    *,
-    batch_size: int = BATCH,
-    length: int = LENGTH,
-    steps: int = STEPS,
-    precision: str = "fp32",
-    seed: int = 0,
-) -> Job:
-    """The demo as a Job."""
+def job(*, batch_size: int = BATCH, length: int = LENGTH, steps: int = STEPS, precision: str = "fp32", seed: int = 0) -> Job:
     return Job(
         model=lambda: GPT(length=length),
         loss=loss,

@@ -7,7 +7,6 @@ it is, and once more with its optimizer.
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import itertools
 import json
@@ -34,7 +33,7 @@ from .profiling import profile_of, traced
 from .running import launch as launching
 from .running.agreement import facts_of
 from .running.checkpoint import latest
-from .running.engine import refuse_held
+from .running.engine import free, refuse_held
 from .running.host_memory import HostWatch
 from .running.rehearsal import Rehearsal, hooks_on_gradients
 from .running.rescue import Rescue
@@ -271,14 +270,12 @@ def spread_of(places: Sequence[str]) -> tuple[tuple[int, int], int]:
 
 
 def _placed_again(job: Job, plan: Plan, placed: Placed, found: Opened) -> Placed:
-    """The same weights as another plan has them; of several ranks, which divide them, from whole ones."""
+    """The same weights by another plan; over several ranks, which shard them, from whole ones."""
     device, ranks, model = placed.device, placed.ranks, placed.model
     if not ranks.are_several:
         carried = placed.lift()
         del placed
-        gc.collect()  # the engine's parts know each other
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free(device)
         return place(job, plan, model, device, carried=carried)
     whole = {} if job.weights is not None else placed.state.state_dict()
     placed.close()

@@ -90,7 +90,10 @@ def job_for(
             batch_size=batch or demo.BATCH * ranks, length=seq or demo.LENGTH, precision=dtype or demo.default_precision()
         )
     elif target in SIZES:
-        job = _job_of_config(_config_of_size(SIZES[target], seq), batch or BATCH * ranks, seq or SIZES[target].seq, dtype)
+        size = SIZES[target]
+        options = {**size.options, size.positions: max(size.options[size.positions], seq or 0)}
+        config = _quiet_transformers().AutoConfig.for_model(size.kind, **options)
+        job = _job_of_config(config, batch or BATCH * ranks, seq or size.seq, dtype)
     else:
         job = _job_of_config(_config_named(target), batch or BATCH * ranks, seq, dtype)
     job = replace(job, real_run=real_run, agree=tuple(agree or ()))
@@ -109,11 +112,6 @@ def _quiet_transformers() -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
-
-
-def _config_of_size(size: Size, seq: int | None) -> Any:
-    options = {**size.options, size.positions: max(size.options[size.positions], seq or 0)}
-    return _quiet_transformers().AutoConfig.for_model(size.kind, **options)
 
 
 def _config_named(target: str) -> Any:

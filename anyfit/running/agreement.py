@@ -28,7 +28,7 @@ from anyfit.values.job import Batch, Job
 
 from .engine import Engine, Progress
 from .host_memory import HostMemory
-from .loader import Data, Loader
+from .loader import Data
 from .peers import Peers
 from .saves import Saves
 
@@ -60,7 +60,8 @@ class Agreement:
             gradients.count_out()
             loss = weight = None
         missing = gradients.missing()
-        data = data_of(self._data.loader, is_weighted)
+        data = {"kind of loss": "(sum, weight)" if is_weighted else "a mean"}
+        data |= {} if self._data.loader is None else self._data.loader.facts
         known = [
             float(ranks.asked()),
             len(missing),
@@ -144,10 +145,6 @@ def settings_of(optimizer: Optimizer) -> dict[str, str]:
         for index, group in enumerate(optimizer.param_groups)
         for name, value in _settings(group)
     }
-
-
-def data_of(loader: Loader | None, is_weighted: bool) -> dict[str, str]:
-    return {"kind of loss": "(sum, weight)" if is_weighted else "a mean"} | ({} if loader is None else loader.facts)
 
 
 def number_of_settings(optimizer: Optimizer) -> int:

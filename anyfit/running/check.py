@@ -27,6 +27,7 @@ from anyfit.values.plan import TIERS, Plan
 from anyfit.values.profile import Profile
 
 from . import parity
+from .engine import free
 from .launch import Rank, device_for
 from .rescue import LEAST_STEP
 from .run import Run
@@ -45,7 +46,7 @@ def check(job: Job, plan: Plan, profile: Profile, machine: Machine, steps: int, 
     model = job.build()
     plan.refuse_unless_made_for(job.fingerprint(model), machine.fingerprint)
     case = parity.case_of(job, plan, profile, model, kinds)
-    parity.free(device)
+    free(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # a probe may have held more
     with Run(job, plan, place(job, plan, model, device)) as run:
@@ -60,7 +61,7 @@ def check(job: Job, plan: Plan, profile: Profile, machine: Machine, steps: int, 
         peaks = {tier: run.metrics.peak_bytes[tier] for tier in TIERS}
     del run, model
     del job  # where the model is the user's own, it holds what was placed
-    parity.free(device)
+    free(device)
     step_seconds = statistics.median(end - start for start, end in itertools.pairwise(ends[WARM_UP - 1 :]))
     split = {part: share * step_seconds for part, share in shares.items()}
     pace = _pace(profile, plan, split["compute"])

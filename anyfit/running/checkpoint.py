@@ -50,20 +50,17 @@ class Layout:
     """Which tensors a run saves, and where each lies in the files: planned by all ranks together, and kept for the next save."""
 
     def __init__(self) -> None:
-        self._shapes: list[tuple[Any, ...]] | None = None
+        self.shapes: list[tuple[Any, ...]] | None = None
         self.plans: list[SavePlan] = []
         self.metadata = Metadata({})
         self.lying: list[tuple[WriteItem, Entry]] = []  # of this rank
-
-    def is_of(self, tensors: Mapping[str, Saved]) -> bool:
-        return self._shapes == _shapes_of(tensors)
 
     def plan(self, tensors: Mapping[str, Saved], planner: Planner, ranks: Ranks) -> None:
         local = planner.create_local_plan()
         plans, self.metadata = planner.create_global_plan(ranks.objects(local) if ranks.are_several else [local])
         self.plans = numbered(plans)
         self.lying = lie(self.plans[ranks.index].items)
-        self._shapes = _shapes_of(tensors)
+        self.shapes = _shapes_of(tensors)
 
 
 def _shapes_of(tensors: Mapping[str, Saved]) -> list[tuple[Any, ...]]:
@@ -95,7 +92,7 @@ def prepared(
     scalars: dict[str, Any] = {}
     for each in placed.updates.chunks:
         scalars |= each.scalars()
-    mine = _Exchanged(layout.is_of(tensors), sorted(moments), sorted(beside), scalars, Randoms.now(), others)
+    mine = _Exchanged(layout.shapes == _shapes_of(tensors), sorted(moments), sorted(beside), scalars, Randoms.now(), others)
     everybody = ranks.objects(mine) if ranks.are_several else [mine]
     if not all(each.knows_layout for each in everybody):
         layout.plan(tensors, planner, ranks)

@@ -31,6 +31,13 @@ if TYPE_CHECKING:
     from .launch import Launch
 
 
+def free(device: torch.device) -> None:
+    """Memory that nothing refers to any more. Parts of a placement refer to each other, so it takes a collection."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 class Phase(Enum):
     """What a run is doing, in words that name the step."""
 
@@ -109,12 +116,12 @@ class Engine:
         carried, delay = self.placed.lift(), self.placed.delay
         self.unfreeze()
         del self.placed
-        gc.collect()  # the engine's parts know each other
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free(self.device)
         failed = self._place(plan, carried, delay)
         if failed is not None and self._place(self.plan, carried, delay) is not None:
-            self._lose(carried)
+            for name, parameter in self.model.named_parameters():
+                parameter.data = carried.weights[name]  # the model keeps them, and trains no more
+            self.is_lost = True
             raise failed
         if self.timeline is not None:
             self.timeline.follow(self.placed.lanes)
@@ -131,12 +138,6 @@ class Engine:
             let_go(error)
             return MemoryError(str(error)) if is_about_memory(error) else error
         return None
-
-    def _lose(self, carried: Carried) -> None:
-        """The model keeps its weights and trains no more."""
-        for name, parameter in self.model.named_parameters():
-            parameter.data = carried.weights[name]
-        self.is_lost = True
 
     def freeze(self) -> None:
         """Garbage collection skips what is there now: to look through it would stop every lane for a fifth of a second."""

@@ -337,7 +337,8 @@ def _around(functions: list[Any]) -> Iterator[tuple[Path, MutableMapping[str, An
     numbers = itertools.count()  # functions of one name there may be many of
     while functions:
         thing = functions.pop()
-        if id(thing) in seen or is_owned_by_library(_kind_of(thing), frozenset()):
+        kind = thing if isinstance(thing, types.FunctionType | type) else type(thing)
+        if id(thing) in seen or is_owned_by_library(kind, frozenset()):
             if isinstance(thing, functools.partial):
                 functions += [thing.func, *thing.args, *thing.keywords.values()]
                 yield ("loss", f"partial {next(numbers)}"), {"arguments": thing.args, "keywords": thing.keywords}
@@ -365,10 +366,6 @@ def _around(functions: list[Any]) -> Iterator[tuple[Path, MutableMapping[str, An
             functions.append(type(thing).__call__)
     for module, (variables, names) in globals_of.items():
         yield ("global", module), _of_dict(variables, lambda name, value, read=names: name in read and _is_data(value))  # type: ignore[misc]
-
-
-def _kind_of(thing: Any) -> Any:
-    return thing if isinstance(thing, types.FunctionType | type) else type(thing)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

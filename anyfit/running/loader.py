@@ -11,7 +11,6 @@ so they are the same after a resume and for any number of workers, and different
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -116,54 +115,48 @@ class Loader:
         return order
 
 
-@dataclass(frozen=True)
-class Stood:
-    """Where a run was in its data when it was saved: so many batches, of such an order; None where they were of no loader's."""
-
-    position: int = 0
-    order: dict[str, Any] | None = None
-
-    def refuse_other_order(self, loader: Loader) -> None:
-        if not self.position or self.order in (None, loader.order):
-            return
-        assert self.order is not None
-        was, now = ("shuffled" if each["shuffle"] else "not shuffled" for each in (self.order, loader.order))
-        raise ValueError(
-            f"the checkpoint stands at batch {self.position} of an order of {self.order['samples']} samples, and this dataset "
-            f"has {loader.order['samples']} ({was} then, {now} now): the order is another; give run.loader the same data, or "
-            "draw batches from a loader of your own"
-        )
-
-
 class Data:
     """The data of a run: its loader, where it has one, and where it stood in the checkpoint that the run goes on from."""
 
     def __init__(self, job: Job, ranks: Ranks) -> None:
         self._job, self._ranks = job, ranks
         self.loader: Loader | None = None
-        self._stood = Stood()
+        self._position = 0  # of the checkpoint, in batches …
+        self._order: dict[str, Any] | None = None  # … of this order; None where they were of no loader's
 
     def make_loader(self, dataset: Sized, epochs: int, shuffle: bool, options: dict[str, Any]) -> Loader:
         if self.loader is not None:
             raise RuntimeError("this run has a loader; one data order a run can be resumed")
         job = self._job
         self.loader = Loader(dataset, job.batch_size, job.seed, epochs, shuffle, self._ranks, **options)
-        self._stood.refuse_other_order(self.loader)
-        self.loader.position = self._stood.position
+        self._refuse_other_order(self.loader.order)
+        self.loader.position = self._position
         return self.loader
 
+    def _refuse_other_order(self, order: dict[str, Any]) -> None:
+        before = self._order
+        if not self._position or before is None or before == order:
+            return
+        was, now = ("shuffled" if each["shuffle"] else "not shuffled" for each in (before, order))
+        raise ValueError(
+            f"the checkpoint stands at batch {self._position} of an order of {before['samples']} samples, and this dataset "
+            f"has {order['samples']} ({was} then, {now} now): the order is another; give run.loader the same data, or "
+            "draw batches from a loader of your own"
+        )
+
     def take_up(self, position: int, order: dict[str, Any] | None) -> None:
-        self._stood = Stood(position, order)
+        self._position, self._order = position, order
         if self.loader is not None:
             self.loader.position = position
 
     @property
     def is_of_no_loader(self) -> bool:
-        return self.loader is None and self._stood == Stood()
+        return self.loader is None and not self._position and self._order is None
 
     def to_json(self) -> dict[str, Any]:
-        now = self._stood if self.loader is None else self.loader
-        return {"loader_position": now.position, "loader_order": now.order}
+        if self.loader is None:
+            return {"loader_position": self._position, "loader_order": self._order}
+        return {"loader_position": self.loader.position, "loader_order": self.loader.order}
 
 
 class _Drawn(list[int]):

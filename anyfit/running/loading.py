@@ -98,16 +98,15 @@ def _refuse_not_finite(opened: Opened, placed: Placed) -> None:
     wanted += [(name.rpartition("/")[0], name.rpartition("/")[2]) for name in opened.optimizer]
     for name, key in wanted[placed.ranks.index :: placed.ranks.count]:
         extremes = opened.extremes(name if key is None else f"{name}/{key}")
-        if extremes is None or (key is None and math.inf in map(abs, extremes) and _is_infinite_here(placed, name)):
+        here = (each.values for each in weights_of(placed) if each.name == name)
+        if extremes is None or (
+            key is None and math.inf in map(abs, extremes) and any(bool(each.isinf().any()) for each in here)
+        ):
             continue
         try:
             refuse_not_finite(name, key, *extremes)
         except ValueError as error:
             raise ValueError(f"{opened.folder}: {error}") from None
-
-
-def _is_infinite_here(placed: Placed, name: str) -> bool:
-    return any(bool(each.values.isinf().any()) for each in weights_of(placed) if each.name == name)
 
 
 class _Target:

@@ -11,7 +11,6 @@ way they are updated and whether before the norm is known, and chunks so small t
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from anyfit.values.plan import Activations, Placement, Plan, Stage
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes
 
+from .engine import free
 from .run import Run
 from .shortage import is_about_memory
 
@@ -264,12 +264,6 @@ def compare(case: Case, device: torch.device) -> Parity | str:
 def _said(error: BaseException) -> str:
     first_line = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first_line}"
-
-
-def free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @torch.no_grad()

@@ -181,7 +181,7 @@ class Writer:
         self._first[id(value)] = path
         self.met[path] = value
         written = self._mutable(value, path)
-        if self._start is not None and "!opaque" not in written and not _is_same(self._start.get(path), value):
+        if self._start is not None and "!opaque" not in written and there_at(self._start, path) is not value:
             written = {"!new": written}
         return written
 
@@ -313,8 +313,10 @@ class Writer:
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return (one() if isinstance(one, Weak) else one) is other
+def there_at(live: Mapping[Path, Any], path: Path) -> Any:
+    """What is at a path; None where nothing is, or no more."""
+    found = live.get(path)
+    return found() if isinstance(found, Weak) else found
 
 
 def _has_slots(kind: type) -> bool:

@@ -78,8 +78,11 @@ class Rescue:
         expected = plan.forecast.reserved_bytes
         tried = [profile]
         if short.needed_bytes > expected * (1 + plan.forecast.reserved_error):  # else others hold what was to be there
+            today, ratio = datetime.date.today().isoformat(), short.needed_bytes / expected
             tried = [
-                profile.corrected(self._correction(profile, short, expected, step))
+                profile.corrected(
+                    Correction(profile.model, short.where, short.needed_bytes, expected, ratio * (1 + step) - 1, today)
+                )
                 for step in (min(FIRST_STEP * 2**rescues, MOST_STEP), LEAST_STEP)
             ]
         try:
@@ -130,17 +133,6 @@ class Rescue:
                     self.profile = profile
                     return found
         raise why
-
-    @staticmethod
-    def _correction(profile: Profile, short: Shortfall, expected: int, step: float) -> Correction:
-        return Correction(
-            model=profile.model,
-            where=short.where,
-            needed_bytes=short.needed_bytes,
-            expected_bytes=expected,
-            error=short.needed_bytes / expected * (1 + step) - 1,
-            date=datetime.date.today().isoformat(),
-        )
 
 
 def said_of_device(step: int, short: Shortfall, before: Plan, after: Plan) -> str:

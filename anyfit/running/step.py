@@ -291,7 +291,9 @@ class Step:
         size = float(norm)
         if not math.isfinite(size):
             updates.leave_out()
-            self._refuse_unwatched()
+            part = self._part
+            if part is not None:
+                refuse_unwatched(self._engine.placed, lambda: self._engine.evaluate(part)[0])
             self._progress.skipped += 1
             return
         factor = scale
@@ -301,12 +303,6 @@ class Step:
             updates.apply(None if factor == 1.0 else factor)
         if self._scheduler is not None:
             self._scheduler.step()
-
-    def _refuse_unwatched(self) -> None:
-        """A step that is left out is the model's own doing, or an error."""
-        part = self._part
-        if part is not None:
-            refuse_unwatched(self._engine.placed, lambda: self._engine.evaluate(part)[0])
 
     def abandon(self) -> None:
         placed = self._engine.placed

@@ -183,23 +183,17 @@ class Trial:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            said = " ".join(str(error).split())
-            return replace(read, kind="whole", why=f"the loss does not run on {2 * self._samples.half} samples ({said:.200})")
+            return _whole(read, f"the loss does not run on {2 * self._samples.half} samples ({_said(error)})")
         if changed is not None:
-            return replace(
-                read,
-                kind="whole",
-                why=f"{changed} changes in forward, once for each micro-batch where it would once for the batch",
-                ways_out=AGREED_MEAN,
-            )
+            why = f"{changed} changes in forward, once for each micro-batch where it would once for the batch"
+            return replace(_whole(read, why), ways_out=AGREED_MEAN)
         if read.kind == "weighted":
             pairs = [(each.loss, each.weight or 0.0) for each in (both, *halves)]
             if self._add_up(pairs[0], pairs[1:]):
                 return read
-            return replace(
+            return _whole(
                 read,
-                kind="whole",
-                why=f"the loss returns (sum, weight), and those of two halves ({_shown(*pairs[1:])}) do not add up to that of "
+                f"the loss returns (sum, weight), and those of two halves ({_shown(*pairs[1:])}) do not add up to that of "
                 f"both ({_shown(pairs[0])}): is the first a mean, or are samples compared with each other?",
             )
         if read.kind == "divided":
@@ -207,19 +201,15 @@ class Trial:
         try:
             cuts = [halves, *self._other_cuts()]  # one pair of halves may be equal by chance
         except Exception as error:
-            said = " ".join(str(error).split())
-            return replace(
-                read, kind="whole", why=f"the loss does not run on samples in another order, nor one by one ({said:.200})"
-            )
+            return _whole(read, f"the loss does not run on samples in another order, nor one by one ({_said(error)})")
         if all(self._is_near(both.loss, sum(each.loss for each in parts) / len(parts), parts) for parts in cuts):
             return read
         if all(self._is_near(both.loss, sum(each.loss for each in parts), parts) for parts in cuts):
             return replace(read, kind="sum", why="the loss is a sum over samples")
         first, second = (f"{each.loss:.6g}" for each in halves)
-        return replace(
+        return _whole(
             read,
-            kind="whole",
-            why=f"the loss of {2 * self._samples.half} samples is {both.loss:.6g}, which is neither the mean nor the sum of "
+            f"the loss of {2 * self._samples.half} samples is {both.loss:.6g}, which is neither the mean nor the sum of "
             f"their halves' ({first} and {second}): it compares samples with each other, or counts what differs between them",
         )
 
@@ -263,7 +253,7 @@ class Trial:
         for index in adding:
             if index in uneven:
                 return replace(read, divisor=index)
-        return replace(read, kind="whole", why=f"{read.why}, which does not add up over micro-batches")
+        return _whole(read, f"{read.why}, which does not add up over micro-batches")
 
     def _adds_up(self, index: int, both: _Told, halves: list[_Told]) -> bool:
         return self._add_up(both.divided(index), [each.divided(index) for each in halves])
@@ -310,6 +300,15 @@ class Trial:
 
     def _prepared(self, batch: Batch) -> Batch:
         return self._job.prepare(batch, self._placed.device, self._placed.lanes.send)
+
+
+def _whole(read: LossRule, why: str) -> LossRule:
+    """That the batch must not be cut."""
+    return replace(read, kind="whole", why=why)
+
+
+def _said(error: Exception) -> str:
+    return f"{' '.join(str(error).split()):.200}"
 
 
 def _shown(*pairs: tuple[float, float]) -> str:

@@ -16,19 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .plain import (
-    BIT_GENERATORS,
-    CONTAINERS,
-    FACTORIES,
-    IMMUTABLE,
-    Path,
-    Weak,
-    class_name,
-    dtype_of,
-    fields_of,
-    from_base64,
-    shown,
-)
+from . import plain as writing
+from .plain import IMMUTABLE, Path, class_name, dtype_of, fields_of, from_base64, shown, there_at
 
 
 class Reader:
@@ -64,8 +53,7 @@ class Reader:
             return written
         is_new = isinstance(written, dict) and len(written) == 1 and "!new" in written
         written = written["!new"] if is_new else written
-        there = self._live.get(path)
-        there = there() if isinstance(there, Weak) else there
+        there = there_at(self._live, path)
         value = self._value(written, path, there, there if not is_new and self._touches else None)
         self._made[path] = value
         return value
@@ -119,10 +107,9 @@ class Reader:
     def _met(self, path: Path) -> Any:
         if path in self._made:
             return self._made[path]
-        there = self._live.get(path)
-        if there is None:
+        if self._live.get(path) is None:
             raise ValueError(f"{shown(path)} is spoken of, and is not there")
-        return there() if isinstance(there, Weak) else there
+        return there_at(self._live, path)
 
     def _set_fields(self, there: Any, fields: Mapping[str, Any], path: Path) -> None:
         before = dict(fields_of(there))
@@ -140,7 +127,7 @@ class Reader:
         found, name = written[tag], written.get("class")
         if tag == "!enum":
             name, found = found
-        if name is not None and name.rpartition(".")[2] not in CONTAINERS:
+        if name is not None and name.rpartition(".")[2] not in writing.CONTAINERS:
             _refuse_other_class(there, name, path)
         if tag == "!enum":
             return type(there)[found]
@@ -157,16 +144,16 @@ class Reader:
             if name is None:
                 return tuple(items)
             return type(there)._make(items) if hasattr(type(there), "_make") else tuple.__new__(type(there), items)
-        kind = CONTAINERS.get(str(name).rpartition(".")[2])
+        kind = writing.CONTAINERS.get(str(name).rpartition(".")[2])
         if kind is None:  # of the user's: it is there
             value = _filled(home, next(each for each in (dict, list, set, collections.deque) if isinstance(there, each)), items)
             self._set_fields(there, written.get("fields", {}), path)
             return there if home is not None else value
         if kind is collections.defaultdict and home is None:
             factory = written.get("factory")
-            if factory is not None and factory not in FACTORIES:
+            if factory is not None and factory not in writing.FACTORIES:
                 raise ValueError(f"{shown(path)} has values made by {factory}")
-            return collections.defaultdict(None if factory is None else FACTORIES[factory], items)
+            return collections.defaultdict(None if factory is None else writing.FACTORIES[factory], items)
         if kind is collections.deque and home is None:
             return collections.deque(items, written.get("most"))
         return _filled(home, kind, items)
@@ -244,7 +231,7 @@ def _torch_generator(found: Any, home: Any) -> torch.Generator:
 
 def _numpy_bits(found: Any, home: Any) -> Any:
     state = unplain(found)
-    if state["bit_generator"] not in BIT_GENERATORS:
+    if state["bit_generator"] not in writing.BIT_GENERATORS:
         raise ValueError(f"a generator of {state['bit_generator']}")
     made = home if type(home).__name__ == state["bit_generator"] else getattr(np.random, state["bit_generator"])(0)
     made.state = state
