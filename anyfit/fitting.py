@@ -204,8 +204,7 @@ def _of_killed(rank: int, number: int, folder: Path) -> str:
 
 
 def _end_like(status: int) -> None:
-    """Ends this process as another did: with its status, or by the signal that told it to stop; 128 more than one that cannot be
-    waited for, as a shell has it."""
+    """Ends this process as another did: by its status, by the signal that told it to stop, or with 128 more, as a shell does."""
     sys.stdout.flush()
     claim.release_all()
     if -status in STOPS:

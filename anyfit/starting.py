@@ -133,8 +133,8 @@ class Start:
         return machine, found, resume
 
     def _planned(self) -> Plan:
-        """A plan for what the host has, or, where that is not there, for what other programs leave of it to so many ranks. Each
-        has weights there already, which go as they are placed."""
+        """A plan for the host memory of the machine, or, where that is not free, for what other programs leave to each rank. The
+        weights of the user's model count as free: they go as they are placed."""
         profile, model, team = self._known_profile(), self._job.model, self._team
         ranks = 1 if team is None else ranks_of_node(team.places, 0)
         kept = sum(each.nbytes for each in model.parameters() if each.is_cpu) if isinstance(model, nn.Module) else 0

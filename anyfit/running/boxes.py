@@ -1,8 +1,7 @@
 """A flat stretch of a tensor as boxes of it. Pure arithmetic.
 
-Ranks divide flat buffers, and a stretch begins and ends in the middle of a row; other programs, and other divisions, know
-rectangles. Of a tensor with n dimensions a stretch is at most 2n - 1 boxes: what is left of the first row, whole rows, the
-beginning of the last row, and so on inwards.
+Ranks shard flat buffers, and a stretch begins and ends in the middle of a row; other programs know rectangles. Of a tensor with n
+dimensions a stretch is at most 2n - 1 boxes: the rest of the first row, whole rows, the start of the last row, and so on inwards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plan put to the test: a few real steps timed, a few more recorded for what they are spent on, and a few beside plain PyTorch.
 
-What the passes took beside what the machine's rates say of them is a pace, by which later forecasts for the model are scaled. It
-is always beside the rates alone, whether or not the plan at hand knew of an earlier one, so that checking again does not add up.
+The measured time of the passes over that of the machine's rates is a pace, by which later forecasts for the model are scaled. It
+is over the rates alone, whether or not the plan knew an earlier pace, so that checking again does not add up.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""A checkpoint: a folder that is whole or is not there, and that any other division of the model can go on from.
+"""A checkpoint: a folder that is whole or is not there, and that the model can go on from however it is sharded then.
 
     manifest.json, metadata.json, data-<rank>.safetensors    tensors under their names, as boxes of the whole (files.py):
-                                                              parameters, the exact ones where the run has masters; buffers; what
-                                                              the optimizer keeps, as "<parameter>/<key>"
+                                                              parameters, the fp32 masters where the run has them; buffers;
+                                                              optimizer state, as "<parameter>/<key>"
     progress.json                                             steps, data position, scheduler, parameter groups, settings, random
                                                               states of every rank (settings.py, randomness.py)
     extra.json                                                by rank, what else has changed since the start (extra_state.py)
     plan.json                                                 the plan it was trained with, for reference
 
-Every rank writes its own part, in parallel; what several have alike, one of them. It is written beside its place, and renamed
-last. Reading (loading.py) compares every name and shape with the model and every checksum, before anything of the run changes;
-then each rank reads the boxes that overlap what it has. Nothing in it is executed.
+Every rank writes its own part, in parallel; of replicas one does. It is written beside its place, and renamed last. Loading
+(loading.py) compares every name, shape and checksum before anything of the run changes; then each rank reads the boxes that
+overlap its shard. Nothing in it is executed.
 """
 
 from __future__ import annotations

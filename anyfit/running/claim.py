@@ -1,8 +1,8 @@
 """Who uses a run folder: one launch at a time, named in a file of it while it runs.
 
-The file holds the process, its start and its host. Whoever finds it there refuses the folder, unless that process is this one,
-started this one (a launcher of ranks), or is gone. A process of this host can be looked for. One elsewhere cannot: but it touches
-its file every few seconds, and is gone when it does not. Reading and writing the file is one act, under a lock.
+The file holds the process, its start and its host. Another process refuses the folder, unless the one in the file started it (a
+launcher of ranks) or is gone. A process of this host can be looked for. One of another host cannot, but it touches its file every
+few seconds, and is gone when it does not. The file is read and written under a lock.
 """
 
 from __future__ import annotations

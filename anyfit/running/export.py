@@ -1,10 +1,7 @@
 """A checkpoint's weights as a folder that `from_pretrained` loads: safetensors of a limited size, their index, a configuration.
 
-Tensors go from the checkpoint to their file one after another, so that no more than one of them is in memory; those that
-transformers fused from several are taken apart again, one layer's at a time. Of a model that is not transformers' there is no
-configuration, and the names are those of its `state_dict`, tied ones under each name.
-
-What a run knows of its model is in the checkpoint as `facts_of` gives it.
+Tensors go from the checkpoint to their file one by one, so that only one is in memory; those that transformers fused from several
+are split again, one layer's at a time. A model that is not transformers' has no configuration, and the names of its `state_dict`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a training run depends on besides parameters, buffers and the optimizer's state: extra state of modules
-(`get_extra_state`), and whatever else changes while it trains, so that a resumed run is the one that never stopped.
+"""What a run depends on besides parameters, buffers and optimizer state: extra state of modules (`get_extra_state`), and whatever
+else changes in training, so that a resumed run is the one that never stopped.
 
-**Where it is looked for.** In the attributes of every module of the model and of its optimizer (counters, annealed temperatures,
-averages, random generators, a teacher that is hidden in a list); in those of their classes, as far as these are the user's own;
-and in the variables that the loss, and functions of these classes, read from around them.
+**Where it is looked for.** In the attributes of every module and of the optimizer (counters, annealed temperatures, averages,
+random generators, a teacher hidden in a list); in those of their classes, where these are the user's own; and in the variables
+that the loss, and functions of these classes, read from around them.
 
-**What is kept.** All of it is noted at the start, as checksums. What differs from that when a checkpoint is saved is in the
-checkpoint, and nothing else: a setting that is changed between two runs stays changed. What has been changed in place is put back
-in place. What cannot be written as plain data (plain.py) is named when it is saved, and such a checkpoint is not resumed.
+**What is kept.** The checksums of all of it at the start. A checkpoint holds what differs from those, and nothing else: a setting
+that the user changes between two runs stays changed. What was changed in place is restored in place. What cannot be written as
+plain data (plain.py) is named when it is saved, and such a checkpoint is not resumed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """The files of a checkpoint: safetensors and JSON, written block by block beside their place.
 
     manifest.json              of every other file its bytes, and the CRC-32 of each 16 MiB of them; written last
-    metadata.json              every tensor: dtype, shape, and its boxes: where they begin, how large they are, in which rank's
-                               file, at which byte
+    metadata.json              every tensor: dtype, shape, and its boxes (offsets, sizes, whose rank's file, at which byte)
     data-<rank>.safetensors    the boxes that a rank wrote: a whole tensor under its name, a part of one as name@offsets
     …                          JSON of whoever saves
 
-A file is a row of blocks, and each thread takes the next one: puts it together in a buffer, adds it up, and writes it past
-the page cache, so that nothing is copied once more. No more of the state than a few blocks is ever held. What lies in memory as
-it will in the file is written from there.
+A file is a row of blocks. Each thread takes the next one, puts it together in a buffer, computes its checksum and writes it past
+the page cache. So only a few blocks of the state are held; what lies in memory as it will in the file is written from there.
 """
 
 from __future__ import annotations

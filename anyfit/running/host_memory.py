@@ -1,8 +1,7 @@
-"""Where host memory ends: a run is planned anew with less there, or stops before the kernel ends the process.
+"""When host memory runs out, a run is planned anew with less of it, or stops before the kernel ends the process.
 
-A thread looks at what is left. What a plan has on the host is taken at the start; what grows is other people's: the user's data,
-its loader's processes, others on the machine. The floor is a small share of what the plan may take, and less where little was
-free to begin with.
+A thread looks at what is left. A plan takes its host memory at the start; what grows is the user's data, the loader's processes
+and other programs. The floor is a small share of what the plan may take, and less where little was free at the start.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class HostMemory:
         self.lacking: list[float] = []  # by rank, bytes that are left, where they are too few
 
     def heed(self, make_room: Callable[[int], None], saved: Callable[[], str]) -> None:
-        """Before a step. Ranks hear of each other's want after a step, and end together. `make_room` plans with so many bytes
-        less; `saved` keeps the state of a run that has to stop, and says where."""
+        """Before a step. Several ranks hear of a shortage after a step, and end together. `make_room` plans with so many bytes
+        less; `saved` saves a run that has to stop, and says where."""
         if self._engine.ranks.are_several:
             rank = next((rank for rank, left in enumerate(self.lacking) if left), None)
             if rank is not None:

@@ -1,8 +1,8 @@
 """The order of the data: the same for any machine, and exactly resumable.
 
-An epoch's order is a permutation drawn from (seed, epoch). Epochs follow each other without a seam, so that only what makes no
-whole batch at the very end is left out. Each of several ranks gets its share of every batch, so that together they see what one
-would. The position is the number of batches that the user has; one that was prefetched does not count.
+An epoch's order is a permutation drawn from (seed, epoch). Epochs follow each other without a seam, so that only an incomplete
+batch at the very end is dropped. Each rank gets its share of every batch. The position counts the batches that were given to the
+user; one that was prefetched does not count.
 
 A batch's random numbers (augmentations, masking in collate_fn) are drawn from (seed, rank, position), whichever process makes it:
 so they are the same after a resume and for any number of workers, and different on every rank.

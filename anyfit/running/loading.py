@@ -98,10 +98,8 @@ def _refuse_not_finite(opened: Opened, placed: Placed) -> None:
     wanted += [(name.rpartition("/")[0], name.rpartition("/")[2]) for name in opened.optimizer]
     for name, key in wanted[placed.ranks.index :: placed.ranks.count]:
         extremes = opened.extremes(name if key is None else f"{name}/{key}")
-        here = (each.values for each in weights_of(placed) if each.name == name)
-        if extremes is None or (
-            key is None and math.inf in map(abs, extremes) and any(bool(each.isinf().any()) for each in here)
-        ):
+        here = (each.values for each in weights_of(placed) if each.name == name and key is None)
+        if extremes is None or (math.inf in map(abs, extremes) and any(bool(each.isinf().any()) for each in here)):
             continue
         try:
             refuse_not_finite(name, key, *extremes)

@@ -1,11 +1,11 @@
 """Parity: a few steps as a plan places them, beside the same steps in plain PyTorch.
 
-Plain PyTorch here is a loop over the same micro-batches with torch's own clipping and the user's optimizer. In bf16 its
-masters are kept whole in fp32, and rounded to bf16 by the split's own rule.
+Plain PyTorch here is a loop over the same micro-batches with torch's own clipping and the user's optimizer. In bf16 it keeps fp32
+masters, and rounds them to bf16 by the split's own rule.
 
-Many a plan is for a model that plain PyTorch has no room for. Of such a one a few of its repeated blocks are compared, with few
-samples, and a plan for these that makes every choice the given one makes: what becomes of activations, where chunks lie, which
-way they are updated and whether before the norm is known, and chunks so small that there are some of each.
+Many plans are for models that plain PyTorch has no room for. Then a few of the repeated blocks are compared, on few samples, by a
+plan that makes every choice of the given one: for activations, for where chunks lie, how they are updated and whether before the
+norm is known, and with chunks so small that there are some of each.
 """
 
 from __future__ import annotations

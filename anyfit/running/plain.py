@@ -1,16 +1,15 @@
 """Plain data as JSON: numbers, words, containers of them, arrays, tensors and random generators.
 
-Nothing is executed when it is read (unplain.py): what is no such data is not made from a file. It can only be found where it
-was (`live`), and the plain data inside it is then put there. So is everything else that was changed in place: whoever else holds
-it sees it too.
+Nothing is executed when it is read (unplain.py). An object that is no plain data is not made from a file: it is found where it
+was (`live`), and the plain data inside is restored in place, as is all that was changed in place.
 
     [..], {..}, 1, "a"                                as they are
     {"!tuple": ..}, {"!dict": ..}, {"!tensor": ..}    what JSON does not know, by kind
     {"!ref": ..}                                      a parameter, buffer or module of the model, by name
-    {"!same": path}                                   what was met before, there: seen from the top of what is written alone
+    {"!same": path}                                   what was met before, at this path from the top of what is written alone
     {"!object": [class, fields]}                      an object that is there at the start; its fields
-    {"!opaque": type}                                 what cannot be written down, and is as it was at the start
-    {"!new": ..}                                      what follows is another object than the one that was there at the start
+    {"!opaque": type}                                 what cannot be written, and is as it was at the start
+    {"!new": ..}                                      what follows is another object than the one at the start
 """
 
 from __future__ import annotations

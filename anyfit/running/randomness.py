@@ -1,7 +1,7 @@
-"""The random numbers of one batch: torch's, numpy's, Python's and those of a user's own generators, seeded for it alone.
+"""Random numbers: the states of a process's generators, and those of one batch, seeded for it alone.
 
-A batch that is drawn in another process, after a resume, or by another number of loader workers then has the same ones, and the
-model's own (dropout) go on as if no batch had been drawn.
+A batch then has the same ones in another process, after a resume, or with another number of loader workers; and the model's own
+(dropout) go on as if no batch had been drawn.
 """
 
 from __future__ import annotations

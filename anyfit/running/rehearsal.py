@@ -3,12 +3,11 @@
 A plan may cut the batch into micro-batches, or among ranks, and recompute blocks in backward. Whether the result stays the same
 depends on the user's code, and some of that shows only with numbers. So, with the placed model and a few samples of Job(sample=):
 
-    the loss        L(a + b) is compared with L(a) and L(b), as the rule read off the trace combines them (values/loss_rule.py),
-                    random ops held still; once more with labels ignored and masks emptied in b, where the rule divides by those
+    the loss        L(a + b) is compared with L(a) and L(b), by the rule read off the trace (values/loss_rule.py), random ops held
+                    still; once more with labels ignored and masks emptied in b, where the rule divides by those
     the blocks      one of each kind that the plan recomputes is run a second time, as in backward, and compared to the bit
 
-Nothing of it stays: buffers, attributes and random numbers are as before. What is found goes to the planner, which plans without
-what cannot be done; a plan that was given is refused.
+Buffers, attributes and random states are restored. The planner plans without what cannot be done; a given plan is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run that has no memory left is placed anew, by another plan, and makes the step that it was in again (rescue.py)."""
+"""A run that has run out of memory is placed by another plan, and repeats the step that it was in (rescue.py)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Rescue: a run that has no memory left is planned anew, with what it has shown, and goes on with the step it was in.
+"""Rescue: a run that has run out of memory is planned anew, with what it has shown, and goes on with the step it was in.
 
-A step that ends in an error about device memory has changed nothing that counts. So its graph and gradients are let go, random
-numbers and buffers put back, a plan is searched that leaves more room, the state moved to where that wants it, and the same step
-made again: with the same micro-batches, so that the losses are those of a run to which nothing happened.
+A step that ends in an error about device memory has changed nothing that counts. So its graph and gradients are freed, random
+states and buffers restored, a plan is searched that leaves more room, the state is moved to where it wants it, and the step is
+repeated: with the same micro-batches, so that the losses are those of a run to which nothing happened.
 
-How much more room: the forecast was too small by `needed / expected` at least, where memory ended. What would have been needed
-later nobody has seen, so a step is added to it, twice as large with each rescue of one step. Where nothing fits with such a
-margin, plans are tried that need less than the one at hand, as long as there is one.
+How much more room: the forecast was too small by at least `needed / expected`. What the rest of the step would have needed nobody
+has seen, so a margin is added, twice as large with each rescue of the step. Where nothing fits with it, plans are tried that need
+less than the one at hand, as long as there is one.
 """
 
 from __future__ import annotations
@@ -78,13 +78,10 @@ class Rescue:
         expected = plan.forecast.reserved_bytes
         tried = [profile]
         if short.needed_bytes > expected * (1 + plan.forecast.reserved_error):  # else others hold what was to be there
-            today, ratio = datetime.date.today().isoformat(), short.needed_bytes / expected
-            tried = [
-                profile.corrected(
-                    Correction(profile.model, short.where, short.needed_bytes, expected, ratio * (1 + step) - 1, today)
-                )
-                for step in (min(FIRST_STEP * 2**rescues, MOST_STEP), LEAST_STEP)
-            ]
+            today, needed = datetime.date.today().isoformat(), short.needed_bytes
+            steps = (min(FIRST_STEP * 2**rescues, MOST_STEP), LEAST_STEP)
+            margins = [needed / expected * (1 + step) - 1 for step in steps]
+            tried = [profile.corrected(Correction(profile.model, short.where, needed, expected, each, today)) for each in margins]
         try:
             found = self._first(plan, tried)
         except NoPlan as verdict:
@@ -118,8 +115,8 @@ class Rescue:
         return self._first(plan, [findings.restrict(self.profile)])
 
     def _first(self, plan: Plan, profiles: Sequence[Profile]) -> Plan:
-        """The plan for the first of these profiles that has one. With the micro-batch as it is where any has: sums over others
-        round otherwise, and draw other random numbers."""
+        """The plan for the first of these profiles that has one; with the same micro-batch if any has, since another rounds
+        otherwise and draws other random numbers."""
         why = NoPlan(f"micro-batches of {plan.micro_batch} were not profiled", 0)
         for is_asked_for in (operator.eq, operator.lt):
             for profile in profiles:
@@ -175,8 +172,8 @@ class Kept:
 
 
 class NumpyState:
-    """Of numpy's own generator. To read it takes longer than all else that is noted, so it is read where its memory has changed:
-    that is all there is to its state but for a normal number that was drawn and not used yet."""
+    """Of numpy's global generator. Reading it takes longer than all else that is noted, so it is read only where its memory has
+    changed, or where it holds a normal number that was drawn and not used."""
 
     def __init__(self) -> None:
         self._memory, self._state = b"", dict[str, Any]()

@@ -1,11 +1,10 @@
 """A checkpoint on its way to the disk: on the thread that asked for it, or beside the steps that follow.
 
-**Beside.** All ranks plan together what each of them writes; after that no collective is needed. What the next update would
-change is copied into host memory that the plan leaves free, each byte where it will lie in the file, chunk by chunk on threads
-of its own; an update waits for the copy of its chunk alone: forward and backward hide most of it. Where updates are made into a
-second generation before the norm is known, the one that is saved stays whole until the step after next begins its own. Then the
-file is written, from that image of it with no copy more. That all ranks have theirs is told through the key-value store, and
-rank 0 puts the checkpoint in its place.
+**Beside.** All ranks plan together what each writes; after that no collective is needed. What the next update would change is
+copied into host memory that the plan leaves free, each byte where it will lie in the file, chunk by chunk on threads of its own.
+An update waits for the copy of its own chunk, and forward and backward hide most of that; where updates write a second
+generation, the saved one stays whole until the step after next. Then the file is written from that image, with no further copy.
+Ranks tell each other through the key-value store when theirs is written, and rank 0 puts the checkpoint in its place.
 """
 
 from __future__ import annotations
@@ -328,8 +327,7 @@ class Copies:
         return image
 
     def _copy(self, pieces: Sequence[Piece], ready: Future[Image], finish: Callable[[], None]) -> None:
-        """One chunk. What is on the host is copied in one go, and those that train come first: it is not changed before the step
-        after next where updates have a second generation, and whoever does wait for it leaves it the cores."""
+        """One chunk. What is on the host is copied in one call at a low priority, so that what trains comes first."""
         image, moves = ready.result(), []
         finish()
         for piece in pieces:

@@ -190,9 +190,8 @@ class Step:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _backward(self, total: Tensor, weight: Tensor | None, rows: int, *, alone: bool) -> Tensor:
-        """Backward of one micro-batch; its part of the loss. The parts add up to the batch's mean, or, over several weighted
-        micro-batches, to its sum: their weight is known only when all are through, and the update divides by it. So it is with
-        several ranks."""
+        """Backward of one micro-batch; its part of the loss. Parts add up to the batch's mean; over several weighted
+        micro-batches or ranks to its sum: their weight is known when all are through, and the update divides by it."""
         engine, count = self._engine, self._engine.job.batch_size
         are_several = engine.ranks.are_several
         is_cut, rule = not alone or are_several, engine.plan.loss or MEAN
@@ -314,9 +313,8 @@ class Step:
 
 
 def _as_sum(loss: Tensor, rule: LossRule, share: float) -> tuple[Tensor, Tensor]:
-    """The loss of a micro-batch, such a share of the batch, as (sum, weight), by the number that it is divided by. One in
-    which nothing counts is 0 / 0 in torch, and adds nothing here. Where all labels count, weights are the shares, and the result
-    is to the bit that of a mean."""
+    """A micro-batch's loss as (sum, weight), by the number that it is divided by. Where no label counts it is 0 / 0 in torch, and
+    adds nothing here. Where all do, weights are shares of the batch, and the result is that of a mean to the bit."""
     found = divisors(loss)
     if rule.divisor >= len(found):
         raise RuntimeError(

@@ -52,8 +52,7 @@ _numbers = itertools.count()
 
 
 class Team:
-    """All ranks of the process group that is there, and what they tell each other besides acts, ends and where they are.
-    `ends_process`: a failure of another rank ends this process too."""
+    """All ranks of the process group. `ends_process`: a failure of another rank ends this process too."""
 
     def __init__(self, hang_seconds: float, *, ends_process: bool, place: str = "", made_group: bool = False) -> None:
         self.index, self.count = dist.get_rank(), dist.get_world_size()
@@ -133,10 +132,8 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def join(index: int, count: int, address: tuple[str, int], device: str, hang_seconds: float, seconds: float = 600.0) -> Team:
-    """Meets the other ranks, at an address that all know. `device` names what this one computes on: "cpu", or a GPU by its UUID.
-
-    Ranks that each have a GPU of their own talk through NCCL; on CPUs, and where several share a GPU, through gloo.
-    """
+    """Meets the other ranks, at an address that all know. `device` is "cpu", or a GPU's UUID: ranks that each have their own GPU
+    talk through NCCL; on CPUs, and where several share a GPU, through gloo."""
     os.environ.update(MASTER_ADDR=address[0], MASTER_PORT=str(address[1]))
     limit = timedelta(seconds=seconds)
     try:
@@ -164,8 +161,8 @@ def join(index: int, count: int, address: tuple[str, int], device: str, hang_sec
 
 
 def _fresh(store: Any, index: int, count: int, limit: timedelta) -> Any:
-    """The part of a store that these processes have to themselves. torchrun's outlives ranks that are started again, and holds
-    what they had written before: so each asks under a name that nobody else ever had, and rank 0 tells it the part's."""
+    """The part of a store that these processes have to themselves. torchrun's store outlives ranks that are restarted, and holds
+    what they wrote before: so each asks under a name that nobody ever had, and rank 0 answers with the part's name."""
     mine = uuid.uuid4().hex
     store.set(f"anyfit/asks/{index}", mine)
     if index:
