@@ -260,8 +260,8 @@ def ranks_of_node(places: Sequence[str], rank: int) -> int:
 
 
 def spread_of(places: Sequence[str]) -> tuple[tuple[int, int], int]:
-    """The ranks of each node and the nodes, and how many ranks share a device. Ranks that are not spread evenly, or do not follow
-    each other on their node, are as far apart as if each had a node of its own."""
+    """(ranks per node, nodes), and how many ranks share a device. Where nodes have different numbers of ranks, or ranks of a node
+    do not follow each other, each counts as a node of its own."""
     nodes = [place.partition(" ")[0] for place in places]
     ranks_of = Counter(nodes)
     is_even = len(set(ranks_of.values())) == 1 and sum(a != b for a, b in itertools.pairwise(nodes)) == len(ranks_of) - 1

@@ -43,7 +43,7 @@ from .stored import Opened
 from .team import Team
 
 PROGRESS, PLAN, EXTRA = "progress.json", "plan.json", "extra.json"
-OVER_SHARE, OVER_BYTES = 0.25, 2**20  # addresses, and not memory: for a header, and where ranks do not divide evenly
+OVER_SHARE, OVER_BYTES = 0.25, 2**20  # addresses, and not memory: for a header, and where ranks share unevenly
 
 
 class Layout:
@@ -89,9 +89,7 @@ def prepared(
     tensors |= beside
     planner = Planner()
     planner.set_up_planner(tensors, is_coordinator=ranks.index == 0)
-    scalars: dict[str, Any] = {}
-    for each in placed.updates.chunks:
-        scalars |= each.scalars()
+    scalars = {name: entries for each in placed.updates.chunks for name, entries in each.scalars().items()}
     mine = _Exchanged(layout.shapes == _shapes_of(tensors), sorted(moments), sorted(beside), scalars, Randoms.now(), others)
     everybody = ranks.objects(mine) if ranks.are_several else [mine]
     if not all(each.knows_layout for each in everybody):
@@ -181,12 +179,9 @@ def full_state_dict(placed: Placed) -> dict[str, Any]:
     """As model.state_dict() would be, tied weights under each name, but with the masters. Extra state of modules is theirs."""
     tensors = placed.state.state_dict()
     tensors |= {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in placed.model.named_buffers()}
-    first = {id(parameter): name for name, parameter in placed.model.named_parameters()}
-    first |= {id(buffer): name for name, buffer in placed.model.named_buffers()}
-    full: dict[str, Any] = {}
-    for name, tensor in placed.model.state_dict(keep_vars=True).items():
-        full[name] = tensors[first[id(tensor)]] if id(tensor) in first else tensor
-    return full
+    first = {id(each): name for name, each in (*placed.model.named_parameters(), *placed.model.named_buffers())}
+    found = placed.model.state_dict(keep_vars=True).items()
+    return {name: tensors[first[id(each)]] if id(each) in first else each for name, each in found}
 
 
 def open(folder: str | Path) -> Opened:

@@ -20,15 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from anyfit.kernels.split import split
-from anyfit.placing.weights import DTYPES, Last
+from anyfit.placing.weights import Last
 from anyfit.values.huggingface import description, factory
 from anyfit.values.huggingface_names import recipes_to_folder
 from anyfit.values.job import Job
 from anyfit.values.tensor_files import INDEX, SINGLE, header_of
 from anyfit.values.weights import Weights
 
+from .files import DTYPES
+
 SHARD_BYTES = 5 * 10**9  # as transformers had it
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # What tells of a model's words and ways, and not of its weights.
 BESIDE = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
@@ -236,7 +237,7 @@ def _shards(tensors: Mapping[str, Stored], most: int) -> Sequence[Mapping[str, S
 def _write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # so that each starts at a multiple of its size
     with file.open("wb") as out:
-        out.write(header_of((name, NAMES[each.dtype], each.shape) for name, each in ordered))
+        out.write(header_of((name, DTYPES[each.dtype], each.shape) for name, each in ordered))
         for name, each in ordered:
             flat = each.read().contiguous().reshape(-1)
             assert flat.dtype == each.dtype, name

@@ -17,7 +17,7 @@ import itertools
 import json
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from anyfit.placing.ranks import Ranks
 
 from .plain import OF_EVERY_MODULE, NotPlainError, Path, Weak, Writer, checksum, inline, is_iterator, is_owned_by_library, shown
+from .randomness import names_in
 from .stored import StoredTensor
 from .unplain import Reader
 
@@ -73,7 +74,7 @@ class ExtraState:
     # ------------------------------------------------------------------ saving
 
     def save(self, keep: Callable[[Tensor], str], ranks: Ranks) -> dict[str, Any]:
-        """What has changed since the start, as JSON; tensors are handed to `keep`, which names them. All ranks do it together."""
+        """What has changed since the start, as JSON; `keep` takes the tensors and names them. All ranks do it together."""
 
         def tensor(path: Path, value: Tensor) -> Any:
             return inline(path, value) if value.nbytes <= INLINE_BYTES else {"at": keep(value)}
@@ -154,12 +155,13 @@ class ExtraState:
             for name, value in list(held.items()):
                 yield (*owner, name), value
 
-    def _refs(self) -> dict[int, list[str]]:
-        """What has its own place in a checkpoint, by identity."""
+    def _named(self) -> dict[str, Callable[[], Iterable[tuple[str, Any]]]]:
+        """What has its own place in a checkpoint, by kind."""
         model = self._model
-        found = {id(module): ["module", name] for name, module in model.named_modules()}
-        found |= {id(each): ["parameter", name] for name, each in model.named_parameters()}
-        found |= {id(each): ["buffer", name] for name, each in model.named_buffers()}
+        return {"module": model.named_modules, "parameter": model.named_parameters, "buffer": model.named_buffers}
+
+    def _refs(self) -> dict[int, list[str]]:
+        found = {id(each): [kind, name] for kind, named in self._named().items() for name, each in named()}
         return found | {id(self._optimizer): ["optimizer"]}
 
     # ------------------------------------------------------------------ resuming
@@ -242,14 +244,7 @@ class ExtraState:
 
     def _find(self, ref: list[str]) -> Any:
         kind, *name = ref
-        if kind == "optimizer":
-            return self._optimizer
-        found: dict[str, Mapping[str, Any]] = {
-            "module": dict(self._model.named_modules()),
-            "parameter": dict(self._model.named_parameters()),
-            "buffer": dict(self._model.named_buffers()),
-        }
-        return found[kind][name[0]]
+        return self._optimizer if kind == "optimizer" else dict(self._named()[kind]())[name[0]]
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -357,7 +352,7 @@ def _around(functions: list[Any]) -> Iterator[tuple[Path, MutableMapping[str, An
             if cells:
                 yield ("variables of", where), held
             functions += [held[name] for name in cells if name in held]
-            for name in _names(thing.__code__):
+            for name in names_in(thing.__code__):
                 if name in thing.__globals__:
                     functions.append(thing.__globals__[name])
                     globals_of.setdefault(thing.__module__, (thing.__globals__, set()))[1].add(name)
@@ -366,10 +361,3 @@ def _around(functions: list[Any]) -> Iterator[tuple[Path, MutableMapping[str, An
             functions.append(type(thing).__call__)
     for module, (variables, names) in globals_of.items():
         yield ("global", module), _of_dict(variables, lambda name, value, read=names: name in read and _is_data(value))  # type: ignore[misc]
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from _names(each)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from anyfit.kernels.bytes import copy, crc32
 from anyfit.kernels.pages import in_huge_pages
+from anyfit.placing import weights
 from anyfit.placing.stretches import Fetcher
 from anyfit.values.tensor_files import header_bytes
 
@@ -40,13 +41,7 @@ DATA = re.compile(r"data-\d{5,7}\.safetensors")
 BLOCK_BYTES = 2**24
 THREADS = 8  # that write blocks, or read them, while training waits: the disk has its four when others put theirs together
 DIRECT_BYTES = 4096  # writes past the page cache begin and end at multiples of these
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-
-
+DTYPES = {dtype: name for name, dtype in weights.DTYPES.items()}  # as safetensors names them
 MOST_ITEM_BYTES = max(dtype.itemsize for dtype in DTYPES)
 
 

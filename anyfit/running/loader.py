@@ -39,7 +39,7 @@ class Sized(Protocol):
 
 
 class Loader:
-    """Iterates over batches of `batch_size`; iterating again goes on where the last batch was handed out."""
+    """Iterates over batches of `batch_size`; iterating again goes on after the last batch that was given out."""
 
     def __init__(
         self, dataset: Sized, batch_size: int, seed: int, epochs: int, shuffle: bool, ranks: Ranks = ALONE, **options: Any
@@ -61,7 +61,7 @@ class Loader:
         self._rows = range(ranks.index * share, (ranks.index + 1) * share)  # of a batch, this rank's
         if len(self) == 0:
             raise ValueError(f"{len(dataset)} samples in {epochs} epochs do not make one batch of {batch_size}")
-        self.position = 0  # batches handed out
+        self.position = 0  # batches that the user was given
 
     def __len__(self) -> int:
         return self._epochs * len(self._dataset) // self._batch_size

@@ -178,7 +178,7 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
     yield from function.__defaults__ or ()
     if not _is_users(function.__module__):
         return
-    names = _names_in(function.__code__)
+    names = set(names_in(function.__code__))
     for name in sorted(names & function.__globals__.keys()):
         value = function.__globals__[name]
         if isinstance(value, types.ModuleType):
@@ -188,9 +188,12 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
             yield value
 
 
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Globals and attributes that it names, and those of the functions inside it."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from names_in(each)
 
 
 def _is_users(module: str | None) -> bool:

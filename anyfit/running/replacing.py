@@ -20,7 +20,7 @@ from .step import WATCHED_STEPS, Counting, Step, shapes_of
 
 
 class Replacing:
-    """`rescue` has other plans, and `before` what a step that is made again finds as it was: None for a plan that was given."""
+    """`rescue` has other plans, and `before` the state that a repeated step starts from: None for a plan that was given."""
 
     def __init__(
         self,

@@ -235,12 +235,12 @@ class Buffers:
 
 
 class Before:
-    """Everything that a step reads and changes besides the state of the model, as it was before, to be put back where the step is
-    made again: random numbers, buffers, attributes of modules and of what they hold, variables of the loss.
+    """What a step reads and changes besides the state of the model, as it was before, to be restored where the step is repeated:
+    random states, buffers, attributes of modules and of what they hold, variables of the loss.
 
-    To note all of it takes a microsecond for each thing that holds state. So it is noted where memory is likely to end: in the
-    first steps of a batch of new sizes. In others random numbers and buffers are; where such a step runs out of memory and the
-    model has been seen to keep more, it is not made again.
+    To note all of it takes a microsecond for each thing that holds state. So all is noted where memory is likely to run out, in
+    the first steps of a batch of new sizes; in others random states and buffers are. Where such a step runs out of memory and the
+    model has been seen to keep more, it is not repeated.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any], device: torch.device, extra: ExtraState | None = None) -> None:

@@ -119,7 +119,7 @@ class Run:
         """One update from one batch of `batch_size` samples; the mean loss, detached. Waits for the device once, for the norm.
 
         An error on the way (in your model, your data) leaves the state of the last completed step. Where memory ends and the plan
-        came from the planner, the run is planned anew and the step made again.
+        came from the planner, the run is planned anew and the step repeated.
         """
         self._progress.check_open()
         self._step.check_rows(batch)

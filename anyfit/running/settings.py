@@ -176,7 +176,7 @@ class Settings:
         return [f"it was saved with {key} {before[key]}, and goes on with {now[key]}" for key in keys if before[key] != now[key]]
 
     def position(self, document: Mapping[str, Any]) -> int:
-        """Batches handed out by `run.loader`, of this job's size; refuses an order or a place that is not there."""
+        """Batches of this job's size that `run.loader` has given; refuses another order, or a place where no batch begins."""
         position, before, job = document["loader_position"], document["job"], self._job
         if not position:
             return 0

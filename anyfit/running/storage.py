@@ -119,9 +119,7 @@ class Writer(StorageWriter):
         sections: dict[str, dict[str, Any]] = {"weights": {}, "optimizer": {}, "extra": {}}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
-            boxes = []
-            for chunk in tensor.chunks:
-                boxes.append([list(chunk.offsets), list(chunk.sizes), *where[MetadataIndex(name, chunk.offsets)]])
+            boxes = [[list(each.offsets), list(each.sizes), *where[MetadataIndex(name, each.offsets)]] for each in tensor.chunks]
             found = {"dtype": DTYPES[tensor.properties.dtype], "shape": list(tensor.size), "boxes": boxes}
             section = "optimizer" if name in self.moments else "extra" if name in self.extra else "weights"
             sections[section][name] = found

@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 
 from anyfit.kernels.bytes import crc32
+from anyfit.placing.weights import DTYPES
 
 from . import files
 from .boxes import Box, tile, whole
-from .files import DATA, DTYPES, MANIFEST, METADATA, VERSION, Entry, FileRecord, data_file, header_of, stepped_aside
+from .files import DATA, MANIFEST, METADATA, VERSION, Entry, FileRecord, data_file, header_of, stepped_aside
 
 WAY_OUT = "take another checkpoint"
 DOCUMENT = re.compile(r"[a-z]+\.json")
 MOST_JSON_BYTES = 2**30
 MOST_BOXES = 2**14  # of a tensor: as many as thousands of ranks make
 _VERIFIED: set[tuple[Any, ...]] = set()  # by this process
-NAMES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -252,13 +252,13 @@ def _parsed(file: Path, text: bytes) -> Any:
 
 
 def _tensor(name: str, document: Any) -> StoredTensor:
-    dtype, shape = NAMES[document["dtype"]], _numbers(document["shape"])
+    dtype, shape = DTYPES[document["dtype"]], _numbers(document["shape"])
     if len(document["boxes"]) > MOST_BOXES:
         raise ValueError(f"{name!r} is in {len(document['boxes'])} boxes")
-    boxes = []
-    for offsets, sizes, rank, start in document["boxes"]:
-        rank, start = _numbers([rank, start])
-        boxes.append(StoredBox(Box(_numbers(offsets), _numbers(sizes)), rank, start))
+    boxes = [
+        StoredBox(Box(_numbers(offsets), _numbers(sizes)), *_numbers([rank, start]))
+        for offsets, sizes, rank, start in document["boxes"]
+    ]
     if not tile([each.box for each in boxes], shape):
         raise ValueError(f"the boxes of {name!r} do not make up its shape {shape}")
     if math.prod(shape) * dtype.itemsize >= 2**63:

@@ -279,7 +279,7 @@ class Trial:
         return told if math.isfinite(told[0].loss) and math.isfinite(told[1].loss) else None
 
     def _told(self, batch: Batch) -> list[_Told]:
-        """Of both halves together, and of each."""
+        """The losses of both halves together, and of each."""
         return [self._loss_of(part) for part in (batch, *self._samples.halves(batch))]
 
     def _loss_of(self, batch: Batch) -> _Told:

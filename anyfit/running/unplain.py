@@ -1,4 +1,4 @@
-"""Plain data back from its JSON (plain.py has the format): made anew, or put where it was."""
+"""Plain data read from its JSON (plain.py has the format): as new objects, or restored in place."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Reader:
 
     tensor    the bytes of a tensor that is not inline, by what a Writer put there
     find      a parameter, buffer or module by its name
-    live      what there is, by path: what has changed in place is changed there, and what cannot be made is found there
-    touches   whether anything of that is changed: without, all is made anew, to see whether it can be
+    live      what there is, by path: what was changed in place is restored there, and what cannot be made is found there
+    touches   whether any of that is changed; without, all objects are new, to see whether they can be made
     """
 
     def __init__(
