@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -240,7 +240,7 @@ class Launch:
         if self.is_first:
             metrics = run.metrics
             alarms = self._alarms.listen(run.steps, metrics.loss, run.skipped)
-            self._append(json.dumps(metrics.to_json() | {"time": time.time(), "alarms": alarms}), run)
+            self._append(json.dumps(asdict(metrics) | {"time": time.time(), "alarms": alarms}), run)
             self.on_step(run, alarms)
             self._tell_of(run.saving)
         asked = self.whole.asked if self._is_alone else run.signal  # one that all ranks know of

@@ -93,20 +93,11 @@ def _lacking(profile: Profile, plan: Plan) -> str | None:
 # ---------------------------------------------------------------------- a smaller one of the same kind
 
 
-@dataclass
-class Kept:
-    """The blocks of a model that stay, by their paths in the whole of it, and what is done with them."""
-
-    of_container: dict[str, list[str]]
-    choices: dict[str, Activations]
-    compiled: list[str]
-
-
 def _cut(job: Job, plan: Plan, model: nn.Module, kinds: Kinds, units: tuple[int, int]) -> Case | None:
     """The same job with fewer blocks and samples; None where it has no more than are kept."""
     blocks = kinds(model)
     kept = _kept(model, blocks, plan.stages[0], *units)
-    count = len(kept.choices)
+    count = len(kept)
     rows = min(plan.micro_batch, ROWS)
     batch_size = rows
     if plan.accumulation > 1:  # with a last micro-batch that is smaller, where the plan has one
@@ -117,14 +108,15 @@ def _cut(job: Job, plan: Plan, model: nn.Module, kinds: Kinds, units: tuple[int,
         small = copy.deepcopy(model)
     batch = job.cut(job.sample, [size for size in (batch_size, job.batch_size - batch_size) if size])[0]
     job_of_it = replace(job, model=small, sample=batch, max_sample=None, batch_size=batch_size, micro_batch=None)
-    choices = {renamed[path]: choice for path, choice in kept.choices.items() if choice != "keep"}
+    choices = {renamed[path]: choice for path, (choice, _) in kept.items() if choice != "keep"}
+    compiled = tuple(renamed[path] for path, (_, is_compiled) in kept.items() if is_compiled)
     chunk_bytes, placements = _placements(job_of_it, plan, small)
     plan_of_it = replace(
         plan,
         batch_size=batch_size,
         micro_batch=rows,
         accumulation=-(-batch_size // rows),
-        stages=(Stage(0, count, choices, tuple(renamed[path] for path in kept.compiled)),),
+        stages=(Stage(0, count, choices, compiled),),
         chunk_bytes=chunk_bytes,
         chunks=placements,
         slots=plan.slots and max(plan.slots, LEAST_SLOTS),
@@ -135,9 +127,12 @@ def _cut(job: Job, plan: Plan, model: nn.Module, kinds: Kinds, units: tuple[int,
     return Case(job_of_it, plan_of_it, small, batch, f"{of_blocks} and {of_samples}", is_cut=True)
 
 
-def _kept(model: nn.Module, kinds: Mapping[str, str], stage: Stage, least: int, per_choice: int) -> Kept:
-    """Of blocks that are repeated in a list a few, with every choice that is made of any of them, in the same order."""
-    kept = Kept({}, {}, [])
+def _kept(
+    model: nn.Module, kinds: Mapping[str, str], stage: Stage, least: int, per_choice: int
+) -> dict[str, tuple[Activations, bool]]:
+    """The blocks that stay, by path: what becomes of their activations, and whether they are compiled. Of blocks repeated in a
+    list a few stay, with every choice that is made of any of them, in the same order."""
+    kept: dict[str, tuple[Activations, bool]] = {}
     for container, paths in _by_container(kinds).items():
         is_list = isinstance(model.get_submodule(container), nn.ModuleList | nn.Sequential)
         stretches = repeats([kinds[path] for path in paths]) if is_list else [(0, len(paths), 1)]
@@ -147,10 +142,7 @@ def _kept(model: nn.Module, kinds: Mapping[str, str], stage: Stage, least: int, 
             distinct = [choice for index, choice in enumerate(choices) if choice not in choices[:index]]
             units = units[: max(least, per_choice * len(distinct))]
             for index, unit in enumerate(units):
-                for path, (choice, is_compiled) in zip(unit, _spread(distinct, index, len(units)), strict=True):
-                    kept.of_container.setdefault(container, []).append(path)
-                    kept.choices[path] = choice
-                    kept.compiled += [path] * is_compiled
+                kept |= zip(unit, _spread(distinct, index, len(units)), strict=True)
     return kept
 
 
@@ -188,18 +180,19 @@ def repeats(kinds: Sequence[str]) -> Iterator[tuple[int, int, int]]:
 
 
 @contextmanager
-def _only(model: nn.Module, blocks: Iterable[str], kept: Kept) -> Iterator[dict[str, str]]:
-    """The model has, for a while, only these blocks; by their paths, those they have then."""
+def _only(model: nn.Module, blocks: Iterable[str], kept: Iterable[str]) -> Iterator[dict[str, str]]:
+    """Inside, the model has only these blocks. Gives their new paths by their old ones."""
     before: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+    staying = _by_container(kept)
     renamed: dict[str, str] = {}
     try:
         for container, paths in _by_container(blocks).items():
             module, prefix = model.get_submodule(container), f"{container}." if container else ""
-            dropped = set(paths) - set(kept.of_container[container])
+            dropped = set(paths) - set(staying[container])
             children = {name: child for name, child in module._modules.items() if prefix + name not in dropped}
             is_numbered = bool(dropped) and all(name.isdecimal() for name in children)
             names = {name: str(index) if is_numbered else name for index, name in enumerate(children)}
-            renamed |= {path: prefix + names[path.removeprefix(prefix)] for path in kept.of_container[container]}
+            renamed |= {path: prefix + names[path.removeprefix(prefix)] for path in staying[container]}
             before.append((module, module._modules))
             module._modules = {names[name]: child for name, child in children.items()}
         yield renamed

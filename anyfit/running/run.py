@@ -17,7 +17,7 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -66,9 +66,6 @@ class Metrics:
     peak_bytes: Mapping[str, int]  # by tier, the largest so far
     skipped: int  # steps left out so far because a gradient was not finite
     rescues: int  # times so far that memory ended and the run was planned anew
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Run:

@@ -29,6 +29,7 @@ from anyfit.values.memento import leaving_no_trace
 from .shortage import is_about_memory
 
 HALF = 2  # samples of each part
+DRAWN = 0.25  # in the place of normal numbers: not 0, which would hide what is added or multiplied
 WEIGHTS_SEEN = 1024  # elements of a parameter, about, that are compared
 MOST_CELLS = 2**18  # places of state that are looked at
 # Relative, of losses: what the order of sums makes of rounding. A loss that is itself bf16 has few digits.
@@ -112,11 +113,10 @@ class _Told:
         return (self.loss * weight if weight else 0.0), weight
 
 
-aten = torch.ops.aten
-DRAWN = 0.25  # in the place of normal numbers: not 0, which would hide what is added or multiplied
-
-
 class Still(TorchDispatchMode):
+    """Random ops give what is expected of them, the same for every sample, so that two forwards can be compared. Dropout keeps
+    everything. A random permutation is a reversal: it is to show that samples are mixed."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
