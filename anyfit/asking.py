@@ -95,7 +95,7 @@ def planned(question: Question, traced: Traced, profile: Profile) -> Plan:
 
 
 def nearest_changes(question: Question, traced: Traced, machine: Machine, profile: Profile, verdict: NoPlan) -> Iterator[Change]:
-    """Each was planned: a smaller micro-batch or batch, a shorter length, another card."""
+    """Changes that fit, each planned: a smaller micro-batch or batch, a shorter length, another card."""
     of_function = ":" in question.target
     if traced.job.micro_batch is not None and not traced.job.real_run:
         smaller = Traced(replace(traced.job, micro_batch=None)).profile(machine)
@@ -118,7 +118,7 @@ def nearest_changes(question: Question, traced: Traced, machine: Machine, profil
 
 
 def _lacks_device_alone(profile: Profile, verdict: NoPlan) -> bool:
-    """Whether enough of the device is all it takes: shorter samples take less of nothing else."""
+    """Whether device memory is all that is missing: shorter samples need less of nothing else."""
     larger = replace(profile, device_limit_bytes=profile.device_limit_bytes + verdict.shortfall_bytes)
     return verdict.tier == "device" and bool(may_fit(larger, space_of(larger)))
 

@@ -131,7 +131,7 @@ def joined(hang_seconds: float | None) -> Team | None:
 
 
 def ranks_asked_for(gpus: int | None, ranks: int | None) -> int:
-    """Processes that the command line wants, of which this is none."""
+    """How many processes the command line asks for, besides this one."""
     if gpus is not None and ranks is not None:
         raise ValueError("--gpus is a process for each GPU, --ranks so many processes; leave one of them out")
     if gpus is not None and gpus > 1:
@@ -191,7 +191,7 @@ def fit_in_ranks(count: int, restarts: int, folder: Path) -> None:
 
 
 def _of_killed(rank: int, number: int, folder: Path) -> str:
-    """What a rank's end by a signal that nobody sends to stop a run usually means."""
+    """What it usually means that a rank was killed by a signal."""
     means = "a fault in native code"
     if number == signal.SIGKILL:
         means = (

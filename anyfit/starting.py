@@ -178,7 +178,7 @@ class Start:
     # ------------------------------------------------------------------ the model, placed
 
     def _built(self, device: torch.device) -> Opened:
-        """The model, which is the plan's, on all ranks the same."""
+        """Builds the model; refuses one that is not the plan's, or differs between ranks."""
         job, is_first = self._job, self._team is None or self._team.index == 0
         torch.manual_seed(job.seed)
         found = opened(job, resumes=self._resume is not None)
@@ -200,7 +200,7 @@ class Start:
         return found
 
     def _placed(self, found: Opened, device: torch.device, ranks: Ranks) -> Placed:
-        """As the plan says, or another that leaves on the device, and whole, what the model demands."""
+        """Placed by the plan, or by another that leaves on the device, or unsharded, what the model demands."""
         while True:
             try:
                 return place(self._job, self._plan, found.model, device, ranks=ranks, elements=found.elements, agreed=self._agree)
@@ -227,7 +227,7 @@ class Start:
         self._plan = search(profile) if team is None else team.from_first(lambda: search(profile), "another plan")
 
     def _rehearsed(self, placed: Placed, rehearsal: Rehearsal, found: Opened) -> Placed:
-        """As the plan says, or one without what was found to change the result."""
+        """Placed by the plan, or by one without what was found to change the result."""
         if self._plan.loss is None and self._plan.cuts:  # one that was made by hand, or before losses were looked at
             graphs = traced(self._job, placed.device.type, self._count)  # type: ignore[arg-type]
             self._plan = replace(self._plan, loss=graphs[0].loss)
@@ -286,7 +286,7 @@ def _placed_again(job: Job, plan: Plan, placed: Placed, found: Opened) -> Placed
 
 
 def _beside_bytes(machine: Machine) -> Callable[[int], int]:
-    """What a process takes of the host besides so much that its plan does."""
+    """The host memory that a process takes besides its plan's."""
     return beside_bytes if machine.device.kind == "cuda" else lambda _host_bytes: 0
 
 
@@ -312,7 +312,7 @@ def _facts(job: Job, plan: Plan, resume: str | Path | None) -> dict[str, str]:
 
 
 def rescue_for(job: Job, machine: Machine, known: Profile | None, placed: Placed) -> Rescue:
-    """What a run may do whose plan the planner made, when memory ends."""
+    """What a run with a plan of the planner's does when memory runs out."""
     stays = placed.demands.reason
     mirrored = mirrored_bytes(placed.demands, [each.chunk for each in placed.state.chunks])  # `made` must not hold what is placed
 

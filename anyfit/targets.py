@@ -104,7 +104,7 @@ def job_for(
 
 
 def _quiet_transformers() -> Any:
-    """transformers, which from now on only speaks of errors: what else it says would stand between ours."""
+    """transformers, which from now on logs errors alone."""
     try:
         import transformers
     except ImportError:

@@ -50,7 +50,7 @@ class Store:
 
 
 def is_first_to_fail(raw: Any, rank: int, error: str) -> bool:
-    """Claims to be the rank whose failure ends all."""
+    """Claims to be the rank whose failure ends the run."""
     mine = json.dumps({"rank": rank, "error": error})
     return bool(json.loads(raw.compare_set("failed", "", mine))["rank"] == rank)
 
@@ -120,7 +120,7 @@ class Position:
 
 
 class Acts:
-    """The acts that this rank has taken part in, and where it is in the last."""
+    """The acts that this rank has taken part in."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -111,7 +111,7 @@ class Agreement:
         return (sums[0] / sums[1]).to(total.dtype)
 
     def _scale(self, weights: Tensor | None, samples: Tensor) -> float:
-        """Sums to means. A batch without weight is left out, as on a rank alone."""
+        """What turns sums into means. A step without weight is skipped, as on a single rank."""
         if weights is not None:
             whole = float(weights.sum())
             return 1.0 / whole if whole else math.nan
@@ -126,7 +126,7 @@ class Agreement:
             )
 
     def _refuse_different(self, facts: Mapping[str, str], who: list[int]) -> None:
-        """All ranks know that some of these may differ: a list and a tuple of the same do not."""
+        """All ranks know that checksums differ; the values may not, as a list and a tuple of the same numbers."""
         everybody = self._engine.ranks.objects(facts)
         if all(everybody[rank] == everybody[who[0]] for rank in who):
             return

@@ -37,7 +37,7 @@ OFFLOAD = ("fetch", "offload", "return")  # what the computation waits for, by t
 
 
 def check(job: Job, plan: Plan, profile: Profile, machine: Machine, steps: int, kinds: parity.Kinds) -> Check:
-    """The plan of a job beside what it does on a machine. `profile` is the job's, with or without a pace."""
+    """The forecast of a plan beside what it does on a machine. `profile` is the job's, with or without a pace."""
     device = device_for(machine, Rank(0, 1, 0))
     _refuse_others(job, plan)
     if isinstance(job.model, nn.Module):
@@ -96,7 +96,7 @@ def _refuse_others(job: Job, plan: Plan) -> None:
 
 
 def shares_of(document: Mapping[str, Any]) -> dict[str, float]:
-    """The parts of a step in a timeline; all that is neither an update nor a wait counts as computation."""
+    """The parts of a step in a timeline; what is neither an update nor a wait counts as compute."""
     events, metadata = document["traceEvents"], document["metadata"]
     row = next((each["tid"] for each in events if each["ph"] == "M" and each["args"].get("name") == "compute"), None)
     first, last = metadata["steps"]
@@ -109,7 +109,7 @@ def shares_of(document: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _pace(profile: Profile, plan: Plan, measured_seconds: float) -> Pace | str:
-    """What the passes took beside what the machine's rates say; or why that says nothing."""
+    """The measured time of the passes over that of the machine's rates; or why it says nothing."""
     each = next((each for each in profile.passes if each.micro_batch == plan.micro_batch), None)
     stage = plan.stages[0]
     if each is None:
@@ -130,7 +130,7 @@ def _pace(profile: Profile, plan: Plan, measured_seconds: float) -> Pace | str:
 
 
 def _shares_cores(profile: Profile, plan: Plan) -> bool:
-    """Whether lanes work beside the computation, on the cores that do it."""
+    """Whether lanes and the computation share the CPU's cores."""
     at_work = any(chunk.optimizer == "host" for chunk in plan.chunks) or "offload" in plan.stages[0].activations.values()
     return at_work and not (profile.host is not None and profile.host.overlaps)
 

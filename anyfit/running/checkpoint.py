@@ -227,7 +227,7 @@ def latest(folder: str | Path, say: Callable[[str], None]) -> Path:
 
 
 def _numbered(parent: Path) -> list[str]:
-    """Names of the checkpoints in a folder, the newest first; also of one that has stepped aside."""
+    """Names of the checkpoints in a folder, the newest first; also of one that was renamed aside."""
     names = {path.name.removeprefix(".").removesuffix(".old") for path in parent.iterdir()} if parent.is_dir() else set()
     return sorted((name for name in names if name.isdecimal()), key=int, reverse=True)
 

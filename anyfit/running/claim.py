@@ -48,7 +48,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is known to be: another process may have its number."""
+        """Whether it is known to be gone: another process may have its number."""
         if self.is_elsewhere:
             return False
         started = _started(self.pid)
@@ -76,7 +76,7 @@ def take(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _took(file: Path, folder: Path, say: Callable[[str], None]) -> bool:
-    """Whether this process took it, rather than one that started it."""
+    """Whether this process took it; False where the process that started it has it."""
     touched = since = 0.0
     while True:
         with _opened(file) as found:
@@ -148,7 +148,7 @@ def _write(found: int, holder: Holder) -> None:
 
 
 def _host() -> str:
-    """Where the numbers of processes mean something: a machine, and a container of it."""
+    """Where process numbers are unique: a machine, and a container of it."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
     return socket.gethostname()

@@ -75,7 +75,7 @@ class Ending:
         os._exit(status)
 
     def claims(self, error: BaseException) -> bool:
-        """Whether this rank is the first to fail. All others end from here on."""
+        """Whether this rank is the first to fail. The others end once it is claimed."""
         raw, index = self._store.raw, self._store.index
         self._is_failing = True
         if self.has_heard:
@@ -149,7 +149,7 @@ def _is_soon(is_so: Callable[[], bool], seconds: float) -> bool:
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Whether it says no more than that another rank is not there."""
+    """Whether it says only that another rank is gone."""
     while error.__cause__ is not None:
         error = error.__cause__
     of_gloo = isinstance(error, RuntimeError) and re.search(r"gloo|onnection (closed|reset|refused)|Broken pipe", str(error))
@@ -254,7 +254,7 @@ class Watch:
         self._seen: dict[int, tuple[bytes, float]] = {}  # by rank, its last beat and when it came
 
     def waited(self, acts: int, waits: Mapping[str, str]) -> dict[str, float]:
-        """By kind, how long the same has been waited for."""
+        """By kind, how many seconds this rank has waited for the same thing."""
         now = time.monotonic()
         keys = {kind: (kind, label, acts) for kind, label in waits.items()}
         self._since = {key: self._since.get(key, now) for key in keys.values()}
@@ -263,7 +263,7 @@ class Watch:
         return {kind: now - self._since[key] for kind, key in keys.items()}
 
     def gone(self, store: Any, count: int, mine: int) -> list[int]:
-        """Ranks that have not been seen to beat for long."""
+        """Ranks without a beat for GONE_SECONDS."""
         now, gone = time.monotonic(), []
         for index in range(count):
             if index == mine or store.check([f"parted/{index}"]):

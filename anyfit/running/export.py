@@ -58,7 +58,7 @@ class Exported:
 
 
 def facts_of(model: nn.Module, job: Job) -> dict[str, Any]:
-    """What an export has to know of a run's model, as JSON."""
+    """What an export needs to know of a run's model, as JSON; checkpoints hold it."""
     first: dict[int, str] = {id(each): name for name, each in (*model.named_buffers(), *model.named_parameters())}
     tensors = model.state_dict(keep_vars=True).items()
     return {
@@ -146,7 +146,7 @@ def _write(aside: Path, tensors: Mapping[str, Stored], facts: Mapping[str, Any],
 
 
 def _wanted(name: str, tensor: Stored, held: Mapping[str, str], dtype: str | None) -> torch.dtype:
-    """Of a parameter what was asked for, or what the run has; of a buffer what it is."""
+    """For a parameter the dtype asked for, or the run's; for a buffer its own."""
     if name not in held or not tensor.dtype.is_floating_point:
         return tensor.dtype
     found: torch.dtype = getattr(torch, held[name])
@@ -169,7 +169,7 @@ def _in_dtype(tensor: Stored, dtype: torch.dtype) -> Stored:
 
 
 def _as_pretrained(config: Mapping[str, Any], names: Mapping[str, str], tensors: Mapping[str, Stored]) -> Mapping[str, Stored]:
-    """Under the names, and in the parts, that `save_pretrained` gives them."""
+    """The tensors under the names, and in the parts, of `save_pretrained`."""
     model = _without_weights(config, set(names))
     if model is None:
         return tensors  # a class of the user's own: it knows its own names
@@ -192,7 +192,7 @@ def _as_pretrained(config: Mapping[str, Any], names: Mapping[str, str], tensors:
 
 
 def _without_weights(config: Mapping[str, Any], names: set[str]) -> nn.Module | None:
-    """The model of a configuration, on no device; None where transformers has none of these names."""
+    """The model of a configuration, on the meta device; None where transformers has no model of these names."""
     try:
         import transformers
     except ImportError:
@@ -222,7 +222,7 @@ def _copy_beside(source: str | None, aside: Path) -> tuple[str, ...]:
 
 
 def _shards(tensors: Mapping[str, Stored], most: int) -> Sequence[Mapping[str, Stored]]:
-    """Tensors in their order, in files of at most so many bytes; a larger one has its own."""
+    """Tensors in their order, in files of at most so many bytes; a larger tensor has its own file."""
     shards: list[dict[str, Stored]] = [{}]
     taken = 0
     for name, tensor in tensors.items():

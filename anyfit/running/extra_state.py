@@ -43,7 +43,7 @@ _MODULE: Any = nn.Module
 
 
 class ExtraState:
-    """Of one run; made before its first step, and before it is resumed."""
+    """The extra state of one run; made before its first step, and before it is resumed."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loss: Callable[..., Any]) -> None:
         self._model, self._optimizer = model, optimizer
@@ -62,7 +62,7 @@ class ExtraState:
         self._said: set[str] = set()
 
     def unsaid(self) -> Iterator[str]:
-        """What is to be said of the last checkpoint, once."""
+        """Warnings about the last checkpoint, each given once."""
         for where, kind in self._lost.items():
             if where not in self._said:
                 self._said.add(where)
@@ -197,7 +197,7 @@ class ExtraState:
             Reader(tensor).read_alone(written, ("module", name, "get_extra_state()"))
 
     def _refuse_odd(self, owner: Path, name: str) -> None:
-        """An attribute that would take the place of what a class does."""
+        """Refuses an attribute that would replace what a class does."""
         if name in self._holders[owner]:
             return
         kind: Any = None
@@ -210,7 +210,7 @@ class ExtraState:
             raise ValueError(f"it holds {shown((*owner, name))}, which is nothing that changes here")
 
     def make_buffers(self, document: Any, stored: Mapping[str, StoredTensor], device: torch.device) -> None:
-        """Of the shapes that they had when they were saved, where these have changed: to be filled."""
+        """Makes empty buffers of the saved shapes, where these have changed."""
         for name in document["gone"]:
             owner, leaf = self._owner(name)
             owner._buffers[leaf] = None
@@ -306,7 +306,7 @@ def _of_cells(cells: Mapping[str, types.CellType]) -> _Holder:
 
 
 def _is_data(value: Any) -> bool:
-    """Neither code, nor how a class reaches something."""
+    """Neither code nor a descriptor."""
     return not (isinstance(value, type | types.ModuleType | types.BuiltinFunctionType) or hasattr(type(value), "__get__"))
 
 

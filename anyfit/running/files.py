@@ -91,7 +91,7 @@ def header_of(entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 class Readable(Protocol):
-    """What can be written without being there as a whole."""
+    """What can be written piece by piece."""
 
     def read(self, start: int, end: int, out: Tensor, by: Fetcher) -> None:
         """Some of its elements, in row-major order, into a flat tensor on the host."""
@@ -112,7 +112,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes of a file that come from one place."""
+    """Bytes of a file that come from one source."""
 
     start: int
     end: int
@@ -127,7 +127,7 @@ class Piece:
 
 
 class Content:
-    """A data file to be: its header, and its boxes one after another as their entries say."""
+    """A data file before it is written: its header, and its boxes one after another."""
 
     def __init__(self, parts: Sequence[tuple[Entry, Readable]]) -> None:
         header = header_bytes(header_of([entry for entry, _ in parts]))
@@ -276,7 +276,7 @@ class BlockFile:
 def write_tensors(
     path: Path, content: Content, wrote: Callable[[int], None], *, threads: int = THREADS, image: Image | None = None
 ) -> FileRecord:
-    """A safetensors file, little by little, on so many threads; from the image what that holds."""
+    """Writes a safetensors file block by block; what the image holds from there."""
     file = BlockFile(path, content, wrote, image)
     try:
         return file.write(threads)
@@ -355,7 +355,7 @@ def stepped_aside(folder: Path) -> Path:
 
 
 def remove_left_behind(parent: Path) -> None:
-    """What processes left in a folder of checkpoints that were killed while they saved."""
+    """Removes what processes left that were killed while they saved."""
     for path in parent.glob(".*.writing"):
         with contextlib.suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -46,7 +46,7 @@ class HostMemory:
         self._progress.say(said_of_host(self._progress.steps, left, before, self._engine.plan))
 
     def lacking_bytes(self) -> float:
-        """What is left, where that is too little; else 0."""
+        """The bytes left, where they are too few; else 0."""
         left = None if self._watch is None else self._watch.shortage()
         return 0.0 if left is None else max(left, 1.0)
 
@@ -63,7 +63,7 @@ class HostMemory:
 
 
 class HostWatch:
-    """`free_bytes` says what this process may still take."""
+    """Watches `free_bytes`, what this process may still take, from a thread."""
 
     def __init__(self, free_bytes: Callable[[], float], limit_bytes: int, every_seconds: float = EVERY_SECONDS) -> None:
         self.floor_bytes = int(min(FLOOR_SHARE * limit_bytes, MOST_FLOOR_BYTES, FREE_SHARE * free_bytes()))
@@ -75,7 +75,7 @@ class HostWatch:
         self.close = weakref.finalize(self, _stop, thread, stop)
 
     def shortage(self) -> float | None:
-        """What is left, where that has been under the floor and still is."""
+        """The bytes left, where they were under the floor and still are."""
         if not self._low.is_set():
             return None
         self._low.clear()

@@ -177,7 +177,7 @@ class Launch:
 
     @property
     def whole(self) -> Launch:
-        """What signals come to, and `--resume` goes on with."""
+        """The launch that gets the signals, and that `--resume` names."""
         return self.first or self
 
     def for_next_run(self) -> Launch:
@@ -205,7 +205,7 @@ class Launch:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that writes, and talks."""
+        """Whether this rank writes the files and reports."""
         return self.rank == 0
 
     def replanned(self, plan: Plan, saves: Saves) -> None:

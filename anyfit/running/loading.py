@@ -158,7 +158,7 @@ class _Loading(DefaultLoadPlanner):
 def _compared(
     opened: Opened, placed: Placed, settings: Settings, extra: ExtraState
 ) -> tuple[dict[str, Any], list[Any], list[Randoms]]:
-    """What it holds besides tensors, if it is of this model, this optimizer and this job."""
+    """What it holds besides tensors; raises where it is of another model, optimizer or job."""
     folder, weights = opened.folder, opened.weights
     opened.document(PLAN)  # JSON as well; what it says is for people, and may be of another version
     document, is_former = opened.document(PROGRESS), opened.version == FORMER_VERSION
@@ -237,7 +237,7 @@ def nothing_else() -> dict[str, Any]:
 
 
 def upgraded(document: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Its progress. `now` are the settings of the run that takes it up, at its start."""
+    """The progress of a version-2 checkpoint. `now` are the settings of the run at its start."""
     found = {key: _upgraded(value) for key, value in document.items()}
     mine = [*now["groups"], *({"names": [], "start": {}} for _ in found["groups"][len(now["groups"]) :])]
     return {

@@ -78,7 +78,7 @@ def case_of(job: Job, plan: Plan, profile: Profile, model: nn.Module, kinds: Kin
 
 
 def _lacking(profile: Profile, plan: Plan) -> str | None:
-    """What plain PyTorch has too little of for the whole model; None where it fits."""
+    """Which memory plain PyTorch lacks for the whole model; None where it fits."""
     large_enough = [each for each in profile.passes if each.micro_batch >= plan.micro_batch]
     each = large_enough[-1] if large_enough else profile.passes[0]
     plain = profile.state.resident + PLAIN_BYTES * profile.parameters + max(each.peak_bytes, each.peak_bytes_accumulating)
@@ -154,7 +154,7 @@ def _by_container(paths: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _spread(items: Sequence[Item], index: int, count: int) -> Item:
-    """Which of the items falls to one of so many, each to neighbours."""
+    """The item for one of `count` places, equal ones side by side."""
     return items[index * len(items) // count]
 
 
@@ -261,7 +261,7 @@ def _said(error: BaseException) -> str:
 
 @torch.no_grad()
 def _nudged(model: nn.Module) -> nn.Module:
-    """With every weight moved by a last digit. Halves stay: their numbers are far apart."""
+    """The model with every weight moved by one epsilon. fp16 and bf16 stay: their epsilon is large."""
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.element_size() >= 4 and parameter.layout == torch.strided:
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps)
@@ -324,7 +324,7 @@ def _round(exact: Tensor) -> Tensor:
 
 
 def _largest(losses: Sequence[float], plain: Sequence[float]) -> float:
-    """Relative difference."""
+    """The largest relative difference."""
     return max(abs(mine - expected) / max(abs(expected), 1e-12) for mine, expected in zip(losses, plain, strict=True))
 
 

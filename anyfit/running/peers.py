@@ -33,7 +33,7 @@ class Peers:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """An error on this rank alone is told to the others, which wait for it in vain."""
+        """Tells the others of an error on this rank, which they would wait for in vain."""
         try:
             yield
         except BaseException as error:

@@ -207,7 +207,7 @@ class Writer:
         return next(({tag: write(value)} for tag, (kind, write, _) in IMMUTABLE.items() if isinstance(value, kind)), None)
 
     def _refuse_unless_there(self, value: Any, path: Path) -> None:
-        """What is made by code of the user's can be found where one of its kind was, and not be made."""
+        """Marks a user's class as opaque unless one of it was at this path: it can be found there, and not be made."""
         if not self._compares and (self._start is None or type(self._start.get(path)) is not type(value)):
             self._opaque(path, value)
 
@@ -323,7 +323,7 @@ def _has_slots(kind: type) -> bool:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether it holds a position that nobody can ask it for."""
+    """Whether it holds a position that cannot be read."""
     return hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
 
 
@@ -346,7 +346,7 @@ def _of_generator(value: Any, write: Callable[[Any, Path], Any], path: Path) -> 
 
 
 def plain(value: Any, path: Path) -> Any:
-    """JSON of plain data; an error names what is none."""
+    """JSON of plain data; an error names what is not plain."""
     return Writer().write(value, path)
 
 
@@ -362,7 +362,7 @@ def _refuse(path: Path, value: Any) -> Any:
 
 
 def bytes_of(value: Tensor) -> Tensor:
-    """A tensor's own, in row-major order, on the host."""
+    """A tensor's bytes, in row-major order, on the host."""
     flat = value.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 

@@ -197,7 +197,7 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_users(module: str | None) -> bool:
-    """Whether a module is no library's."""
+    """Whether a module is the user's, and no library's."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     if file is None:
         return module == "__main__"

@@ -69,7 +69,7 @@ class Findings:
         return profile.keeping(self.not_selective, ("selective",)) if self.not_selective else profile
 
     def joined(self, others: list[Findings]) -> Findings:
-        """Those of all ranks: what one of them must not do, none does."""
+        """The findings of all ranks: what one must not do, none does."""
         rule = next((each.loss for each in others if not each.loss.may_be_cut), self.loss)
         if len({(each.loss.kind, each.loss.divisor) for each in others}) > 1 and rule.may_be_cut:
             rule = replace(rule, kind="whole", why="the loss is cut by other rules on other ranks")
@@ -122,7 +122,7 @@ class Rehearsal:
         return self._known
 
     def _tried_rule(self, read: LossRule, placed: Placed, samples: Samples) -> LossRule:
-        """With fewer samples, where all of them take more memory than there is: micro-batches may be of one."""
+        """Tries the rule, with fewer samples where all of them run out of memory: micro-batches may be of one."""
         try:
             return Trial(self._job, placed, samples).rule(read)
         except torch.OutOfMemoryError:
@@ -134,7 +134,7 @@ class Rehearsal:
 def _blocks_to_keep(
     job: Job, placed: Placed, blocks: Mapping[str, nn.Module], kinds: Mapping[str, str], batches: Sequence[Batch]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """On the first of these batches that the model runs: one may need all samples of its batch."""
+    """Tries the first of these batches that the model runs: it may need all samples of its batch."""
 
     def found(batch: Batch, saving: Saving) -> tuple[dict[str, str], dict[str, str]]:
         with rehearsing(blocks, kinds) as found, saving():

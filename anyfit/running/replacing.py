@@ -78,13 +78,13 @@ class Replacing:
         self._make_room_on_device(over.shortfall, self._rescue, 0, over)
 
     def make_room_on_host(self, fewer_bytes: int) -> None:
-        """Another plan, with so much less there; NoPlan where there is none."""
+        """Moves to a plan with so much less on the host; NoPlan where there is none."""
         if self._rescue is None:
             raise NoPlan("the plan was given, and is not changed", 0)
         self.move(self._rescue.with_less_host(self._engine.plan, fewer_bytes))
 
     def _make_room_on_device(self, short: Shortfall, rescue: Rescue, rescues: int, failed: BaseException) -> None:
-        """Another plan, after so many for the same step, with the state where that wants it; or the error."""
+        """Moves to another plan, the one after `rescues` others for the same step; or raises the error."""
         if rescues == MOST_RESCUES:
             failed.add_note(f"the step was planned anew {MOST_RESCUES} times, and more was needed each time")
             raise failed
@@ -116,7 +116,7 @@ class Replacing:
         return self._progress.rescues > moves
 
     def move(self, plan: Plan) -> None:
-        """Lets go of all that holds the placing, and has the engine place the model as this plan says."""
+        """Frees all that holds the placement, and has the engine place the model by this plan."""
         self._saves.let_go()
         if self._before is not None:
             self._before.let_go()

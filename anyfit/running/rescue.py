@@ -103,7 +103,7 @@ class Rescue:
         return replace(found, limit_bytes={**found.limit_bytes, "device": profile.device_limit_bytes})
 
     def with_less_host(self, plan: Plan, fewer_bytes: int) -> Plan:
-        """A plan that has so much less on the host; NoPlan where there is none."""
+        """A plan with so much less on the host; NoPlan where there is none."""
         held = plan.forecast.peak_bytes["host"]
         if fewer_bytes >= held:
             why = f"the plan has {show_bytes(held)} on the host, and {show_bytes(fewer_bytes)} are to go"
@@ -275,11 +275,11 @@ class Before:
         self._note = None
 
     def let_go(self) -> None:
-        """Of modules as they are: what stands in for their forward holds the placing."""
+        """Frees the noted modules: what replaces their forward holds the placement."""
         self._places, self._read, self._note = Places(self._shared), [], None
 
     def lost(self) -> str | None:
-        """What of it is not as it was, after `restore`."""
+        """What `restore` could not restore."""
         if self._iterators:
             return f"{self._iterators[0]} is an iterator, which does not go back"
         changed = None if self._note is not None or self._extra is None else next(self._extra.changed(), None)
@@ -287,7 +287,7 @@ class Before:
 
 
 def let_go(error: BaseException | None) -> None:
-    """What the frames of an error hold, and of those it came from: a step's graph and activations."""
+    """Frees what the frames of an error and of its causes hold: a step's graph and activations."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         for frame, _line in traceback.walk_tb(error.__traceback__):

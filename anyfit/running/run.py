@@ -231,7 +231,7 @@ class Run:
 
     @property
     def signal(self) -> int:
-        """That some rank was sent, as all know after the step."""
+        """The signal that some rank was sent, as all know after the step."""
         return self._agreement.signal
 
     @property

@@ -35,7 +35,7 @@ class Saves:
         self._facts: dict[str, Any] | None = None  # of the model, for whoever reads these
 
     def save(self, folder: str | Path, *, wait: bool, then: Callable[[], None] = lambda: None) -> None:
-        """`then` is called where rank 0 has put the checkpoint in its place."""
+        """`then` is called on rank 0 once the checkpoint is in its place."""
         engine, progress, folder = self._engine, self._progress, Path(folder).absolute()
         self._peers.begin(Kind.SAVE if wait else Kind.BEGIN_TO_SAVE, folder)
         try:
@@ -85,12 +85,12 @@ class Saves:
         return self.saving is not None and self.saving.has_failed
 
     def heed(self) -> None:
-        """Before a step. An error of a save beside the steps is raised, on all ranks by the same one."""
+        """Before a step. Raises the error of a save beside the steps, on all ranks in the same step."""
         if self.saving is not None and (self.failed_on_some if self._engine.ranks.are_several else self.has_failed):
             self.finish()
 
     def let_go(self) -> None:
-        """Of the placing: what is read from it is written, and copies lie elsewhere from here on."""
+        """Frees the placement: waits for what is read from it, and drops the copies."""
         if self.saving is not None:
             self.saving.wait()
         self.close()

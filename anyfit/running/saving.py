@@ -99,7 +99,7 @@ class Saving:
             print(f"anyfit: {self._done.exception()}", file=sys.stderr, flush=True)
 
     def wait(self) -> None:
-        """However it ends."""
+        """Waits for it, however it ends."""
         with self._waiting():
             wait([self._done])
 
@@ -195,7 +195,7 @@ class Saved:
 
     @cached_property
     def _starts(self) -> dict[tuple[int, ...], int]:
-        """By where a box begins in the tensor, where it does in the stretch."""
+        """Where a box begins in the stretch, by its offsets in the tensor."""
         sizes = itertools.accumulate((box.elements for box in self._boxes), initial=0)
         return dict(zip((box.offsets for box in self._boxes), sizes, strict=False))
 
@@ -230,7 +230,7 @@ class Part:
 
 
 class Planner(DefaultSavePlanner):
-    """Plans what each rank writes: of what several have, one does."""
+    """Plans what each rank writes: of replicas one does."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -275,7 +275,7 @@ class Copies:
         return self._touching is not None and self._touching.is_alive()
 
     def _take(self, size: int, held: int) -> None:
-        """Memory as large as that, of which so much counts; what there is, where it is large enough."""
+        """Takes memory of this size, `held` of which counts; keeps what there is, where it is large enough."""
         if self._memory is None or len(self._memory) < size:
             self._slabs.give_back(self._held)
             self._memory, self._held = None, 0
@@ -347,7 +347,7 @@ class Copies:
             self._fetchers.put(by)
 
     def wait_for(self, chunk: int) -> None:
-        """However it ends: a copy that fails is the save's concern, and not the update's."""
+        """Waits for a copy, however it ends: a failed one is the save's concern, not the update's."""
         copying = self._copying.get(chunk)
         if copying is not None and not copying.done():
             began = time.monotonic()

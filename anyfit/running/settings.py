@@ -64,7 +64,7 @@ class Settings:
         ]
 
     def _started(self) -> list[dict[str, Any]]:
-        """Of every group; of one that was added meanwhile, as it is."""
+        """The settings of every group at the start; of one added later, as they are."""
         return [*self._groups, *self._written_groups()[len(self._groups) :]]
 
     def _of_job(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Settings:
                 raise ValueError(f"it has no {missing!r} of {where}; take another checkpoint")
 
     def _matched(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Of every group that was saved, which one of this run it is."""
+        """For every saved group, which group of this run it is."""
         mine = self._names()
         if not all(type(each) is dict and {*each} == {"names", "settings", "start"} for each in groups):
             raise ValueError("its parameter groups are not a checkpoint's; take another checkpoint")
@@ -170,7 +170,7 @@ class Settings:
             _refuse_insane_tree(f"{key} of the scheduler", key, value, self._state.get(key))
 
     def differences(self, document: Mapping[str, Any]) -> list[str]:
-        """What is not refused, and is to be said."""
+        """Differences that are not refused, but reported."""
         before, now = document["job"], self._of_job()
         keys = ("precision", "clip_norm", "loss", "batch_size")
         return [f"it was saved with {key} {before[key]}, and goes on with {now[key]}" for key in keys if before[key] != now[key]]
@@ -276,7 +276,7 @@ def _where(name: str, groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def refuse_unless_sane(what: str, key: str, written: Any, mine: Any) -> None:
-    """One setting: of the kind that it is here, and a number that can be."""
+    """Refuses a setting of another type than here, or a number that no run can have."""
     value, expected = unplain(written), None if mine is None else unplain(mine)
     if isinstance(value, Tensor):
         value = value.item() if value.numel() == 1 else None

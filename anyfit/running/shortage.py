@@ -35,7 +35,7 @@ class OverLimitError(MemoryError):
 
 
 def is_about_memory(error: BaseException) -> bool:
-    """Whether it says that the device has no more."""
+    """Whether it says that device memory ran out."""
     if isinstance(error, OverLimitError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in IN_WORDS)

@@ -78,7 +78,7 @@ class Counting:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around the update: what it holds over the limit is told after it."""
+        """Around the update: what it holds over the limit is reported after it."""
         self._is_updating = True
         try:
             yield
@@ -90,7 +90,7 @@ class Counting:
         return over
 
     def forget(self) -> None:
-        """With another plan steps hold something else."""
+        """Another plan holds other bytes."""
         self._watched.clear()
 
     @property

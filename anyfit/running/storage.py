@@ -56,7 +56,7 @@ def _data(item: WriteItem) -> Any:
 
 
 def numbered(plans: Iterable[SavePlan]) -> list[SavePlan]:
-    """Each knows whose file it is of."""
+    """Each with the rank whose file it is of."""
     return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
 
@@ -109,7 +109,7 @@ class Writer(StorageWriter):
         return write_tensors(file, content, self.wrote, threads=self.threads, image=image)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Of all ranks' files: writes the other ones, and puts the checkpoint in its place."""
+        """Writes the other files, once all ranks have theirs, and puts the checkpoint in its place."""
         records: dict[str, FileRecord] = {}
         where: dict[MetadataIndex, tuple[int, int]] = {}
         for result in (each for rank in results for each in rank):
@@ -137,7 +137,7 @@ class Writer(StorageWriter):
 
 
 def content_of(lying: Iterable[tuple[WriteItem, Entry]], planner: SavePlanner) -> Content:
-    """What a rank writes: boxes that lie so, which the planner knows."""
+    """What a rank writes: the planner's data at these places in the file."""
     parts = []
     for item, entry in lying:
         data: Any = planner.resolve_data(item)

@@ -86,7 +86,7 @@ class Team:
         return found
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        """Raises on every rank, naming one that has a fact otherwise than rank 0."""
+        """Raises on every rank where facts differ, naming the rank that differs from rank 0."""
         mine = json.dumps(dict(facts))
         if len(set(self._all("facts", hashlib.sha256(mine.encode()).hexdigest()))) == 1:
             return
@@ -122,7 +122,7 @@ class Team:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """An error for other ranks; in words, where it cannot travel."""
+    """An error for other ranks; its text, where it cannot be pickled."""
     try:
         sent = pickle.dumps((False, error))
         pickle.loads(sent)

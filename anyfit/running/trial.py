@@ -62,7 +62,7 @@ class Samples:
         return self._job.sample if is_whole else self._job.with_rows(self._job.sample, rows)
 
     def reordered(self) -> list[Batch]:
-        """The same samples, so that other ones make the halves."""
+        """The same samples in other orders, so that the halves differ."""
         if self._job.split is not None or self.half < HALF:
             return []
         return [self._job.reordered(self.whole, order) for order in ((0, 2, 1, 3), (0, 3, 1, 2))]
@@ -338,7 +338,7 @@ def _as_it_is(packed: Any) -> Any:
 
 @contextmanager
 def _batch_norms_still(model: nn.Module) -> Iterator[None]:
-    """Their statistics are another matter, which the trace has seen."""
+    """Batch norms in evaluation mode: the trace has looked at their statistics."""
     norms = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training]
     for each in norms:
         each.training = False

@@ -210,7 +210,7 @@ def _filled(home: Any, kind: type, items: Any) -> Any:
 
 
 def _set(there: Any, field: str, value: Any) -> None:
-    """Past whatever its class does when a field is set."""
+    """Sets a field without calling its class's __setattr__."""
     if hasattr(there, "__dict__") and not isinstance(vars(type(there)).get(field), types.MemberDescriptorType):
         vars(there)[field] = value
     else:
