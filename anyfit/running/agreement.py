@@ -29,8 +29,8 @@ from anyfit.values.job import Batch, Job
 from .engine import Engine, Progress
 from .host_memory import HostMemory
 from .loader import Data
-from .peers import Peers
 from .saves import Saves
+from .team import Peers
 
 _OTHER = object()
 _OF_TORCH = ("defaults", "state", "param_groups")  # attributes of every optimizer

@@ -4,7 +4,7 @@ With several ranks, steps, evaluations, saves and whatever else reads weights ar
 What a run does is done by objects with one job each, all at work on one engine:
 
     engine.py        the placed model, and how far it is     step.py          forward, backward and update
-    agreement.py     what ranks exchange at a step's end     peers.py         what else ranks tell each other
+    agreement.py     what ranks exchange at a step's end     team.py          what else ranks tell each other
     replacing.py     another plan when memory runs out       host_memory.py   the same, for host memory
     saves.py         checkpoints
 """
@@ -40,7 +40,6 @@ from .extra_state import ExtraState
 from .host_memory import HostMemory, HostWatch
 from .launch import Launch
 from .loader import Data, Loader, Sized
-from .peers import Peers, close_at_exit, position_of
 from .rehearsal import Rehearsal
 from .replacing import Replacing
 from .rescue import Before, Rescue
@@ -48,7 +47,7 @@ from .saves import Saves
 from .saving import Saving
 from .settings import Settings
 from .step import Counting, Step
-from .team import Team
+from .team import Peers, Team, close_at_exit, position_of
 
 
 @dataclass(frozen=True)

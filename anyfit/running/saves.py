@@ -17,9 +17,9 @@ from .files import FORMER_VERSION
 from .launch import seed_of
 from .loader import Data
 from .loading import FORMER_HOLDS, load
-from .peers import Peers
 from .saving import Copies, Saving
 from .settings import Settings
+from .team import Peers
 
 
 class Saves:

@@ -26,9 +26,9 @@ from anyfit.values.loss_rule import MEAN, LossRule, divisors
 from .acts import Kind
 from .agreement import Agreement
 from .engine import Engine, Phase, Progress
-from .peers import Peers
 from .rescue import Before
 from .shortage import OverLimitError, Shortfall, module_at, shortage
+from .team import Peers
 
 NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
 
