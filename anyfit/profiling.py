@@ -77,8 +77,7 @@ def _micro_batches(job: Job, most: int) -> list[int]:
 
 
 def _with_rests_that_run(graphs: list[Graph], sizes: Sequence[int], share: int) -> list[Graph]:
-    """Without the micro-batches whose last one would be of a size that the model does not run, such as one sample for a batch
-    norm: nine samples in fours leave one."""
+    """Drops sizes whose last micro-batch would be too small for the model: nine samples in fours leave one for a batch norm."""
     made = [graph.micro_batch for graph in graphs]
     refused = max((size for size in sizes if size not in made and size < max(made)), default=0)
     return [graph for graph in graphs if not 0 < share % graph.micro_batch <= refused]

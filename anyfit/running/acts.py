@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 POLL_SECONDS = 0.02
+KEPT_ACTS = 64
 
 
 class LostRankError(RuntimeError):
@@ -82,9 +83,6 @@ class Post:
 
     def conclusion(self) -> str:
         return self.store.await_key(self.key, "it to save").decode()
-
-
-KEPT_ACTS = 64
 
 
 class Kind(Enum):

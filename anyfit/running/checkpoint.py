@@ -71,8 +71,7 @@ def _shapes_of(tensors: Mapping[str, Saved]) -> list[tuple[Any, ...]]:
 def prepared(
     folder: Path, placed: Placed, progress: Mapping[str, Any], extra: ExtraState, plan: Plan, team: Team | None, layout: Layout
 ) -> tuple[Saving, Content]:
-    """A save, planned by all ranks together, and what this one writes. Updates may still write moments: a chunk is to be finished
-    before it is read."""
+    """A save, planned by all ranks together, and what this one writes; a chunk's update is to be finished before it is read."""
     folder, ranks = folder.absolute(), placed.ranks
     placed.residency.settle_weights()
     placed.updates.settle()
@@ -185,8 +184,7 @@ def full_state_dict(placed: Placed) -> dict[str, Any]:
 
 
 def open(folder: str | Path) -> Opened:
-    """A checkpoint's tensors, each read whole or in part when it is wanted. Files are as long as they were; `verify` compares
-    their checksums."""
+    """A checkpoint's tensors, each read whole or in part when it is wanted. `verify` compares the checksums of its files."""
     return Opened(folder)
 
 

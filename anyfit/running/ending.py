@@ -27,6 +27,10 @@ GRACE_SECONDS = 5.0  # for a rank to end by itself once another has failed
 LOST_SECONDS = 1.5  # without a beat, once a collective has failed
 QUIET_SECONDS = 1.0  # so that whoever looks for the first process to end finds the one that failed
 QUIET = 117  # the status of a process whose error another one shows
+BEAT_SECONDS = 0.5
+PATIENCE_SECONDS = 5.0  # before a rank that waits looks after the others
+GONE_SECONDS = 12.0  # without a beat
+DEVICE_SECONDS = 30.0  # on a GPU, in which a rank that computes is not told from one that waits
 
 
 class Ending:
@@ -60,8 +64,7 @@ class Ending:
                 dist.destroy_process_group()
 
     def end(self, status: int) -> None:
-        """Ends this process now, whatever its threads wait for. Rank 0, in whose process the store may lie, has the others hear
-        of the failure before."""
+        """Ends this process now, whatever its threads wait for; rank 0, which may hold the store, once the others have heard."""
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -154,12 +157,6 @@ def is_of_collective(error: BaseException) -> bool:
         error = error.__cause__
     of_gloo = isinstance(error, RuntimeError) and re.search(r"gloo|onnection (closed|reset|refused)|Broken pipe", str(error))
     return isinstance(error, dist.DistError | LostRankError) or bool(of_gloo)
-
-
-BEAT_SECONDS = 0.5
-PATIENCE_SECONDS = 5.0  # before a rank that waits looks after the others
-GONE_SECONDS = 12.0  # without a beat
-DEVICE_SECONDS = 30.0  # on a GPU, in which a rank that computes is not told from one that waits
 
 
 class Heartbeat:

@@ -66,13 +66,23 @@ class HostWatch:
     """Watches `free_bytes`, what this process may still take, from a thread."""
 
     def __init__(self, free_bytes: Callable[[], float], limit_bytes: int, every_seconds: float = EVERY_SECONDS) -> None:
-        self.floor_bytes = int(min(FLOOR_SHARE * limit_bytes, MOST_FLOOR_BYTES, FREE_SHARE * free_bytes()))
+        self.floor_bytes = floor = int(min(FLOOR_SHARE * limit_bytes, MOST_FLOOR_BYTES, FREE_SHARE * free_bytes()))
         self._free_bytes = free_bytes
-        self._low, stop = threading.Event(), threading.Event()
-        arguments = (free_bytes, self.floor_bytes, every_seconds, self._low, stop)
-        thread = threading.Thread(target=_look, args=arguments, name="anyfit host memory", daemon=True)
+        self._low = low = threading.Event()
+        stop = threading.Event()
+
+        def look() -> None:  # knows nothing of this object, so that it can be freed
+            while not stop.wait(every_seconds):
+                if free_bytes() < floor:
+                    low.set()
+
+        def end() -> None:
+            stop.set()
+            thread.join()
+
+        thread = threading.Thread(target=look, name="anyfit host memory", daemon=True)
         thread.start()
-        self.close = weakref.finalize(self, _stop, thread, stop)
+        self.close = weakref.finalize(self, end)
 
     def shortage(self) -> float | None:
         """The bytes left, where they were under the floor and still are."""
@@ -81,16 +91,3 @@ class HostWatch:
         self._low.clear()
         left = self._free_bytes()
         return left if left < self.floor_bytes else None
-
-
-def _look(
-    free_bytes: Callable[[], float], floor_bytes: int, every_seconds: float, low: threading.Event, stop: threading.Event
-) -> None:
-    while not stop.wait(every_seconds):
-        if free_bytes() < floor_bytes:
-            low.set()
-
-
-def _stop(thread: threading.Thread, stop: threading.Event) -> None:
-    stop.set()
-    thread.join()

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from .team import Team
 
 SLURM_PORTS = range(20_000, 30_000)  # of which the job's and step's numbers choose one
+WINDOW = 50  # steps that make up what is normal
+SPIKE = 6.0  # standard deviations above the window's mean that count as a spike …
+SPIKE_SHARE = 0.2  # … and at least this share above it, so that a flat curve does not cry wolf
 
 
 @dataclass(frozen=True)
@@ -118,11 +121,6 @@ def first_node(nodes: str) -> str:
     """
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
-
-
-WINDOW = 50  # steps that make up what is normal
-SPIKE = 6.0  # standard deviations above the window's mean that count as a spike …
-SPIKE_SHARE = 0.2  # … and at least this share above it, so that a flat curve does not cry wolf
 
 
 class Alarms:

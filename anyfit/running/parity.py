@@ -56,8 +56,7 @@ class Case:
 
 
 def case_of(job: Job, plan: Plan, profile: Profile, model: nn.Module, kinds: Kinds) -> Case | str:
-    """The whole model where plain PyTorch has room for it, or else some of it; or why neither can be. To be asked while the
-    model is as it was built: what is compared is a copy."""
+    """A copy of the model, as it was built, where plain PyTorch has room for it; else of a part of it; or why neither fits."""
     lacking = _lacking(profile, plan)
     if lacking is None:
         model = copy.deepcopy(model)

@@ -42,8 +42,7 @@ def is_about_memory(error: BaseException) -> bool:
 
 
 def shortfall_of(error: BaseException, plan: Plan, model: nn.Module, device: torch.device, context_bytes: int) -> Shortfall:
-    """What an error about device memory says. To be asked while what the step held is still held; CUDA's context, outside torch's
-    allocator, counts as needed."""
+    """What an error about device memory says, while the step's memory is still held. CUDA's context counts as needed."""
     if isinstance(error, OverLimitError):
         return error.shortfall
     free, _total = torch.cuda.mem_get_info(device)

@@ -30,10 +30,8 @@ from .rescue import Before
 from .shortage import OverLimitError, Shortfall, module_at, shortage
 from .team import Peers
 
-NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
-
-
 WATCHED_STEPS = 2  # of every batch shape: one makes the optimizer's state, one uses it
+NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
 
 
 def shapes_of(batch: Batch) -> Any:
