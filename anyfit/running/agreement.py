@@ -140,11 +140,8 @@ class Agreement:
 
 
 def settings_of(optimizer: Optimizer) -> dict[str, str]:
-    return {
-        f"{name} in group {index}": repr(value)
-        for index, group in enumerate(optimizer.param_groups)
-        for name, value in _settings(group)
-    }
+    groups = enumerate(optimizer.param_groups)
+    return {f"{name} in group {index}": repr(value) for index, group in groups for name, value in _settings(group)}
 
 
 def number_of_settings(optimizer: Optimizer) -> int:

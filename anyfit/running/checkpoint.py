@@ -167,11 +167,8 @@ def _documents(progress: Mapping[str, Any], plan: Plan, everybody: Sequence[_Exc
         for name, entries in each.scalars.items():
             scalars[name] = {key: plain(value, ("optimizer state", f"{name}.{key}")) for key, value in entries.items()}
     document = {**progress, "optimizer_scalars": scalars, "random": [each.randoms.to_json() for each in everybody]}
-    return {
-        PROGRESS: json.dumps(document),
-        EXTRA: json.dumps([each.extra for each in everybody]),
-        PLAN: json.dumps(plan.to_json()),
-    }
+    extra = [each.extra for each in everybody]
+    return {PROGRESS: json.dumps(document), EXTRA: json.dumps(extra), PLAN: json.dumps(plan.to_json())}
 
 
 def full_state_dict(placed: Placed) -> dict[str, Any]:

@@ -102,9 +102,8 @@ def _opened(folder: Path) -> tuple[dict[str, Stored], Mapping[str, Any]]:
 
     opened = checkpoint.open(folder)
     opened.verify()
-    tensors = {
-        name: Stored(each.dtype, each.shape, functools.partial(opened.read, name)) for name, each in opened.weights.items()
-    }
+    weights, read = opened.weights.items(), opened.read
+    tensors = {name: Stored(each.dtype, each.shape, functools.partial(read, name)) for name, each in weights}
     return tensors, _checked(opened.document(checkpoint.PROGRESS).get("model") or {}, tensors, opened.folder)
 
 

@@ -32,6 +32,8 @@ from .run import Run
 from .shortage import is_about_memory
 
 Item = TypeVar("Item")
+Kept = dict[str, tuple[Activations, bool]]  # by block, what becomes of its activations, and whether it is compiled
+Weights = dict[str, Tensor]
 Kinds = Callable[[nn.Module], Mapping[str, str]]  # by the path of each block of a model, in order, what it is built like
 
 STEPS = 2  # the second starts from what the first left: state of the optimizer, weights on their way, an order learnt
@@ -126,12 +128,9 @@ def _cut(job: Job, plan: Plan, model: nn.Module, kinds: Kinds, units: tuple[int,
     return Case(job_of_it, plan_of_it, small, batch, f"{of_blocks} and {of_samples}", is_cut=True)
 
 
-def _kept(
-    model: nn.Module, kinds: Mapping[str, str], stage: Stage, least: int, per_choice: int
-) -> dict[str, tuple[Activations, bool]]:
-    """The blocks that stay, by path: what becomes of their activations, and whether they are compiled. Of blocks repeated in a
-    list a few stay, with every choice that is made of any of them, in the same order."""
-    kept: dict[str, tuple[Activations, bool]] = {}
+def _kept(model: nn.Module, kinds: Mapping[str, str], stage: Stage, least: int, per_choice: int) -> Kept:
+    """Of blocks that are repeated in a list a few, with every choice that is made of any of them, in the same order."""
+    kept: Kept = {}
     for container, paths in _by_container(kinds).items():
         is_list = isinstance(model.get_submodule(container), nn.ModuleList | nn.Sequential)
         stretches = repeats([kinds[path] for path in paths]) if is_list else [(0, len(paths), 1)]
@@ -267,9 +266,7 @@ def _nudged(model: nn.Module) -> nn.Module:
     return model
 
 
-def _plain_steps(
-    job: Job, model: nn.Module, sizes: list[int], batch: Batch, device: torch.device
-) -> tuple[list[float], dict[str, Tensor]]:
+def _plain_steps(job: Job, model: nn.Module, sizes: list[int], batch: Batch, device: torch.device) -> tuple[list[float], Weights]:
     model.to(device)
     dtypes = job.dtypes(model)
     optimizer, _ = job.build_optimizer(model)
@@ -294,9 +291,7 @@ def _plain_steps(
     return losses, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
-def _plain_gradients(
-    job: Job, model: nn.Module, sizes: list[int], batch: Batch, device: torch.device
-) -> tuple[float, dict[str, Tensor]]:
+def _plain_gradients(job: Job, model: nn.Module, sizes: list[int], batch: Batch, device: torch.device) -> tuple[float, Weights]:
     sums: dict[str, Tensor] = {}
     total, weight_sum = torch.zeros((), device=device), torch.zeros((), device=device)
     for part, rows in zip(job.cut(batch, sizes), sizes, strict=True):
@@ -327,7 +322,7 @@ def _largest(losses: Sequence[float], plain: Sequence[float]) -> float:
     return max(abs(mine - expected) / max(abs(expected), 1e-12) for mine, expected in zip(losses, plain, strict=True))
 
 
-def _differences(before: dict[str, Tensor], mine: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, float]:
+def _differences(before: Weights, mine: Weights, plain: Weights) -> dict[str, float]:
     """By tensor, how far two updates of the same weights are apart, against the weight or the update, whichever is larger."""
     found = {}
     for name, expected in plain.items():

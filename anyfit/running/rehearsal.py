@@ -31,6 +31,7 @@ from anyfit.values.profile import Profile
 
 from .trial import Samples, Saving, Trial, saving_little
 
+RECOMPUTED = ("recompute", "selective")  # choices for a block's activations
 MOST_HOOKED = 2**24  # elements of a parameter whose hooks are tried
 
 
@@ -45,7 +46,7 @@ class Findings:
         if plan.cuts and not self.loss.may_be_cut:
             return f"the plan cuts the batch, and {self.loss.why}"
         for name, choice in plan.stages[0].activations.items():
-            if choice in ("recompute", "selective") and name in self.kept:
+            if choice in RECOMPUTED and name in self.kept:
                 return f"the plan recomputes {name}, and {self.kept[name]}"
             if choice == "selective" and name in self.not_selective:
                 return f"the plan recomputes {name} in part, and {self.not_selective[name]}"
@@ -61,10 +62,9 @@ class Findings:
         """The profile without what must not be done."""
         if not self.loss.may_be_cut and profile.ranks > 1:
             raise ValueError(f"{profile.ranks} ranks cut the batch among them, and {self.loss.why}; {self.loss.ways_out}")
-        if not self.loss.may_be_cut and profile.passes[0].micro_batch < profile.batch_size:
-            raise ValueError(
-                f"Job(micro_batch={profile.passes[0].micro_batch}) cuts the batch, and {self.loss.why}; {self.loss.ways_out}"
-            )
+        size = profile.passes[0].micro_batch
+        if not self.loss.may_be_cut and size < profile.batch_size:
+            raise ValueError(f"Job(micro_batch={size}) cuts the batch, and {self.loss.why}; {self.loss.ways_out}")
         profile = profile.ruled(self.loss).keeping(self.kept)
         return profile.keeping(self.not_selective, ("selective",)) if self.not_selective else profile
 
@@ -90,11 +90,7 @@ class Rehearsal:
         rule = self._known.loss if self._known.loss.proved else plan.loss or MEAN
         modules = dict(placed.model.named_modules())
         choices = {} if plan.rehearsed else plan.stages[0].activations
-        blocks = {
-            name: modules[name]
-            for name, choice in choices.items()
-            if choice in ("recompute", "selective") and name not in self._tried
-        }
+        blocks = {name: modules[name] for name, choice in choices.items() if choice in RECOMPUTED and name not in self._tried}
         tries_loss = plan.cuts and not rule.proved
         if not blocks and not tries_loss:
             return replace(self._known, loss=rule)

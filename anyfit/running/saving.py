@@ -137,9 +137,8 @@ class Saving:
                 self.copies.result()
                 self.copied_seconds = time.monotonic() - self._began
             assert self._content is not None
-            record = self._writer.write(
-                self._plans[self._index], self._content, None if self.copies is None else self.copies.image
-            )
+            image = None if self.copies is None else self.copies.image
+            record = self._writer.write(self._plans[self._index], self._content, image)
             word = {"bytes": record.bytes, "blocks": record.blocks}
         except Exception as error:
             word = {"error": _in_words(error)}

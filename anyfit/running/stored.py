@@ -201,9 +201,8 @@ class Opened:
         if stored.rank not in self._maps:
             with opened_here(self.folder / data_file(stored.rank)) as file, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that it cannot be written to: nobody does
-                self._maps[stored.rank] = torch.frombuffer(
-                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8
-                )
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._maps[stored.rank] = torch.frombuffer(mapped, dtype=torch.uint8)
         start = self._headers[stored.rank] + stored.start
         flat = self._maps[stored.rank][start : start + stored.box.elements * tensor.dtype.itemsize]
         return flat.view(tensor.dtype).view(stored.box.sizes)

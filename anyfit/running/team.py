@@ -120,11 +120,9 @@ class Team:
             raise raised
 
     def _all(self, what: str, mine: str) -> list[str]:
-        number = next(self._asked)
-        self.store.raw.set(f"facts/{number}/{self.index}", mine)
-        return [
-            self.store.await_key(f"facts/{number}/{index}", f"the {what} of rank {index}").decode() for index in range(self.count)
-        ]
+        key, ranks = f"facts/{next(self._asked)}", range(self.count)
+        self.store.raw.set(f"{key}/{self.index}", mine)
+        return [self.store.await_key(f"{key}/{index}", f"the {what} of rank {index}").decode() for index in ranks]
 
     def post(self) -> Post:
         """All ranks ask for the same ones, in the same order."""
