@@ -287,6 +287,7 @@ class _Kernel:
     def __call__(self, job: _Job, *, waits: bool = True) -> Begun | None:
         state, out, settings = job.state, job.out, job.settings
         decoupled, stretches = settings.decoupled, job.stretches
+        addresses = [(new.data_ptr(), old.data_ptr()) for new, old in zip(out.tensors, state.tensors, strict=True)]
         ranges = (ctypes.c_int64 * (2 * len(stretches)))(*map(int, chain.from_iterable(stretches)))
         update = _Update(
             **{name: getattr(state, name).data_ptr() for name in ("weights", "m", "v")},
@@ -300,7 +301,7 @@ class _Kernel:
             gradient_is_bf16=job.gradient.dtype == torch.bfloat16,
             vectors=self.vectors,
             roots=NEAREST if job.as_on_gpu else self.roots,
-            streams=all(_is_elsewhere(*pair) for pair in zip(out.tensors, state.tensors, strict=True)),
+            streams=all(new != old and new % CACHE_LINE_BYTES == 0 for new, old in addresses),
             part=get_args(Part).index(job.part),
             threads=min(job.threads, 2**16),
             scale=-job.scale if settings.maximize else job.scale,
@@ -351,10 +352,6 @@ class Begun:
             return
         self.synchronize()
         self._library.anyfit_forget(self._handle)
-
-
-def _is_elsewhere(new: Tensor, old: Tensor) -> bool:
-    return new.data_ptr() != old.data_ptr() and new.data_ptr() % CACHE_LINE_BYTES == 0
 
 
 _kernel_lock = threading.Lock()

@@ -184,13 +184,6 @@ class ChunkState:
             piece = given(first + part.start, first + part.stop)
             put(piece, [home[part] for home in homes], None if low is None else low[part], is_split=self.is_split)
 
-    def piece(self, slot: Slot, whole: Tensor) -> Tensor:
-        """What this rank has of an array of a parameter's shape."""
-        if self.shards == 1:
-            return whole
-        start = self.start_in(next(each for each in self.chunk.slots if each.name == slot.name), slot)
-        return whole.reshape(-1)[start : start + slot.elements]
-
     def start_in(self, whole: Slot, own: Slot) -> int:
         """Where in a parameter this rank's piece of it begins."""
         return self.stretch.start + own.offset - whole.offset if self.shards > 1 else 0

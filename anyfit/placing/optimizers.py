@@ -26,6 +26,14 @@ from .gradients import scale
 from .optimizer_state import Entries, OptimizerState
 
 
+def narrowed(optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[nn.Parameter, dict[str, Any]]) -> Any:
+    """The same optimizer, with these parameters and their state alone."""
+    other: Any = object.__new__(type(optimizer))
+    other.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    other.param_groups, other.state = groups, defaultdict(dict, state)
+    return other
+
+
 def steps_together(placement: Placement) -> bool:
     """Whether a chunk of this placement can be stepped in one call with all others."""
     return placement.route == "resident" and placement.gradients == "device" and placement.optimizer_shards == 1
@@ -210,9 +218,7 @@ def _stepped(
 ) -> Tensor:
     """These weights after a step with each of the gradients, by an optimizer that knows of nothing else."""
     parameters = [nn.Parameter(each.clone()) for each in weights]
-    other: Any = object.__new__(type(optimizer))
-    other.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    other.param_groups, other.state = [{**group, "params": parameters}], defaultdict(dict)
+    other = narrowed(optimizer, [{**group, "params": parameters}], {})
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()

@@ -33,35 +33,27 @@ class Order:
     def __init__(self) -> None:
         self._learnt: list[int] = []  # chunks in the order the last step touched them
         self._positions: dict[int, list[int]] = {}  # in it
-        self._seen: list[int] | None = None  # of the step under way; None between steps
+        self.seen: list[int] | None = None  # of the step under way; None between steps
         self._cursor = 0
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._seen is not None
-
-    @property
-    def has_seen(self) -> bool:
-        return bool(self._seen)
 
     def begin(self) -> None:
         """A step begins: the last one's order is what to expect."""
-        if self._seen:
-            self._learnt = self._seen
+        if self.seen:
+            self._learnt = self.seen
             self._positions = {}
             for position, index in enumerate(self._learnt):
                 self._positions.setdefault(index, []).append(position)
-        self._seen, self._cursor = [], 0
+        self.seen, self._cursor = [], 0
 
     def forget(self) -> None:
         """No step is under way: nothing is learnt."""
-        self._seen = None
+        self.seen = None
 
     def note(self, index: int) -> None:
-        if self._seen is None:
+        if self.seen is None:
             return
-        if not self._seen or self._seen[-1] != index:
-            self._seen.append(index)
+        if not self.seen or self.seen[-1] != index:
+            self.seen.append(index)
         if self._cursor and self._learnt[self._cursor - 1] == index:
             return
         window = self._learnt[self._cursor : self._cursor + LOOK_AHEAD]
@@ -259,7 +251,7 @@ class Residency:
 
     def end(self) -> None:
         """No step is under way: what is touched now is not learnt from."""
-        if self._order.has_seen:
+        if self._order.seen:
             self.begin()
         self._order.forget()
 
@@ -272,8 +264,8 @@ class Residency:
 
     def _fetch_ahead(self) -> bool:
         """Whether a step is under way, and all that it needs next is there or comes."""
-        if not self._order.is_under_way or not self._prefetch_depth:
-            return self._order.is_under_way
+        if self._order.seen is None or not self._prefetch_depth:
+            return self._order.seen is not None
         for index in self._order.coming(self._fetched, self._prefetch_depth):
             if index not in self._slot_of:
                 slot = self._make_room(index, at_all_costs=False)

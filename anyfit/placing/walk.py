@@ -30,6 +30,8 @@ INERT = {
 INERT_BASES = (enum.Enum, pathlib.PurePath, type, BaseException)
 INTERNAL = set(vars(nn.Module()))  # attributes that every module has
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+WITHOUT_STATE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+# Objects of torch, of the interpreter and of ours, which forwards do not change.
 NOT_WALKED = {"torch", "anyfit", "logging", "threading", "_thread", "weakref", "_weakref", "io", "_io", "concurrent", "typing"}
 LIBRARIES = {"torch", "numpy", "transformers", "anyfit", "accelerate", "peft", "logging", "threading", "weakref"}
 
@@ -140,8 +142,7 @@ class Walk:
         if _is_library(function.__module__):
             return
         names = [each for each in _names_of(function.__code__) if each in function.__globals__]
-        states = [each for each in names if not callable(function.__globals__[each]) or _holds_state(function.__globals__[each])]
-        kept = [each for each in states if not isinstance(function.__globals__[each], types.ModuleType)]
+        kept = [each for each in names if not isinstance(function.__globals__[each], WITHOUT_STATE)]
         if kept:
             self.cells.append(Globals(function.__globals__, f"a global of {function.__module__}", kept))
             self._by_key({each: function.__globals__[each] for each in kept}, function.__module__)
@@ -182,7 +183,7 @@ class Walk:
             self._function(value, name)
         elif (generator := generator_cell(value, name)) is not None:
             self.cells.append(generator)
-        elif _is_library_object(kind):
+        elif kind.__module__.partition(".")[0] in NOT_WALKED:
             return
         elif hasattr(kind, "__next__"):
             self.iterators.append(name)
@@ -217,12 +218,3 @@ class Walk:
 def _slots_of(base: type) -> tuple[str, ...]:
     slots = vars(base).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _holds_state(value: Any) -> bool:
-    return not isinstance(value, types.FunctionType | types.BuiltinFunctionType | type)
-
-
-def _is_library_object(kind: type) -> bool:
-    """Objects of torch, of the interpreter and of ours, which forwards do not change."""
-    return kind.__module__.partition(".")[0] in NOT_WALKED

@@ -229,7 +229,7 @@ def _found(model: nn.Module, folder: TensorFolder, weights: Weights) -> tuple[di
             strange += recipe.parts
             continue
         try:
-            made = recipe.make(lambda name: _meta(entries[name]))
+            made = recipe.make(lambda name: torch.empty(entries[name].shape, dtype=DTYPES[entries[name].dtype], device="meta"))
         except Exception as error:
             raise ValueError(f"{folder.folder}: {recipe.name} cannot be made of {recipe.parts[0]} and such: {error}") from error
         make = functools.partial(recipe.make, lambda name: whole(entries[name]))
@@ -304,7 +304,3 @@ def read(entry: Entry, start: int, end: int) -> Tensor:
 
 def whole(entry: Entry) -> Tensor:
     return read(entry, 0, entry.elements).view(entry.shape)
-
-
-def _meta(entry: Entry) -> Tensor:
-    return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")

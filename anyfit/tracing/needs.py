@@ -37,10 +37,6 @@ class SavedView:
     stride: tuple[int, ...]
     offset: int
 
-    @classmethod
-    def of(cls, parameter: Tensor, view: Tensor) -> SavedView:
-        return cls(parameter, view.shape, view.stride(), int(view.storage_offset()))
-
     def view(self) -> Tensor:
         with _disable_current_modes(), torch.no_grad():  # no op of the pass
             return self.parameter.detach().as_strided(self.shape, self.stride, self.offset)
@@ -79,7 +75,9 @@ class Needs(TorchFunctionMode):
     def saved(self, tensor: Tensor) -> Tensor | SavedView:
         """What to keep of a tensor that autograd saves."""
         index = None if id(tensor) in self._index else self._viewed_by(tensor)
-        return tensor if index is None else SavedView.of(self._parameter[index], tensor)
+        if index is None:
+            return tensor
+        return SavedView(self._parameter[index], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def of_op(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         storages = (tensor.untyped_storage()._cdata for tensor in (*inputs, *outputs))

@@ -118,12 +118,14 @@ def _pieces(state: ChunkState, entries: Entries) -> Entries:
     """What this rank has of the state of whole parameters."""
     if state.shards == 1:
         return dict(entries)
-    shapes = {slot.name: slot.shape for slot in state.chunk.slots}
+    wholes = {slot.name: slot for slot in state.chunk.slots}
     found: Entries = {}
     for slot in state.own.slots:
+        start = state.start_in(wholes[slot.name], slot)
         for key, value in entries.get(slot.name, {}).items():
-            is_array = isinstance(value, Tensor) and value.dim() > 0 and value.shape == shapes[slot.name]
-            found.setdefault(slot.name, {})[key] = state.piece(slot, value) if is_array else value
+            is_array = isinstance(value, Tensor) and value.dim() > 0 and value.shape == wholes[slot.name].shape
+            piece = value.reshape(-1)[start : start + slot.elements] if is_array else value
+            found.setdefault(slot.name, {})[key] = piece
     return found
 
 

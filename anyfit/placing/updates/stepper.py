@@ -8,7 +8,6 @@ parameter's own shape lie in flat buffers that share the chunk's offsets.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from ..chunks import ChunkState
 from ..gradients import scale
 from ..lanes import Ticket
 from ..optimizer_state import Entries, Flat, OptimizerState, Views
+from ..optimizers import narrowed
 from ..tiers import Scratch
 
 ADAM_KEYS = ("exp_avg", "exp_avg_sq")
@@ -131,18 +131,17 @@ class Stepper:
         parameters = {slot.name: parameter for slot, parameter in working if slot.name in own}
         for name, parameter in parameters.items():
             parameter.grad = own[name]
-        narrowed: Any = object.__new__(type(self._optimizer))
-        narrowed.__dict__.update({key: value for key, value in vars(self._optimizer).items() if key != "step"})
-        narrowed.param_groups = [{**group, "params": []} for group in groups]
-        narrowed.param_groups[chunk.state.chunk.group]["params"] = list(parameters.values())
-        narrowed.state = defaultdict(dict, {parameters[name]: entries[name] for name in parameters if entries[name]})
+        given = [{**group, "params": []} for group in groups]
+        given[chunk.state.chunk.group]["params"] = list(parameters.values())
+        known = {parameters[name]: entries[name] for name in parameters if entries[name]}
+        optimizer = narrowed(self._optimizer, given, known)
         try:
-            narrowed.step()
+            optimizer.step()
         finally:
             for parameter in parameters.values():
                 parameter.grad = None
-        _refuse_coupled(groups, narrowed.param_groups, type(self._optimizer).__name__)
-        return {name: dict(narrowed.state[parameters[name]]) for name in (parameters if asked is None else asked)}
+        _refuse_coupled(groups, optimizer.param_groups, type(self._optimizer).__name__)
+        return {name: dict(optimizer.state[parameters[name]]) for name in (parameters if asked is None else asked)}
 
     def in_scratch(
         self, chunk: OptimizerState, inputs: Inputs, own: Views, masters: Masters, moments: Views, scratch: Scratch
