@@ -103,9 +103,8 @@ def adamw(
     threads    how many share the work, the calling one included; the n-th always begins with the n-th stretch of the chunk. On
                several nodes of memory each has its share of chunk and threads, and the calling one only waits. Plain torch has
                its own number
-    as_on_gpu  square roots to the nearest float, and not torch's on this processor: the bits of adamw_gpu.py, where
-               `can_be_as_on_gpu` says so
-    waits      until it is done. Without, it is begun after those that were begun before, on threads that do not rest between
+    as_on_gpu  the bits of adamw_gpu.py, where `can_be_as_on_gpu`: square roots to the nearest float, and not this processor's
+    waits      until it is done. Without, it begins after those that were begun before, on threads that do not rest between
                the two, and what is returned says when it is over; None where it is
 
     Written behind autograd's back: it does not see that these tensors have changed.

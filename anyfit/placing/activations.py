@@ -112,16 +112,11 @@ class Activations:
                 return packed
             away = self._known.get(storage._cdata)
             if away is None:
-                away = self._send(tensor, self._inside)
-                self._remember(storage, away)
+                known, identity = self._known, storage._cdata
+                known[identity] = away = self._send(tensor, self._inside)
+                away.alive = weakref.ref(storage, lambda _reference: known.pop(identity, None))  # it may be another's afterwards
             away.views += 1
             return Saved.of(away, tensor)
-
-    def _remember(self, storage: Any, away: Away) -> None:
-        """For as long as the storage lives: its identity may be another's afterwards."""
-        known, identity = self._known, storage._cdata
-        known[identity] = away
-        away.alive = weakref.ref(storage, lambda _reference: known.pop(identity, None))
 
     def _send(self, tensor: Tensor, block: Block) -> Away:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

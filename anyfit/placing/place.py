@@ -197,7 +197,6 @@ def _optimizer_for(
 
 
 def _placements(plan: Plan, chunks: int) -> tuple[Placement, ...]:
-    """One for each chunk."""
     placements = plan.chunks or (Placement(),)
     if len(placements) == 1:
         placements *= chunks

@@ -77,8 +77,6 @@ class Ranks:
         """Which of so many stretches is this rank's."""
         return self.index % shards
 
-    # ------------------------------------------------------------------ collectives
-
     def gather(self, kind: Kind, shards: int, whole: Tensor, own: Tensor, label: Label) -> None:
         """All-gathers the ranks' stretches into `whole`. `own` may lie in it."""
         self.doing[kind] = label
@@ -122,8 +120,6 @@ class Ranks:
         found: list[Any] = [None] * self.count
         dist.all_gather_object(found, mine, group=self._groups["small", "shard", self.count])
         return found
-
-    # ------------------------------------------------------------------ in step
 
     def ask(self, kind: Kind, label: Label) -> None:
         """To be said by whoever gives a lane a collective, when it does."""

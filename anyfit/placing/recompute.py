@@ -146,8 +146,9 @@ class Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not may_be_recomputed():
             return self.forward(*args, **kwargs)
-        frame = Frame(self, args, kwargs, Kept() if self._selective else None)
-        with saved_tensors_hooks(frame.hold, Frame.give), frame.first():
+        kept = Kept() if self._selective else None
+        frame = Frame(self, args, kwargs, kept)
+        with saved_tensors_hooks(frame.hold, Frame.give), nullcontext() if kept is None else Keeping(kept):
             result = self.forward(*args, **kwargs)
         frame.check()
         return result
@@ -183,9 +184,6 @@ class Frame:
         self._glance = of.state.glance()
         self._holders: list[weakref.ref[Holder]] = []
         self._facts: list[tuple[torch.Size, torch.dtype]] = []
-
-    def first(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._kept is None else Keeping(self._kept)
 
     def hold(self, tensor: Tensor) -> Holder:
         holder = Holder(self)

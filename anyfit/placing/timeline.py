@@ -52,8 +52,6 @@ class Timeline:
         self._since: Moment = None  # the innermost of them, or again
         self._reference: tuple[Any, float] | None = None  # the same moment on both clocks
 
-    # ------------------------------------------------------------------ recording
-
     def begin_step(self) -> None:
         step = self._done + 1
         if self.first - 1 <= step <= self.last and self._reference is None:
@@ -136,8 +134,6 @@ class Timeline:
         if self._inside:
             self._spans[COMPUTE].append(Span(self._inside[-1], self._since, now))
         self._since = now
-
-    # ------------------------------------------------------------------ the file
 
     def document(self, title: str) -> dict[str, Any]:
         """The recorded steps as a Chrome trace. Waits for all that is under way."""

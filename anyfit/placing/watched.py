@@ -44,16 +44,13 @@ def watched_kind(kind: type[nn.Parameter]) -> type[Watched]:
     return Watched if kind is nn.Parameter else type(kind.__name__, (Watched, kind), {})
 
 
-def _properties(*names: str) -> set[Any]:
-    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
-
-
 # What may be asked of a parameter that is not there.
-FACTS = _properties(
+PROPERTIES = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "is_cuda", "is_meta", "is_sparse",
     "is_quantized", "is_nested", "itemsize", "nbytes", "names", "output_nr", "retains_grad", "is_cpu", "is_xpu", "is_mps",
     "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_base",
-) | {
+)  # fmt: skip
+FACTS = {getattr(torch.Tensor, name).__get__ for name in PROPERTIES if hasattr(torch.Tensor, name)} | {
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.element_size,
     torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.register_hook, torch.Tensor.__len__,
     torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.requires_grad_, torch.Tensor.__hash__,

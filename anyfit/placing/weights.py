@@ -232,7 +232,9 @@ def _found(model: nn.Module, folder: TensorFolder, weights: Weights) -> tuple[di
             made = recipe.make(lambda name: torch.empty(entries[name].shape, dtype=DTYPES[entries[name].dtype], device="meta"))
         except Exception as error:
             raise ValueError(f"{folder.folder}: {recipe.name} cannot be made of {recipe.parts[0]} and such: {error}") from error
-        make = functools.partial(recipe.make, lambda name: whole(entries[name]))
+        make = functools.partial(
+            recipe.make, lambda name: read(entries[name], 0, entries[name].elements).view(entries[name].shape)
+        )
         for name, tensor in made.items():
             found[name] = Source(tuple(tensor.shape), tensor.dtype, functools.partial(last.elements, make, name))
     return found, strange
@@ -300,7 +302,3 @@ def read(entry: Entry, start: int, end: int) -> Tensor:
                 raise OSError(f"{entry.file} has become shorter while it was read")
             left = left[count:]
     return data.view(DTYPES[entry.dtype])
-
-
-def whole(entry: Entry) -> Tensor:
-    return read(entry, 0, entry.elements).view(entry.shape)

@@ -3,9 +3,8 @@
 Any optimizer that treats each parameter by itself works; others are stepped whole, where all is on the device (optimizers.py).
 Until its last line a job on a lane changes nothing that counts, so one that fails can be started again.
 
-    updates.py      `Updates`: a step's order, what begins before the norm is known and what waits for it
+    updates.py      `Updates`: a step's order; `Speculation`: what begins before the norm is known
     route.py        what a route is, and what all share: `resident.py`, `streamed.py` and `host.py` are the three
-    speculation.py  updates before the norm, into a second generation of a chunk's state
     stepper.py      the arithmetic of one chunk: a one-pass kernel for Adam, the optimizer's own `step` for others
     states.py       the optimizer's state by parameter name: saved, loaded, adopted
 """

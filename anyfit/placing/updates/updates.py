@@ -1,6 +1,8 @@
 """The order of a step's updates: what begins before the norm is known, what waits for it, and which chunk comes first.
 
-1. While backward runs, chunks whose gradients are there are speculated on (speculation.py).
+1. While backward runs, chunks whose gradients are there are speculated on: updated into a second generation of their state,
+   which is taken over when nothing was clipped. Where steps clip often, updates wait for the norm, and only the states of the
+   first streamed chunks are uploaded before.
 2. When the GPU has the norm and the host does not, the GPU is given the resident chunks.
 3. When the host has the norm, the other resident chunks are updated at once, so that the GPU has work. The rest go to their
    lanes, in the layout's order, which the next forward follows roughly. Whoever uses a chunk first waits for it.
@@ -8,9 +10,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,17 +23,82 @@ from ..chunks import Carried, ChunkState, ModelState, UpdatePhase
 from ..gradients import Gradients, clip_factor
 from ..lanes import Label, Lanes, Task, Ticket
 from ..mirrors import Mirrors
-from ..optimizer_state import Entries, OptimizerState
+from ..optimizer_state import Entries, OptimizerState, Second
 from ..optimizers import UsersOptimizer, steps_together
 from ..residency import Residency
 from ..tiers import HostSlabs
 from .host import OnHost
 from .resident import Resident
 from .route import BROKEN_OFF, Context, Route, SpeculatingRoute
-from .speculation import Speculation, keeps_generations
 from .states import OptimizerStates
 from .stepper import Groups, Inputs, Stepper
 from .streamed import Streamed
+
+
+class Speculation:
+    """Updates before the norm is known, into a second generation of a chunk's state."""
+
+    def __init__(self, context: Context, routes: Mapping[str, SpeculatingRoute], slabs: HostSlabs) -> None:
+        self._context, self._routes, chunks = context, routes, context.chunks
+        self._by_index = {chunk.state.index: chunk for chunk in chunks}
+        for chunk in chunks:
+            if chunk.state.placement.speculates and not context.gradients.adds_up:  # sums are not known before the last part
+                chunk.second = Second(chunk.state, slabs)
+                chunk.second.moments = {key: chunk.zeros() for key in chunk.moments}
+        if any(chunk.second is not None for chunk in chunks):
+            context.gradients.on_complete, context.gradients.on_late = self._speculate, self._revoke
+            context.residency.on_edit = self._revoke
+
+    def _speculate(self, state: ChunkState) -> None:
+        """All gradients of the chunk are there, or on their way: steps it, out of place, as if nothing were clipped."""
+        chunk = self._by_index.get(state.index)
+        if chunk is None or chunk.second is None or len(chunk.rest) != len(state.own.slots):
+            return  # a first step makes state, which is taken over in place
+        route = self._routes[state.placement.route]
+        if not self._context.pace.may_speculate:
+            route.lift_ahead(chunk)
+            return
+        self._context.residency.heed(state.index)
+        own, arrived = self._context.gradients.of(state)
+        chunk.update.speculated = route.speculate(chunk, Inputs(own, arrived, None, self._context.stepper.groups()))
+
+    def _revoke(self, state: ChunkState) -> None:
+        """The chunk's gradients, or its weights, have changed after all."""
+        chunk = self._by_index.get(state.index)
+        if chunk is None:
+            return
+        chunk.update.lifted = None  # its gradients may have been lifted with it
+        if chunk.update.speculated is not None:
+            with contextlib.suppress(BaseException):  # of an update that does not count
+                chunk.update.speculated.wait()
+            chunk.update.speculated = None
+
+    def commit(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
+        """Takes over what was speculated, and sends its weights to where they live."""
+        state, second, gradients = chunk.state, chunk.second, inputs.gradients
+        assert second is not None
+
+        def take_over() -> None:
+            if state.on_host is not None:
+                state.on_host, second.weights = second.weights, state.on_host
+            state.low, second.low = second.low, state.low
+            chunk.moments, second.moments = second.moments, chunk.moments
+            chunk.keep(second.made)
+            second.may_be_read = True
+            gradients.clear()
+            if state.on_device is not None:
+                chunk.upload()
+
+        return self._context.lanes.fresh.run(take_over, (chunk.update.speculated, inputs.before), Label(Task.COMMIT, state.index))
+
+    def comes_later(self, chunk: OptimizerState) -> bool:
+        """The chunk's state of now is not overwritten before the next step speculates."""
+        return chunk.second is not None and keeps_generations(chunk.state) and self._context.pace.may_speculate
+
+
+def keeps_generations(state: ChunkState) -> bool:
+    """A step that is taken over leaves the state before it whole, until the next speculates: weights are on the host too."""
+    return state.on_host is not None
 
 
 class Updates:
