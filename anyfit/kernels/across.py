@@ -77,9 +77,5 @@ class _Seen:
 
     def __init__(self, flat: Tensor, code: str) -> None:
         self._flat = flat
-        self.__cuda_array_interface__ = {
-            "version": 2,
-            "shape": (flat.numel(),),
-            "typestr": code,
-            "data": (flat.data_ptr(), False),
-        }
+        facts = {"version": 2, "shape": (flat.numel(),), "typestr": code, "data": (flat.data_ptr(), False)}
+        self.__cuda_array_interface__ = facts

@@ -117,11 +117,10 @@ class ChunkState:
         self.device, self._slabs = device, slabs
         self.on_device: Tensor | None = None
         self.on_host: Tensor | None = None  # of `own`
-        on_host = placement.weights == "host" or (chunk.is_updated and placement.update == "host")
         if placement.weights == "device":
             there = self.own if self.is_gathered else chunk
             self.on_device = torch.zeros(there.elements, dtype=self.dtype, device=device)
-        if on_host:
+        if placement.weights == "host" or (chunk.is_updated and placement.update == "host"):
             self.on_host = slabs.zeros(self.own.elements, self.dtype, crosses=True)
         self.low = self.optimizer_zeros(torch.int16, elements=self.own.elements if self.is_split else 0)
         self.update = ChunkUpdate()
@@ -241,10 +240,10 @@ class Absent:
         self._offsets: dict[str, int] = {}
         self._names: dict[torch.dtype, list[str]] = {}
         for chunk in layout:
-            dtype: torch.dtype = getattr(torch, chunk.dtype)
+            members = self._names.setdefault(getattr(torch, chunk.dtype), [])
             for slot in chunk.slots:
-                self._offsets[slot.name] = len(self._names.setdefault(dtype, []))
-                self._names[dtype].append(slot.name)
+                self._offsets[slot.name] = len(members)
+                members.append(slot.name)
         for dtype, names in self._names.items():
             nothing: Any = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
             self._flats[dtype] = torch.full((len(names),), nothing, dtype=dtype, device=device)

@@ -42,10 +42,8 @@ class Settings:
     def __init__(self, device: torch.device) -> None:
         self._flags = [get() for get, _ in FLAGS]
         self._modes = _get_current_function_mode_stack()
-        kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds if kind != "meta"
-        ]
+        kinds = ("cpu",) if device.type in ("cpu", "meta") else ("cpu", device.type)
+        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
     @contextmanager
     def again(self) -> Iterator[None]:

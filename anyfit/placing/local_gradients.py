@@ -74,8 +74,8 @@ class HostGradients:
         own = self.there()
         if sum(end - start for start, end in self.squares) == sum(each.numel() for each in own.values()):
             return root(math.fsum(self.squares.values()))
-        vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
-        return vector_norm(torch.stack([norm(each, threads=threads) for each in own.values()]))
+        found: Tensor = torch.linalg.vector_norm(torch.stack([norm(each, threads=threads) for each in own.values()]))
+        return found
 
 
 class LocalGradients(Gradients):

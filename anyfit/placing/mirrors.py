@@ -20,6 +20,10 @@ from ..kernels.split import forget_low
 from .chunks import ChunkState, quietly
 from .optimizers import refuse_apart, steps_together
 
+LOST_ELSEWHERE = (
+    ". This plan has weights or updates off the device, where that is lost; else use a plan with all state on the device"
+)
+
 
 def refuse_elsewhere(
     demands: Demands, layout: Sequence[Chunk], placements: Sequence[Placement], precision: str, device: torch.device
@@ -31,10 +35,7 @@ def refuse_elsewhere(
         stays = placement.weights == "device" and placement.weight_shards == 1 and (not chunk.is_updated or all_together)
         for slot in chunk.slots:
             if slot.name in wanted and not stays:
-                advice = (
-                    ". This plan has weights or updates off the device, where that is lost; else use a plan with all state on "
-                )
-                raise StaysOnDevice(wanted[slot.name], advice + "the device", mirrored_bytes(demands, layout))
+                raise StaysOnDevice(wanted[slot.name], LOST_ELSEWHERE, mirrored_bytes(demands, layout))
     refuse_apart(demands.coupled, [each for each, chunk in zip(placements, layout, strict=True) if chunk.is_updated])
     if demands.shared and casts(precision, device):
         how = "weights are cast to bf16" if precision == "bf16" else f"the model is moved to {device}"

@@ -95,8 +95,6 @@ class UsersOptimizer:
             refuse_apart(reason, [each.state.placement for each in self._chunks])
             raise ValueError(f"{reason}, since the run started; do that in Job(optimizer=)")
 
-    # ------------------------------------------------------------------ optimizer.state
-
     def show(self) -> None:
         """`optimizer.state` is what chunks have."""
         if not self.is_open:
@@ -154,8 +152,6 @@ class UsersOptimizer:
         """The chunks' state goes elsewhere."""
         self.optimizer.state = defaultdict(dict)
 
-    # ------------------------------------------------------------------ a step of all at once
-
     def steps_itself(self, coupled: str | None) -> bool:
         """Whether the optimizer is called once for all parameters: it has to be, or that costs least."""
         if coupled is not None or coupled_from_outside(self.optimizer) is not None:
@@ -194,6 +190,8 @@ CUT = 21  # of 48 elements: inside a row
 
 
 def refuse_unless_by_element(optimizer: Optimizer) -> None:
+    """Ranks shard chunks, and the cut goes through matrices. Optimizers that look at a row, a matrix or its norm would quietly
+    train something else on a piece, so one that is not known is tried on a small matrix, whole and in flat pieces."""
     if type(optimizer) not in BY_ELEMENT and not all(_is_by_element(optimizer, group) for group in optimizer.param_groups):
         raise StaysWhole(
             f"{type(optimizer).__name__} steps a piece of a parameter otherwise than the whole, and this plan divides parameters "

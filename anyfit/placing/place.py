@@ -83,7 +83,6 @@ class Placed:
 
     @property
     def device_bytes(self) -> int:
-        """Held between steps on the device."""
         buffers = sum(buffer.nbytes for buffer in self.model.buffers())
         parts = (self.state, self.residency, self.gradients, self.updates, self.mirrors)
         return buffers + sum(part.device_bytes for part in parts)

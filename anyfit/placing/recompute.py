@@ -136,11 +136,9 @@ class Holder:
 class Recomputed:
     """A block's forward, recomputed in backward."""
 
-    def __init__(
-        self, name: str, module: nn.Module, device: torch.device, pack: Pack, unpack: Unpack, *, selective: bool
-    ) -> None:
-        self.name, self.forward, self.pack, self.unpack = name, module.forward, pack, unpack
-        self.state = ForwardState(module, name, device)
+    def __init__(self, name: str, block: nn.Module, device: torch.device, pack: Pack, unpack: Unpack, *, selective: bool) -> None:
+        self.name, self.forward, self.pack, self.unpack = name, block.forward, pack, unpack
+        self.state = ForwardState(block, name, device)
         self._selective = selective
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

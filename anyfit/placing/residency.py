@@ -86,9 +86,8 @@ class Residency:
         self._fetched = {each.index for each in state.chunks if each.placement.weights == "host" or each.is_gathered}
         # Chunks that somebody may still be at work on when they are next used are watched too.
         updated = [each for each in state.chunks if each.chunk.is_updated]
-        self.watched = self._fetched | {
-            each.index for each in updated if each.placement.optimizer == "host" or each.is_replicated
-        }
+        late = {each.index for each in updated if each.placement.optimizer == "host" or each.is_replicated}
+        self.watched = self._fetched | late
         self.slots = DeviceSlots(state, lanes, self._fetched, slots)
         self._slot_of, self.refuse_kept = self.slots.of_chunk, self.slots.refuse_kept
         fetched = [slot.name for index in self._fetched for slot in state.chunks[index].chunk.slots]

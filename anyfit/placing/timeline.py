@@ -194,9 +194,7 @@ def _inside_window(spans: Sequence[Span], start: float, end: float) -> list[Span
     """Cut at the edges; and at the end of the span before, by which clocks that round may be off."""
     found: list[Span] = []
     for span in spans:
-        first, last = max(span.start, start), min(span.end, end)
-        if found:
-            first = max(first, found[-1].end)
+        first, last = max(span.start, found[-1].end if found else start), min(span.end, end)
         if last > first:
             found.append(replace(span, start=first, end=last))
     return found

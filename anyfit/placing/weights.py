@@ -232,9 +232,7 @@ def _found(model: nn.Module, folder: TensorFolder, weights: Weights) -> tuple[di
             made = recipe.make(lambda name: torch.empty(entries[name].shape, dtype=DTYPES[entries[name].dtype], device="meta"))
         except Exception as error:
             raise ValueError(f"{folder.folder}: {recipe.name} cannot be made of {recipe.parts[0]} and such: {error}") from error
-        make = functools.partial(
-            recipe.make, lambda name: read(entries[name], 0, entries[name].elements).view(entries[name].shape)
-        )
+        make = functools.partial(recipe.make, lambda key: read(entries[key], 0, entries[key].elements).view(entries[key].shape))
         for name, tensor in made.items():
             found[name] = Source(tuple(tensor.shape), tensor.dtype, functools.partial(last.elements, make, name))
     return found, strange

@@ -8,8 +8,8 @@ what one example cannot show, because masks and labels of other batches differ:
     statistics of a batch norm
 
 Such a number may be the loss's own divisor, at the head of its graph (`values.loss_rule.divisors`). Then losses of micro-batches
-are weighted by it, and add up exactly. Anywhere else the batch is not cut. What this finds is tried with numbers before the first
-step (running/rehearsal.py): samples that are compared with each other do not show here.
+are weighted by it, and add up exactly. Anywhere else the batch is not cut. Numbers are tried before the first step
+(running/rehearsal.py): samples that are compared with each other do not show here.
 """
 
 from __future__ import annotations

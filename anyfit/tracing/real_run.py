@@ -26,12 +26,8 @@ from .needs import arguments_of
 from .stand_in import CPU, largest_sample, refuse_unmade, swapped
 
 aten = torch.ops.aten
-LENT = {
-    aten._scaled_dot_product_cudnn_attention,
-    aten._scaled_dot_product_cudnn_attention_backward,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_efficient_attention_backward,
-}
+FUSED = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention")
+LENT = {getattr(aten, f"{name}{suffix}") for name in FUSED for suffix in ("", "_backward")}
 
 
 def sized_model(job: Job) -> nn.Module:

@@ -50,19 +50,15 @@ class Storage:
 
 
 class Recorder(TorchDispatchMode):
-    """Records ops and storages while active. `names` and `block_of` are by module identity.
-
-    `kernels` makes the context in which a recomputed forward runs: torch forgets function modes inside backward.
-    `room_bytes` is what the storages of a pass with real tensors may take; None where they are fakes and take nothing.
-    """
+    """Records ops and storages while active."""
 
     def __init__(
         self,
-        names: Mapping[int, str],
-        block_of: Mapping[int, int],
+        names: Mapping[int, str],  # by module identity
+        block_of: Mapping[int, int],  # likewise
         outside: int,
-        kernels: Callable[[], TorchFunctionMode] | None,
-        room_bytes: float | None = None,
+        kernels: Callable[[], TorchFunctionMode] | None,  # for a recomputed forward: torch forgets function modes in backward
+        room_bytes: float | None = None,  # what storages of real tensors may take; None where they are fakes
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []

@@ -90,11 +90,9 @@ def fake_batch(job: Job, rows: int, mode: FakeTensorMode) -> Batch:
             return mode.from_tensor(tensor if shape is None else repeated(tensor, rows))
         return torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device=CPU)
 
-    def imitate_samples(tensor: torch.Tensor) -> torch.Tensor:
-        return imitate(tensor, (rows, *shape_of(tensor)[1:]))
-
     with mode:
-        return job.prepare(with_rows(sample, job.rows(sample), rows, imitate_samples, imitate), CPU)
+        samples = with_rows(sample, job.rows(sample), rows, lambda each: imitate(each, (rows, *shape_of(each)[1:])), imitate)
+        return job.prepare(samples, CPU)
 
 
 def largest_sample(job: Job, rows: int) -> Batch:
@@ -121,7 +119,11 @@ def swapped(
     parameter_like: Callable[[str, nn.Parameter], nn.Parameter],
     buffer_like: Callable[[Tensor], Tensor],
 ) -> Iterator[None]:
-    """Inside, the model computes with what these make of its parameters, by name, and buffers; tied ones stay one."""
+    """Inside, the model computes with what these make of its parameters, by name, and buffers; tied ones stay one.
+
+    A copy of a module is not the module: a forward that was patched closes over the original, hooks and wrappers know it, and
+    some hold what cannot be copied. So the module itself is run, with each tensor replaced wherever the job's code holds it
+    (`values/memento.py` finds where), and the very same objects are there again afterwards."""
     instead: dict[int, Any] = {}  # by identity
     for name, parameter in model.named_parameters():
         instead[id(parameter)] = made = parameter_like(name, parameter)

@@ -51,9 +51,9 @@ def trace_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: 
         return _run_all(job, micro_batches, device, free_bytes)
     try:
         try:
-            return _trace_all(job, micro_batches, device, find_repeats)
+            return trace_fake(job, micro_batches, device, find_repeats)
         except NotPeriodic:
-            return _trace_all(job, micro_batches, device, lambda _blocks: [])
+            return trace_fake(job, micro_batches, device, lambda _blocks: [])
     except NeedsValues:
         if job.real_run is not None or not _is_small(job):
             raise
@@ -66,12 +66,8 @@ def _is_small(job: Job) -> bool:
         return sum(parameter.numel() for parameter in sized_model(job).parameters()) <= SMALL
 
 
-def trace_with(job: Job, micro_batch: int, device: Kind, repeats_of: Callable[[Blocks], list[Repeat]]) -> Graph:
-    """The trace, with the middle of the given repeats written in and not run."""
-    return _trace_all(job, [micro_batch], device, repeats_of)[0]
-
-
-def _trace_all(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of: Callable[[Blocks], list[Repeat]]) -> list[Graph]:
+def trace_fake(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of: Callable[[Blocks], list[Repeat]]) -> list[Graph]:
+    """On fake tensors, with the middle of the given repeats written in and not run."""
     with leaving_no_mark(job) as memento, ExitStack() as inside:
         with saying("building the model on fake tensors"):
             mode = FakeMode()
@@ -272,10 +268,8 @@ def _written(
     """The graph of what was recorded, with the middle of the repeats written in; `held` is on the device besides parameters."""
     job, model, blocks, twin_of = stand_in.job, stand_in.model, stand_in.blocks, _twins(repeats)
     used = _gradients_of(stand_in, recorder, twin_of)
-    place = {id(parameter): index for index, parameter in enumerate(stand_in.parameters.values())}
-    twins = [
-        {place[id(theirs)]: place[id(mine)] for mine, theirs in _pairs(blocks, block, twin)} for block, twin in twin_of.items()
-    ]
+    at = {id(parameter): index for index, parameter in enumerate(stand_in.parameters.values())}
+    twins = [{at[id(theirs)]: at[id(mine)] for mine, theirs in _pairs(blocks, block, twin)} for block, twin in twin_of.items()]
     sums = recorder.settle() if isinstance(recorder, GpuRecorder) else set()
     ops, storages, input_bytes, offload_bytes = recorder.ops, recorder.storages, recorder.input_bytes, recorder.offload_bytes
     for repeat in repeats:

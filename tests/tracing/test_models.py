@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 import anyfit
 from anyfit.tracing.repeats import NotPeriodic, find_repeats
-from anyfit.tracing.trace import trace, trace_with
+from anyfit.tracing.trace import trace, trace_fake
 from anyfit.values.graph import Graph
 from tests.models import Convolutional, Tangled, byte_batches, image_batches, image_loss, next_byte_loss, tiny_gpt
 from tests.tracing.test_trace import really_live
@@ -111,7 +111,7 @@ def recomputing(job: anyfit.Job) -> anyfit.Job:
 
 
 def in_full(job: anyfit.Job, device: Device) -> Graph:
-    return trace_with(job, ROWS, device, lambda _blocks: [])
+    return trace_fake(job, [ROWS], device, lambda _blocks: [])[0]
 
 
 @pytest.mark.parametrize("name", [*CONFIGURATIONS, "wandering"])
@@ -120,11 +120,11 @@ def test_what_repetition_writes_in_is_what_a_trace_of_every_layer_finds(name: st
     job = job_for(name, "bf16" if device == "cuda" else "fp32")
     if name in NOT_PERIODIC:
         with pytest.raises(NotPeriodic):
-            trace_with(job, ROWS, device, find_repeats)
+            trace_fake(job, [ROWS], device, find_repeats)
         short = trace(job, ROWS, device)
     else:
         found: list[Any] = []
-        short = trace_with(job, ROWS, device, lambda blocks: found.extend(find_repeats(blocks)) or found)
+        short = trace_fake(job, [ROWS], device, lambda blocks: found.extend(find_repeats(blocks)) or found)[0]
         assert found
     full = in_full(job, device)
     assert short.ops == full.ops
