@@ -1,5 +1,4 @@
-"""What stands around the user's code in a trace: all that it changes is put back, and its errors are said so that they can be
-mended.
+"""What stands around the user's code in a trace: all that it changes is put back, and its errors say what to change.
 
 Torch's own errors name its ops and files; `explained` says where in the user's model they came from and what to write instead.
 """
@@ -25,6 +24,16 @@ from anyfit.values.batches import named_tensors
 from anyfit.values.demands import sparse_layers
 from anyfit.values.job import Batch, Job
 from anyfit.values.memento import Memento, leaving_no_trace
+
+OURS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
+STANDARD_LIBRARY = f"{sysconfig.get_paths()['stdlib']}/"
+OVERFLOWS = ("calculation overflowed", "multiplication overflow", "Overflow when unpacking long", "too large to convert to C")
+NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\(([\w:.]+)\)>")
+NO_KERNEL = re.compile(r"Could not run '([\w:.]+)' with arguments from the 'Meta' backend")
+NO_META = re.compile(r"(?:^|\s)([\w:.]+): attempted to run this operator with Meta tensors")
+NO_CPU_KERNEL = re.compile(r"Could not run '([\w:.]+)' with arguments from the 'CPU' backend")
+TWO_DEVICES = "Expected all tensors to be on the same device, but found at least two devices"  # since torch 2.13
+OR_FOR_REAL = "or let it be run for real on the CPU, with Job(real_run=True) or --real-run"
 
 
 @contextmanager
@@ -94,17 +103,6 @@ def saying(doing: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"anyfit was {doing} to plan the run")
         raise
-
-
-OURS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
-STANDARD_LIBRARY = f"{sysconfig.get_paths()['stdlib']}/"
-OVERFLOWS = ("calculation overflowed", "multiplication overflow", "Overflow when unpacking long", "too large to convert to C")
-NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\(([\w:.]+)\)>")
-NO_KERNEL = re.compile(r"Could not run '([\w:.]+)' with arguments from the 'Meta' backend")
-NO_META = re.compile(r"(?:^|\s)([\w:.]+): attempted to run this operator with Meta tensors")
-NO_CPU_KERNEL = re.compile(r"Could not run '([\w:.]+)' with arguments from the 'CPU' backend")
-TWO_DEVICES = "Expected all tensors to be on the same device, but found at least two devices"  # since torch 2.13
-OR_FOR_REAL = "or let it be run for real on the CPU, with Job(real_run=True) or --real-run"
 
 
 class TooDear(Exception):  # noqa: N818  (an answer, not a fault)
