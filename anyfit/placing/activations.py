@@ -107,14 +107,16 @@ class Activations:
             return packed
         with quietly(), torch.no_grad():
             storage = tensor.untyped_storage()
-            is_weight = storage._cdata in self._kept_out or isinstance(tensor, nn.Parameter)
-            if storage.nbytes() < LEAST_BYTES or is_weight or tensor.device != self._lanes.device:
+            if storage.nbytes() < LEAST_BYTES or tensor.device != self._lanes.device:
+                return packed
+            if storage._cdata in self._kept_out or isinstance(tensor, nn.Parameter):  # a weight
                 return packed
             away = self._known.get(storage._cdata)
             if away is None:
                 known, identity = self._known, storage._cdata
                 known[identity] = away = self._send(tensor, self._inside)
-                away.alive = weakref.ref(storage, lambda _reference: known.pop(identity, None))  # it may be another's afterwards
+                # Only for as long as the storage lives: its identity may be another's afterwards.
+                away.alive = weakref.ref(storage, lambda _reference: known.pop(identity, None))
             away.views += 1
             return Saved.of(away, tensor)
 

@@ -320,10 +320,7 @@ class ModelState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter by name, on the host: fp32 masters where there are any. All ranks do it together."""
-        found: dict[str, Tensor] = {}
-        for state in self.chunks:
-            found |= state.read_all()
-        return found
+        return {name: each for state in self.chunks for name, each in state.read_all().items()}
 
     def refuse_thawed(self) -> None:
         """Raises where a parameter that was frozen has a gradient."""

@@ -27,6 +27,7 @@ from .lanes import Label, Lanes, Task, Ticket
 from .tiers import HostSlabs
 
 Hook = Callable[[Tensor], None]
+Runs = Sequence[tuple[int, int]]  # (start, end) in elements
 
 
 @dataclass(eq=False)
@@ -49,7 +50,7 @@ class HostGradients:
 
     flat: Tensor  # as they came, or in fp32 where micro-batches add up
     views: Views  # of it, by name
-    stretches: Sequence[tuple[int, int]]  # that all of them take
+    stretches: Runs  # that all of them take
     names: set[str] = field(default_factory=set)  # of parameters that have one
     ticket: Ticket | None = None  # of the last that came
     squares: dict[tuple[int, int], float] = field(default_factory=dict)  # sums of them, by stretch, as far as they are known
@@ -200,12 +201,12 @@ class LocalGradients(Gradients):
         stage.state, stage.slots = None, {}
         home = self._on_host[state.index]
         filled, views = stage.filled_by(state)
+        stretches = home.stretches if len(slots) == len(home.views) else stretches_of(slots)
         if self.adds_up:
-            stage.ticket = self._add_up(home, state, slots, filled)
+            stage.ticket = self._add_up(home, state, slots, filled, stretches)
             return
         flat = home.flat
         self._norms |= _norms({slot.name: views[slot.name] for slot in slots})
-        stretches = home.stretches if len(slots) == len(home.views) else stretches_of(slots)
         after = (self._lanes.so_far(), state.update.fresh, state.update.moments)
         down = self._lanes.down.run(lambda: copy_stretches(flat, filled, stretches), after, Label(Task.GRADIENTS, state.index))
         home.ticket = stage.ticket = down
@@ -213,7 +214,7 @@ class LocalGradients(Gradients):
         if len(home.names) == len(state.chunk.slots):
             self.on_complete(state)
 
-    def _add_up(self, home: HostGradients, state: ChunkState, slots: Sequence[Slot], filled: Tensor) -> Ticket:
+    def _add_up(self, home: HostGradients, state: ChunkState, slots: Sequence[Slot], filled: Tensor, stretches: Runs) -> Ticket:
         known = set(home.names)
 
         def add(summand: Tensor) -> None:
@@ -222,7 +223,7 @@ class LocalGradients(Gradients):
                 home.add(now, summand, is_first=is_first, threads=self._threads)
 
         after = (self._lanes.so_far(), state.update.fresh)
-        down, home.ticket = self._landings.add_up(state, filled, stretches_of(slots), add, after, (home.ticket,))
+        down, home.ticket = self._landings.add_up(state, filled, stretches, add, after, (home.ticket,))
         home.names.update(slot.name for slot in slots)
         return down
 

@@ -194,7 +194,7 @@ def refuse_unless_by_element(optimizer: Optimizer) -> None:
     train something else on a piece, so one that is not known is tried on a small matrix, whole and in flat pieces."""
     if type(optimizer) not in BY_ELEMENT and not all(_is_by_element(optimizer, group) for group in optimizer.param_groups):
         raise StaysWhole(
-            f"{type(optimizer).__name__} steps a piece of a parameter otherwise than the whole, and this plan divides parameters "
+            f"{type(optimizer).__name__} steps a piece of a parameter otherwise than the whole, and this plan shards parameters "
             "over ranks; use a plan with optimizer_shards 1, or an optimizer that treats every element by itself, such as AdamW"
         )
 

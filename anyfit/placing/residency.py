@@ -128,7 +128,7 @@ class Residency:
         state, slot = self._state.chunks[index], self._slot_of.get(index)
         if state.shards > 1:
             raise RuntimeError(
-                f"{name} is edited, and its chunk is divided over ranks, where the edit would be lost; edit weights inside `with "
+                f"{name} is edited, and its chunk is sharded over ranks, where the edit would be lost; edit weights inside `with "
                 "run.weights():`"
             )
         if (index in self._fetched and slot is None) or (state.update.fresh is not None and index not in self._fetched):

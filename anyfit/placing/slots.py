@@ -133,7 +133,7 @@ class DeviceSlots:
                 mine, other = (self._state.chunks[each].chunk.slots[0].name for each in (state.index, index))
                 raise RuntimeError(
                     f"rank {ranks.index} needs the weights of chunk {state.index} ({mine}) where rank {rank} needs those of "
-                    f"chunk {index} ({other}): with weights that are divided over ranks every rank has to call the same modules; "
+                    f"chunk {index} ({other}): with weights that are sharded over ranks every rank has to call the same modules; "
                     "use a plan with weight_shards 1"
                 )
         ranks.gather("gather", state.shards, whole, own, label)
