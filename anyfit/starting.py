@@ -209,7 +209,7 @@ class Start:
                     raise
                 profile = before = self._known_profile()
                 if isinstance(demand, StaysWhole):
-                    profile = before.undivided()
+                    profile = before.unsharded()
                 elif not before.state_stays:
                     profile = before.staying(demand.reason, demand.mirrored_bytes)
                 if profile == before:

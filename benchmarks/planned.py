@@ -6,7 +6,7 @@
 (a GPU and its host.) Every job is planned for a part of the GPU's memory, as `anyfit.start` would, and trained for a few steps
 under a hard cap of that size: step time, peak on the device with and without the pools, and host memory stand beside the
 forecast. For the jobs of `--regret` many other plans are measured as well: those that the plan's reasons name, other splits of
-the updates, all of them on the host, all streamed, other choices of what is made again, other chunk sizes. All are placed one
+the updates, all of them on the host, all streamed, other choices of what is recomputed, other chunk sizes. All are placed one
 after another in one process, in the same pinned memory; the planner's comes again among them, since a host that others use too is
 not as fast at all times.
 

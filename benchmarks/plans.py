@@ -21,8 +21,8 @@ RIGHT = {
         1: "16 bytes a parameter are 128 GB, so that masters and moments go to the host, whose updates hide behind 0.9 s of "
         "computing; 2 TB of host memory leave room for a second generation, which lets them begin during backward.",
         8: "Masters, moments and gradients in eight parts take 14 GB, whole weights 16 GB: two passes then keep all activations. "
-        "NVLink sums the gradients of both in 0.16 s, almost all of it behind backward; making blocks again would take longer.",
-        64: "A second pass would mean a second sum through the network cards, so that it is one; dividing the weights too frees "
+        "NVLink sums the gradients of both in 0.16 s, almost all of it behind backward; to recompute blocks would take longer.",
+        64: "A second pass would mean a second sum through the network cards, so that it is one; sharding the weights too frees "
         "the room that its activations need, and gathering 16 GB twice at 345 GB/s hides behind 0.9 s of computing.",
         512: "As on 64: state is a gigabyte either way. Groups of 128 make it as small as matters, and gather no later than one "
         "group of 512 would.",
@@ -32,17 +32,17 @@ RIGHT = {
         "twice beside it; smaller micro-batches would fetch them again for each.",
         8: "1.1 TB do not fit in eight times 80 GB, so that masters and moments are in the host's memory, an eighth of them for "
         "each rank, and are updated there. The weights stay on the GPUs, an eighth on each, and are put together through NVLink "
-        "once forward and once backward: that is what makes one pass of 8 worth it, with every block made again.",
-        64: "State is 20 GB, and so all on the device; the rest goes to activations. Two passes of 4 make less again than one of "
-        "8 would; they gather 141 GB twice as often, which still hides behind 6.6 s of computing.",
-        512: "State is 3 to 5 GB, which leaves more for activations than on 64, and less to be made again. What is divided over "
+        "once forward and once backward: that is what makes one pass of 8 worth it, with every block recomputed.",
+        64: "State is 20 GB, and so all on the device; the rest goes to activations. Two passes of 4 recompute less than one "
+        "of 8 would; they gather 141 GB twice as often, which still hides behind 6.6 s of computing.",
+        512: "State is 3 to 5 GB, which leaves more for activations than on 64, and less to recompute. What is sharded over "
         "16 or less does not fit.",
     },
     "gpt3-175b": {
         1: "2.8 TB of state are more than the host has.",
         8: "2.8 TB of state, and fresh weights and gradients on their way, are more than eight GPUs and one host have.",
         64: "State is 50 GB, slots and stages for chunks of 2 GiB another 30: with most of it on the host, whose updates take a "
-        "fraction of 38 s, there is room for passes of 4, with a little less made again.",
+        "fraction of 38 s, there is room for passes of 4, with a little less to recompute.",
         512: "State is 6 GB: all on the device. Passes of 1 keep most, and their eight sums a step go through every network card "
         "behind 31 s of computing.",
     },

@@ -1,7 +1,7 @@
-"""What ranks exchange, and what that takes, by the machine's links: for every way to divide a model's state among them.
+"""What ranks exchange, and what that takes, by the machine's links: for every way to shard a model's state over them.
 
     shards    every number of neighbours that divides a node, or that fills nodes and divides them all
-    level     the optimizer's state alone is divided; gradients too; weights too (as ZeRO 1, 2 and 3 do)
+    level     the optimizer's state alone is sharded; gradients too; weights too (as ZeRO 1, 2 and 3 do)
 
 A collective takes latency + bytes / rate, as measured or printed for groups of some sizes. Between these sizes, and beyond,
 latency grows with the group and seconds a byte with (group - 1) / group, as in a ring. What leaves a node also needs the nodes'
@@ -37,7 +37,7 @@ class Links:
         return self.node * self.nodes
 
     def divisions(self) -> tuple[Division, ...]:
-        """From least divided to most; none where there is one rank."""
+        """From least sharded to most; none where there is one rank."""
         return tuple(self._divisions()) if self.ranks > 1 else ()
 
     def _divisions(self) -> Iterator[Division]:

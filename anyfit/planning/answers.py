@@ -65,7 +65,7 @@ def at_limits(found: Found, **limits: int) -> Found:
     profile = replace(found.profile, **limits)  # type: ignore[arg-type]
     space = found.space and found.space.with_limits_of(profile)
     whole = found.whole
-    if whole is not None:  # divided as it is
+    if whole is not None:  # sharded as it is
         assert profile.division is not None
         whole = replace(whole, divisions=(profile.division,), **limits)  # type: ignore[arg-type]
     seconds = found.chosen.step_seconds

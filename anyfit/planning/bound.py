@@ -21,7 +21,7 @@ Activations that move have jobs down and up between the beginning of a step and 
             offloaded block after it
     tail    its way up; backward from the block on, all passes after, norm and updates
 
-What ranks exchange has a lane too: sums of gradients, fresh weights that are spread, weights that are put together, but for those
+What ranks exchange has a lane too: sums of gradients, all-gathers of fresh weights and of weights for their use, but for those
 that slots may still hold.
 
 Rates are those of lanes that do not slow each other, weights are fetched once, and there is always a stage for gradients: what

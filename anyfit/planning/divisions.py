@@ -31,7 +31,7 @@ def fastest_over_ranks(profile: Profile) -> Found | None:
     ranks = profile.divisions[0].ranks
     if profile.batch_size % ranks:
         raise ValueError(f"batch_size is {profile.batch_size}; it must be a multiple of the {ranks} ranks")
-    spaces = [Space(own) for own in map(profile.divided, profile.divisions) if own.passes]
+    spaces = [Space(own) for own in map(profile.sharded, profile.divisions) if own.passes]
     tried: dict[Division, Found | int] = {}
     least = math.inf
     for bound, space in sorted(((space.bound(), space) for space in spaces), key=lambda pair: pair[0]):
@@ -101,15 +101,15 @@ def described(division: Division) -> str:
     >>> from anyfit.values.profile import Exchange
     >>> none = Exchange(0.0, 0.0)
     >>> described(Division(64, 8, True, True, none, none, 0.0, True))
-    'all state divided over 8, the same on the next 8'
+    'all state sharded over 8, 8 replicas'
     """
     if division.shards == 1:
-        return "all state whole on each"
+        return "all state replicated"
     what = "optimizer"
     if division.gradients:
         what = "all state" if division.weights else "optimizer and gradients"
-    same = f", the same on the next {division.shards}" if division.shards < division.ranks else ""
-    return f"{what} divided over {division.shards}{same}"
+    replicas = division.ranks // division.shards
+    return f"{what} sharded over {division.shards}" + (f", {replicas} replicas" if replicas > 1 else "")
 
 
 def among(placement: Placement, division: Division) -> Placement:

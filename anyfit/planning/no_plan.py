@@ -21,7 +21,7 @@ MOST_TIMES = 4  # as much device memory: more is no change that anyone makes
 def no_plan(profile: Profile) -> NoPlan:
     """The verdict on a profile of which nothing fits, with the memory that was found to be enough."""
     if profile.divisions:  # the most that can be sharded is what needs least
-        profile = profile.divided(profile.divisions[-1])
+        profile = profile.sharded(profile.divisions[-1])
     verdict = shortfall(profile)
     return verdict.because(_restrictions(profile)).with_changes(tuple(_enough_memory(profile, verdict)))
 
@@ -29,7 +29,7 @@ def no_plan(profile: Profile) -> NoPlan:
 def shortfall(profile: Profile) -> NoPlan:
     """The verdict alone."""
     if profile.divisions:
-        profile = profile.divided(profile.divisions[-1])
+        profile = profile.sharded(profile.divisions[-1])
     model = profile.model if profile.division is None else f"{profile.model} over {profile.division.ranks} ranks"
     needed = {each.micro_batch: (forecast(profile, each).needed_bytes, 0) for each in profile.passes}  # of device and host
     space = space_of(profile)

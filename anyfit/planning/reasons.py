@@ -20,14 +20,14 @@ from .space import Space
 WITHOUT = {
     "updates": "a CPU has nothing to stream them through",
     "speculation": "the gradients of several passes add up first",
-    "activations": "no block can be made again or moved",
+    "activations": "no block can be recomputed or offloaded",
     "chunk size": "other sizes make the same chunks",
     "micro-batch": "the only one asked for",
 }
 NOT_KEPT: dict[Activations, str] = {
-    "recompute": "made again in backward",
-    "selective": "made again but for the costly ops",
-    "offload": "moved to the host and back",
+    "recompute": "recomputed in backward",
+    "selective": "recomputed but for the costly ops",
+    "offload": "offloaded to the host",
 }
 UPDATED = {"resident": "on the device", "streamed": "streamed through it", "host": "on the host"}
 USUAL = {"chunk size": "the usual size", "ranks": "fewer moving parts"}  # of what is preferred to what is a little faster
@@ -173,7 +173,7 @@ def _of_all_ranks(found: Found, whole: Profile, plan: Plan) -> Plan:
     """One rank's plan, as that of all of them."""
     division, forecast = found.profile.rank_division, plan.forecast
     others = {other: _alternative(other, each) for other, each in found.tried.items() if other != division}
-    ranks = Decision("ranks", f"{division.ranks}: {described(division)}", _why_divided(division, others, plan.forecast))
+    ranks = Decision("ranks", f"{division.ranks}: {described(division)}", _why_sharded(division, others, plan.forecast))
     notes = [Decision("links", "assumed", whole.link_note)] if whole.link_note else []
     return replace(
         plan,
@@ -198,7 +198,7 @@ def _alternative(division: Division, tried: Found | int) -> Alternative:
     return Alternative("ranks", choice, tried.chosen.step_seconds, tried.chosen.needed_bytes, fits=True)
 
 
-def _why_divided(mine: Division, others: Mapping[Division, Alternative], chosen: Forecast) -> str:
+def _why_sharded(mine: Division, others: Mapping[Division, Alternative], chosen: Forecast) -> str:
     """The fastest other way that fits; and of those with fewer moving parts that do not, the one that lacks least."""
     fitting = tuple(each for each in others.values() if each.fits)
     simpler = (
@@ -252,7 +252,7 @@ def _others(space: Space, offer: Offer, micro_batch: int) -> Iterator[tuple[str,
             yield "speculation", said, micro_batch, {"speculates": not speculates(offer)}
     last, all_moved = candidates.last_rung(micro_batch), candidates.all_moved(micro_batch)
     if last:
-        yield "activations", "all made again", micro_batch, {"rung": last, "moved": 0}
+        yield "activations", "all recomputed", micro_batch, {"rung": last, "moved": 0}
         yield "activations", "all kept", micro_batch, {"rung": 0, "moved": 0}
     if offer.candidate.offloaded:
         yield "activations", "none moved", micro_batch, {"moved": 0}

@@ -145,10 +145,10 @@ def _count(value: Any, certain: Counter[int], others: dict[int, None], *, in_lis
 
 
 def refuse_iterators(batch: Any, path: str = "batch") -> None:
-    """What can be read only once: planning reads a batch, and so does a step that is made again."""
+    """What can be read only once: planning reads a batch, and so does a step that is repeated."""
     if isinstance(batch, Iterator):
         raise TypeError(
-            f"{path} is a {type(batch).__name__}, which can be read only once, and planning and a step that is made again read "
+            f"{path} is a {type(batch).__name__}, which can be read only once, and planning and a step that is repeated read "
             "a batch as well: make it a list"
         )
     if (fields := fields_of(batch)) is not None:

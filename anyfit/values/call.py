@@ -5,7 +5,7 @@ As text it is compact JSON, [op, arguments, options], in which what JSON has no 
     {"tensor": [dtype, shape]}            or [dtype, shape, stride] where it is not contiguous
     {"torch": "bfloat16"}                 a dtype, layout or memory format, by its name in torch
     {"device": null}                      the device that computes, whichever it is
-    {"other": "Generator"}                something that cannot be made again
+    {"other": "Generator"}                something that cannot be made anew
 
 Equal calls have equal texts, so a text names what was measured.
 """

@@ -31,7 +31,7 @@ class Check(Record):
     machine: str
     forecast: Forecast
     step_seconds: float  # the median
-    # As in a forecast, but that what is made again in backward is part of compute; nothing where it cannot be told apart.
+    # As in a forecast, but that what is recomputed in backward is part of compute; nothing where it cannot be told apart.
     split_seconds: Mapping[str, float]
     peak_bytes: Mapping[Tier, int]
     parity: Parity | None

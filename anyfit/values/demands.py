@@ -33,7 +33,7 @@ class StaysOnDevice(ValueError):  # noqa: N818  (what a model asks of a plan)
 
 
 class StaysWhole(ValueError):  # noqa: N818
-    """A plan divides over ranks what has to be whole on each."""
+    """A plan shards over ranks what has to be whole on each."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from .loss_rule import MEAN, LossRule
 from .record import Record
 
-# Ops whose results selective recomputation keeps: products, convolutions and attention. All others are made again.
+# Ops whose results selective recomputation keeps: products, convolutions and attention. All others are recomputed.
 COSTLY_OPS = (
     "mm",
     "bmm",

@@ -157,7 +157,7 @@ class Job:
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "_local_tensor"):
                 raise TypeError(
-                    f"parameter {name} is a {type(parameter).__name__}, divided over devices by other code; anyfit divides state "
+                    f"parameter {name} is a {type(parameter).__name__}, sharded over devices by other code; anyfit shards state "
                     "itself, as its plan says: give it the plain model"
                 )
             if parameter.dtype.is_floating_point and parameter.dtype not in allowed:

@@ -15,7 +15,7 @@ Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 Axis = Literal["data", "tensor", "sequence", "pipeline"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-# What becomes of what a block's forward leaves for its backward: kept on the device; made again; made again but for the
+# What becomes of what a block's forward leaves for its backward: kept on the device; recomputed; recomputed but for the
 # results of products, convolutions and attention; moved to the host and back.
 Activations = Literal["keep", "recompute", "selective", "offload"]
 
@@ -89,8 +89,8 @@ class Placement:
     host        optimizer on the host, update on the host: gradients go down, fresh weights come up
 
     Over several ranks, `optimizer_shards` neighbouring ranks divide the optimizer's state among them, and with it the update and
-    the step's gradients; the next so many hold the same. Weights are whole on every rank, or divided alike and put together for
-    each use. Gradients of several micro-batches add up whole on every rank and are reduced once, or divided, each micro-batch's
+    the step's gradients; the next so many hold the same. Weights are whole on every rank, or sharded alike and all-gathered for
+    each use. Gradients of several micro-batches add up whole on every rank and are reduced once, or sharded, each micro-batch's
     reduced by itself.
     """
 
@@ -126,7 +126,7 @@ class Placement:
                 raise ValueError(f"{name} is {getattr(self, name)}; it is 1, or as optimizer_shards ({shards})")
         for name, tier in (("weight_shards", self.weights), ("gradient_shards", self.gradients)):
             if tier == "host" and getattr(self, name) != shards:
-                raise ValueError(f"{name} is 1 and optimizer_shards {shards}: what lies on the host is divided alike")
+                raise ValueError(f"{name} is 1 and optimizer_shards {shards}: what lies on the host is sharded alike")
 
     @property
     def route(self) -> Literal["resident", "streamed", "host"]:
@@ -180,7 +180,9 @@ class Plan(Record):
             if name not in AXES:
                 raise ValueError(f"mesh: unknown axis {name!r}" + nearest(name, AXES))
             if size < 1 or (size > 1 and name != "data"):
-                raise ValueError(f"mesh: {name} is {size}; this version divides the data, and every other axis is 1")
+                raise ValueError(
+                    f"mesh: {name} is {size}; this version shards over the data axis alone; every other is 1"
+                )
         for each in set(self.chunks):
             if self.ranks % each.optimizer_shards:
                 raise ValueError(f"optimizer_shards is {each.optimizer_shards}; it must divide the {self.ranks} ranks")

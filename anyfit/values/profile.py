@@ -188,8 +188,8 @@ class Division:
 
     ranks: int
     shards: int
-    gradients: bool  # of every micro-batch are reduced, and add up divided; else they add up whole, and the last reduces them
-    weights: bool  # are divided too, and put together for each use
+    gradients: bool  # of every micro-batch are reduced, and add up sharded; else they add up whole, and the last reduces them
+    weights: bool  # are sharded too, and all-gathered for each use
     gather: Exchange  # over those that divide it
     reduce: Exchange  # over those that divide it, and then over those that hold the same
     norm_seconds: float  # to exchange a few numbers among all
@@ -284,9 +284,9 @@ class Profile(Record):
     def staying(self, why: str, mirrored_bytes: int = 0) -> Self:
         """The same with all model state on the device, whole on every rank, and so much of it twice."""
         state = replace(self.state, buffers=self.state.buffers + mirrored_bytes)
-        return replace(self.undivided(), state_stays=why, state=state)
+        return replace(self.unsharded(), state_stays=why, state=state)
 
-    def undivided(self) -> Self:
+    def unsharded(self) -> Self:
         """The same with state whole on every rank, where there is a way to do that."""
         whole = tuple(each for each in self.divisions if each.shards == 1 and not each.weights)
         return replace(self, divisions=whole or self.divisions)
@@ -295,9 +295,9 @@ class Profile(Record):
         """The same where so many ranks share a device's time."""
         return self if times == 1 else replace(self, passes=tuple(each.scaled(times) for each in self.passes))
 
-    def divided(self, division: Division) -> Self:
-        """What one of the ranks does and has, of a model so divided. Where only several micro-batches make a difference to the
-        same without their gradients divided, one is left out."""
+    def sharded(self, division: Division) -> Self:
+        """What one of the ranks does and has, of a model so sharded. Where only several micro-batches make a difference to the
+        same without sharded gradients, one is left out."""
         share = self.batch_size // division.ranks
         most = share - 1 if division.gradients and not division.weights else share
         passes = tuple(each for each in self.passes if each.micro_batch <= most)

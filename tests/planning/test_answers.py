@@ -171,7 +171,7 @@ def otherwise(space: Space, plan: Plan, choice: str) -> tuple[int, dict[str, Any
         "none on the host": ({"streamed": 1.0, "host_first": 0.0}, lambda found: "host" not in routes(found)),
         "updates that wait for the norm": ({"speculates": False}, lambda found: not speculates(found)),
         "updates before the norm is known": ({"speculates": True}, speculates),
-        "all made again": ({"rung": last, "moved": 0}, lambda found: not {"keep", "offload"} & set(found.activations[:BLOCKS])),
+        "all recomputed": ({"rung": last, "moved": 0}, lambda found: not {"keep", "offload"} & set(found.activations[:BLOCKS])),
         "all kept": ({"rung": 0, "moved": 0}, lambda found: set(found.activations) == {"keep"}),
         "none moved": ({"moved": 0}, lambda found: "offload" not in found.activations),
         "all moved": ({"rung": 0, "moved": BLOCKS}, lambda found: set(found.activations[:BLOCKS]) == {"offload"}),

@@ -91,7 +91,7 @@ def test_pools_of_a_rank_are_those_of_the_engine_to_the_byte(data: st.DataObject
             placement = replace(placement, speculates=data.draw(st.booleans(), "speculates"))
         placements.append(placement)
     slots = data.draw(st.integers(4, 6), "slots")
-    each = profile.divided(division).passes[0] if profile.divided(division).passes else profile.passes[0]
+    each = profile.sharded(division).passes[0] if profile.sharded(division).passes else profile.passes[0]
     candidate = Candidate(
         each, accumulation, ("keep",) * len(each.blocks), profile.chunks, tuple(placements), slots, 2, division
     )  # fmt: skip

@@ -107,7 +107,7 @@ def test_every_sentence_of_a_why_is_true_in_the_simulator(case: tuple[Profile, F
             assert said[5] == show_bytes(abs(needed - other.chosen.needed_bytes))
             assert said[6] == ("less" if needed >= other.chosen.needed_bytes else "more")
         elif said := re.fullmatch(r"(.+) \(nothing on the host\) would need (.+) and does not fit", why):
-            space = Space(profile.divided(named[said[1]]))
+            space = Space(profile.sharded(named[said[1]]))
             sizes = [each.micro_batch for each in space.profile.passes]
             assert not any(each.local.on_device(size) for each in space.sizes for size in sizes)
             least = min(each.least_needed_bytes() for each in space.sizes)
@@ -121,7 +121,7 @@ def test_every_sentence_of_a_why_is_true_in_the_simulator(case: tuple[Profile, F
 def planned(profile: Profile, division: Division, host: str) -> Found:
     """With that division, and nothing on the host where it says so."""
     if host == "nothing":
-        space = Space(profile.divided(division))
+        space = Space(profile.sharded(division))
         offers = [space.local.on_device(each.micro_batch) for each in space.profile.passes]
         best = min((each for each in offers if each), key=lambda each: each.simulated.step_seconds)
         found = fastest(replace(profile, divisions=(division,), passes=(best.candidate.profile_pass,), host_limit_bytes=3 * GIB))
@@ -150,7 +150,7 @@ def test_the_choice_is_the_best_of_all_divisions_and_keeps_every_limit(
     profile = slow_links(over(chain(device_bytes), *spread), slowness)
     stays: dict[Division, float] = {}
     for division in profile.divisions:
-        space = Space(profile.divided(division))
+        space = Space(profile.sharded(division))
         offers = [space.local.on_device(each.micro_batch) for each in space.profile.passes]
         stays |= {division: min(each.simulated.step_seconds for each in offers if each)} if any(offers) else {}
     try:

@@ -144,7 +144,7 @@ FORCED: dict[str, dict[str, float]] = {
     "none streamed": {"streamed": 0.0},
     "none on the host": {"streamed": 1.0, "host_first": 0.0},
     "updates that wait for the norm": {"speculates": False},
-    "all made again": {"rung": -1, "moved": 0},
+    "all recomputed": {"rung": -1, "moved": 0},
     "all moved": {"rung": 0, "moved": -1},
 }
 

@@ -348,7 +348,7 @@ def test_a_model_that_others_have_divided_is_refused() -> None:
         job = Job(
             divided, lambda model, x: model(x).sum(), lambda model: torch.optim.SGD(model.parameters(), 0.1), torch.ones(2, 4), 2
         )
-        with pytest.raises(TypeError, match="parameter weight is a DTensor, divided over devices by other code"):
+        with pytest.raises(TypeError, match="parameter weight is a DTensor, sharded over devices by other code"):
             job.dtypes(divided())
     finally:
         dist.destroy_process_group()

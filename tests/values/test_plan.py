@@ -40,7 +40,7 @@ def smaller() -> Plan:
         ({"micro_batch": 9}, "micro_batch is 9; it must lie between 1 and batch_size (8)"),
         ({"accumulation": 2}, "accumulation is 2; batch_size 8 in micro-batches of 8 makes 1"),
         ({"micro_batch": 3, "accumulation": 2}, "accumulation is 2; batch_size 8 in micro-batches of 3 makes 3"),
-        ({"mesh": dict.fromkeys(AXES, 1) | {"tensor": 2}}, "mesh: tensor is 2; this version divides the data"),
+        ({"mesh": dict.fromkeys(AXES, 1) | {"tensor": 2}}, "mesh: tensor is 2; this version shards over the data axis"),
         ({"mesh": dict.fromkeys(AXES, 1) | {"data": 3}}, "batch_size is 8; it must be a multiple of the 3 ranks"),
         (
             {"mesh": dict.fromkeys(AXES, 1) | {"data": 2}, "accumulation": 2},
