@@ -44,17 +44,16 @@ class PlainFp32:
         return total
 
     def _backward(self, batch: Any, accumulation: int) -> float:
-        total = 0.0
+        total = weight = 0.0
         for part in equal_parts(batch, accumulation):
-            loss = self.job.loss(self.model, part)
-            if isinstance(loss, tuple):
-                assert accumulation == 1, "the one-batch result is the oracle of (sum, weight)"
-                loss = loss[0] / loss[1]
-            if accumulation > 1:
-                loss = loss / accumulation
+            loss, more = shared(self.job.loss(self.model, part), accumulation)
             loss.backward()
-            total += float(loss.detach())
-        return total
+            total, weight = total + float(loss.detach()), weight + more
+        if weight:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 / weight)
+        return total / (weight or 1)
 
     def weights(self) -> dict[str, Tensor]:
         state = self.model.state_dict().items()
@@ -103,22 +102,19 @@ class PlainBf16:
 
     def _sums(self, batch: Any, accumulation: int) -> tuple[float, dict[nn.Parameter, Tensor]]:
         """The loss, and the gradients in fp32."""
-        total, sums = 0.0, {}
+        total, weight, sums = 0.0, 0.0, {}
         for part in equal_parts(batch, accumulation):
-            loss = self.job.loss(self.model, to_bf16(part))
-            if isinstance(loss, tuple):
-                assert accumulation == 1
-                loss = loss[0] / loss[1]
-            if accumulation > 1:
-                loss = loss / accumulation
+            loss, more = shared(self.job.loss(self.model, to_bf16(part)), accumulation)
             loss.backward()
-            total += float(loss.detach())
+            total, weight = total + float(loss.detach()), weight + more
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     gradient = parameter.grad.float()
                     sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
                     parameter.grad = None
-        return total, sums
+        for gradient in sums.values() if weight else ():
+            gradient.mul_(1 / weight)
+        return total / (weight or 1), sums
 
     def weights(self) -> dict[str, Tensor]:
         masters = {id(parameter): master for parameter, master in self.masters.items()}
@@ -135,6 +131,13 @@ def round_half_away(exact: Tensor) -> Tensor:
     sign = bits & 0x80000000
     high = ((magnitude & 0xFFFF0000) | sign) >> 16
     return torch.where(high >= 0x8000, high - 0x10000, high).to(torch.int16).view(torch.bfloat16)
+
+
+def shared(loss: Any, accumulation: int) -> tuple[Tensor, float]:
+    """What a micro-batch goes backward with, and the weight that the sum of all is divided by: 0 where each has its share."""
+    if isinstance(loss, tuple):
+        return (loss[0], float(loss[1])) if accumulation > 1 else (loss[0] / loss[1], 0.0)
+    return (loss / accumulation if accumulation > 1 else loss), 0.0
 
 
 def equal_parts(batch: Any, count: int) -> list[Any]:

@@ -28,8 +28,9 @@ import random
 import sys
 import types
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -55,6 +56,7 @@ LIBRARIES = {
 SHARED = {"asyncio", "concurrent", "logging", "multiprocessing", "os", "queue", "threading", "_thread", "weakref", "anyfit"}
 COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._C", "torch.jit")  # what they learn they may keep
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type(Ellipsis), range, slice, types.CodeType)
+COPIES: MutableMapping[tuple[int, ...], Any] = weakref.WeakValueDictionary()  # of weights that are noted
 COPIED_ITERATORS: tuple[type, ...] = (itertools.count, itertools.repeat, type(iter([])), type(iter(())), type(iter(range(0))))
 Path: TypeAlias = tuple[Any, str]  # where something was found: the path before it, and a step
 
@@ -83,8 +85,12 @@ def _weights(model: nn.Module) -> list[Callable[[], None]]:
     are_few = sum(each.nbytes for _, each in plain) <= MOST_BYTES
 
     def noted(name: str, parameter: nn.Parameter) -> Callable[[], None]:
-        copy, version = parameter.data.to("cpu", copy=True) if are_few else None, parameter._version
+        version = parameter._version
         home = parameter.data if type(parameter) is torch.nn.Parameter else None  # of others the weights come and go
+        key = id(parameter), version, 0 if home is None else home.data_ptr()
+        copy = COPIES.get(key)  # made around this one, of the same weights
+        if copy is None and are_few:
+            copy = COPIES[key] = parameter.data.to("cpu", copy=True)
 
         def put_back() -> None:
             if home is not None and parameter.data_ptr() != home.data_ptr():

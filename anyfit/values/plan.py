@@ -180,9 +180,7 @@ class Plan(Record):
             if name not in AXES:
                 raise ValueError(f"mesh: unknown axis {name!r}" + nearest(name, AXES))
             if size < 1 or (size > 1 and name != "data"):
-                raise ValueError(
-                    f"mesh: {name} is {size}; this version shards over the data axis alone; every other is 1"
-                )
+                raise ValueError(f"mesh: {name} is {size}; this version shards over the data axis alone; every other is 1")
         for each in set(self.chunks):
             if self.ranks % each.optimizer_shards:
                 raise ValueError(f"optimizer_shards is {each.optimizer_shards}; it must divide the {self.ranks} ranks")
