@@ -308,7 +308,7 @@ def test_activations_move_where_blocks_are_long_for_what_they_keep_and_copies_ar
     fast = with_moves(chain(2 * GIB))
     plan = search(fast)
     assert moved(fast) == BLOCKS
-    assert "moved to the host and back" in plan.decision("activations").choice
+    assert "offloaded to the host" in plan.decision("activations").choice
     assert plan.forecast.step_seconds < 0.95 * search(chain(2 * GIB)).forecast.step_seconds
     assert plan.forecast.peak_bytes["host"] <= fast.host_limit_bytes
 
