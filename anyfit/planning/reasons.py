@@ -285,8 +285,10 @@ def where(offer: Offer) -> str:
     pairs = zip(offer.candidate.chunks, offer.candidate.placements, strict=True)
     away = [chunk for chunk, placement in pairs if placement.weights == "host"]
     parts = []
-    if elements["resident"] < sum(elements.values()):
-        parts.append(f"optimizer of {show_count(elements['resident'])} parameters on the device, of the others on the host")
+    resident = elements["resident"]
+    if resident < sum(elements.values()):
+        some = f"optimizer of {show_count(resident)} parameters on the device, of the others on the host"
+        parts.append(some if resident else "all optimizer state on the host")
     if away:
         size = show_bytes(sum(chunk.weights_bytes for chunk in away))
         parts.append(f"{size} of weights on the host, fetched through {offer.candidate.slots} slots")
