@@ -289,6 +289,15 @@ def _python_generator() -> Drawn:
     return Drawn(random.getstate, random.setstate, "Python's random")
 
 
+NUMPY_BYTES = 4 * 625  # of its generator's memory: 624 words, and how far they are used
+
+
+def numpy_address() -> int | None:
+    """Where numpy's own generator has its state, where that is all in one place: a user may have put another there."""
+    bits: Any = np.random.mtrand._rand._bit_generator
+    return bits.ctypes.state_address if type(bits).__name__ == "MT19937" else None
+
+
 class Numpy(Cell):
     """numpy's own. An exact reading takes 30 microseconds, so for a block that has not drawn from it only its bytes are read.
     These lack the second of a pair of normal numbers, which is taken for not there."""
@@ -296,12 +305,11 @@ class Numpy(Cell):
     __slots__ = ("_address", "is_exact")
 
     def __init__(self) -> None:
-        bits: Any = np.random.mtrand._rand._bit_generator
         self.name, self.is_exact = "numpy's random", True
-        self._address = bits.ctypes.state_address if type(bits).__name__ == "MT19937" else None
+        self._address = numpy_address()
 
     def glance(self) -> Any:
-        return None if self._address is None else ctypes.string_at(self._address, 4 * 625)
+        return None if self._address is None else ctypes.string_at(self._address, NUMPY_BYTES)
 
     def read(self) -> Any:
         return np.random.get_state(legacy=False) if self.is_exact or self._address is None else self.glance()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 from anyfit.values.calibration import Calibration
 from anyfit.values.precision import PRECISIONS
@@ -23,7 +22,7 @@ class Rates:
     update_seconds: float  # of a resident parameter, or one that was lifted
     gather_seconds: float = 0.0  # of a gradient that is put beside its chunk's others, to go down with them
     add_seconds: float = 0.0  # of one that is added to those of earlier passes on the device
-    calibration: Calibration = field(default_factory=partial(Calibration.of, "cuda"))
+    calibration: Calibration = field(kw_only=True)
 
     @property
     def host_norm_seconds(self) -> float:
@@ -38,7 +37,7 @@ def rates_of(profile: Profile) -> Rates:
     update = (
         max(UPDATE_BYTES / memory, whole - norm) if profile.host.overlaps else whole
     )  # torch updates resident chunks on a CPU
-    return Rates(profile.host, norm, update, GATHER_BYTES / memory, add_seconds(profile), profile.calibration)
+    return Rates(profile.host, norm, update, GATHER_BYTES / memory, add_seconds(profile), calibration=profile.calibration)
 
 
 def add_seconds(profile: Profile) -> float:

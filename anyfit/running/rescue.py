@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anyfit.placing.cells import generators
+from anyfit.placing.cells import NUMPY_BYTES, generators, numpy_address
 from anyfit.placing.forward_state import Note, Places
 from anyfit.placing.walk import Walk
 from anyfit.values.corrections import Correction
@@ -43,7 +43,6 @@ MOST_STEP = 0.64
 LEAST_STEP = 0.02  # where no plan has room for more
 MOST_CELLS = 2**20  # of all that a step can reach
 SMALL_BYTES = 2**20  # of a buffer
-MERSENNE_BYTES = 624 * 4 + 4  # numpy's MT19937: its words, and how far they are used
 
 
 class Rescue:
@@ -179,9 +178,8 @@ class NumpyState:
         self._memory, self._state = b"", dict[str, Any]()
 
     def read(self) -> dict[str, Any]:
-        source = np.random.mtrand.get_bit_generator()
-        is_known = isinstance(source, np.random.MT19937)  # unless the user has put another there
-        memory = ctypes.string_at(source.ctypes.state_address, MERSENNE_BYTES) if is_known else b""
+        address = numpy_address()
+        memory = b"" if address is None else ctypes.string_at(address, NUMPY_BYTES)
         if not memory or memory != self._memory or self._state["has_gauss"]:
             self._memory, self._state = memory, np.random.get_state(legacy=False)
         return self._state

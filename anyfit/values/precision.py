@@ -30,10 +30,6 @@ class Precision:
         return self.low is not None
 
     @property
-    def weight_bytes(self) -> int:
-        return ELEMENT_BYTES[self.weight]
-
-    @property
     def low_bytes(self) -> int:
         return 0 if self.low is None else ELEMENT_BYTES[self.low]
 
@@ -56,7 +52,7 @@ PRECISIONS = {  # that a Job can ask for, by name
     "bf16": Precision("bfloat16", "int16", "bfloat16", "float32"),
     "fp32": Precision("float32", None, "float32", "float32"),
 }
-SUM_BYTES = 4  # an element of gradients that add up over micro-batches or ranks: in fp32, whatever the weights are
+SUM_BYTES = ELEMENT_BYTES["float32"]  # an element of gradients that add up over micro-batches or ranks, of any weights
 
 
 @cache

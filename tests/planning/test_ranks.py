@@ -33,7 +33,7 @@ from .profiles import GIB, MIB, candidates
 from .test_answers import BLOCKS, chain, check_sentences, with_moves
 
 CALIBRATION = Calibration.of("cuda")
-EASY = Rates(HostRates(1e9, 1e9, 1e9, overlaps=True), norm_seconds=1e-12, update_seconds=1e-11)
+EASY = Rates(HostRates(1e9, 1e9, 1e9, overlaps=True), norm_seconds=1e-12, update_seconds=1e-11, calibration=CALIBRATION)
 NONE = Exchange(0.0, 0.0)
 
 

@@ -40,8 +40,9 @@ H200 = Rates(
     HostRates(5.25e9, 48.5e9, 50.4e9, overlaps=True, loaded=LoadedRates(3.44e9, 29.3e9, 46.8e9)),
     norm_seconds=2.2e-3 / 3.78e9,
     update_seconds=30 / 4e12,
+    calibration=CALIBRATION,
 )
-EASY = Rates(HostRates(1e9, 1e9, 1e9, overlaps=True), norm_seconds=1e-12, update_seconds=1e-11)
+EASY = Rates(HostRates(1e9, 1e9, 1e9, overlaps=True), norm_seconds=1e-12, update_seconds=1e-11, calibration=CALIBRATION)
 
 
 @cache
@@ -125,7 +126,9 @@ def test_no_step_is_shorter_than_what_any_lane_has_to_do(candidate: Candidate) -
 
 @given(candidates(), st.floats(1.0, 10.0))
 def test_where_host_and_device_share_cores_all_adds_up(candidate: Candidate, slowness: float) -> None:
-    shared = Rates(HostRates(1e9 / slowness, 1e9, 1e9, overlaps=False), norm_seconds=1e-12, update_seconds=1e-11)
+    shared = Rates(
+        HostRates(1e9 / slowness, 1e9, 1e9, overlaps=False), norm_seconds=1e-12, update_seconds=1e-11, calibration=CALIBRATION
+    )
     simulated = simulate(candidate, shared)
     alone = simulated.compute_seconds + simulated.recompute_seconds + simulated.update_seconds
     host, up, down = loads(candidate)
