@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from anyfit.values.demands import Demands
 from anyfit.values.layout import Chunk, Slot
+from anyfit.values.mesh import Sharding
 from anyfit.values.plan import Placement
 
 from ..kernels.split import WRITTEN_AT_ONCE, Masters, forget_low, put
@@ -109,7 +110,8 @@ class ChunkState:
         self, index: int, chunk: Chunk, placement: Placement, device: torch.device, slabs: HostSlabs, ranks: Ranks = ALONE
     ) -> None:
         self.index, self.chunk, self.placement, self.ranks = index, chunk, placement, ranks
-        part, self.shards = ranks.part(placement.optimizer_shards), placement.optimizer_shards
+        self.sharding = Sharding.over_data(ranks.mesh, placement.optimizer_shards)
+        part, self.shards = self.sharding.part(ranks.index), self.sharding.shards
         self.stretch = slice(*chunk.stretch(part, self.shards))
         self.own = chunk.part(part, self.shards)
         self.dtype: torch.dtype = getattr(torch, chunk.dtype)
@@ -215,7 +217,7 @@ class ChunkState:
         if self.shards == 1:
             return own
         flat = torch.empty(self.chunk.elements, dtype=own.dtype, device=self.device)
-        self.ranks.gather("small", self.shards, flat, own.to(self.device), Label(Task.GATHER, self.index))
+        self.ranks.gather("small", self.sharding, flat, own.to(self.device), Label(Task.GATHER, self.index))
         return flat
 
     def adopt(self, edited: Tensor, before: Tensor) -> None:

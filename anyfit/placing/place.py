@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from anyfit.values.demands import Demands, demands_of
 from anyfit.values.job import Job
 from anyfit.values.layout import lay_out
+from anyfit.values.mesh import Mesh
 from anyfit.values.plan import Placement, Plan
 from anyfit.values.record import nearest
 
@@ -159,7 +160,7 @@ def place(
             slabs.prepared()  # no memory is made ready before what is to be moved there has made room
         lanes = Lanes(device, delay, several=ranks.are_several)
         closing.callback(lanes.close)
-        ranks.meet(each.optimizer_shards for each in placements)
+        ranks.meet(Mesh.of(plan.mesh), (each.optimizer_shards for each in placements))
         state = ModelState(model, layout, placements, device, slabs, ranks, carried, elements, demands.kept)
         mirrors = Mirrors(state.parameters, state.kept)
         residency = Residency(state, lanes, plan.slots, plan.prefetch)

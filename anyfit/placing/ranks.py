@@ -1,7 +1,6 @@
 """The ranks of a run: who they are, which stretch of a chunk each of them holds, and their collectives.
 
-A chunk is sharded over ranks that follow each other (`shards` of them); the next so many are a replica. A gradient is
-reduce-scattered over the shards, and then all-reduced over the replicas.
+A chunk's `Sharding` on the mesh (values/mesh.py) says which ranks meet for it.
 
 Collectives meet by their order, so each kind has groups of its own, and all of a kind are asked for by one thread: a lane,
 which has no choice of order. What was asked for is written down, as a number that the ranks compare once a step: ranks whose
@@ -11,6 +10,7 @@ say which chunk they are about to all-gather before they do.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable
 from datetime import timedelta
@@ -19,6 +19,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from anyfit.values.mesh import Mesh, Sharding
 
 from .lanes import Label, Task
 
@@ -35,9 +37,9 @@ class Ranks:
     """All ranks of the process group that is there, or this process alone."""
 
     def __init__(self, index: int = 0, count: int = 1, hang_seconds: float = HANG_SECONDS) -> None:
-        self.index, self.count = index, count
+        self.index, self.mesh = index, Mesh.of({"data": count})
         self._timeout = timedelta(seconds=hang_seconds)
-        self._groups: dict[tuple[Kind, str, int], Any] = {}
+        self._groups: dict[tuple[Kind, tuple[int, ...]], Any] = {}  # by the ranks that are in it
         self._asked: dict[Kind, int] = dict.fromkeys(KINDS, 0)  # since the last comparison
         self.doing: dict[Kind, Label] = {}  # what is being waited for: for whoever tells of a hang
 
@@ -46,79 +48,82 @@ class Ranks:
         return cls(dist.get_rank(), dist.get_world_size(), hang_seconds) if dist.is_initialized() else cls()
 
     @property
+    def count(self) -> int:
+        return self.mesh.count
+
+    @property
     def are_several(self) -> bool:
         return self.count > 1
 
-    def meet(self, shards: Iterable[int]) -> None:
-        """Makes the groups that chunks in so many shards need. All ranks do it, in the same order."""
+    def meet(self, mesh: Mesh, shards: Iterable[int]) -> None:
+        """Takes a plan's mesh, and makes the groups that chunks in so many shards need, and one of all. All ranks do it, in the
+        same order."""
         if not self.are_several:
             return
-        sizes = sorted({*shards, self.count})
-        for kind in KINDS:
-            for size in sizes:
-                self._make(kind, "shard", size, [range(start, start + size) for start in range(0, self.count, size)])
-                if size < self.count:
-                    self._make(kind, "replica", size, [range(start, self.count, size) for start in range(size)])
+        self.mesh = mesh
+        wanted = {tuple(range(self.count)): None}
+        for each in (Sharding.over_data(mesh, size) for size in sorted(set(shards))):
+            for along in (each.sharded, each.scattered, each.reduced):
+                wanted |= dict.fromkeys(each.mesh.groups(along))
+        for kind, members in itertools.product(KINDS, wanted):
+            if len(members) > 1 and (kind, members) not in self._groups:
+                made = dist.new_group(list(members), timeout=self._timeout)
+                if self.index in members:
+                    self._groups[kind, members] = made
 
-    def _make(self, kind: Kind, how: str, size: int, groups: list[range]) -> None:
-        if (kind, how, size) in self._groups or len(groups[0]) == 1:
-            return
-        for each in groups:
-            made = dist.new_group(list(each), timeout=self._timeout)
-            if self.index in each:
-                self._groups[kind, how, size] = made
+    def _group(self, kind: Kind, sharding: Sharding, along: tuple[str, ...]) -> Any:
+        return self._groups[kind, sharding.mesh.group(self.index, along)]
+
+    def _all(self) -> Any:
+        return self._groups["small", tuple(range(self.count))]
 
     def part_ways(self) -> None:
         """Gives the groups up."""
         while self._groups:
             dist.destroy_process_group(self._groups.popitem()[1])
 
-    def part(self, shards: int) -> int:
-        """Which of so many stretches is this rank's."""
-        return self.index % shards
-
-    def gather(self, kind: Kind, shards: int, whole: Tensor, own: Tensor, label: Label) -> None:
+    def gather(self, kind: Kind, sharding: Sharding, whole: Tensor, own: Tensor, label: Label) -> None:
         """All-gathers the ranks' stretches into `whole`. `own` may lie in it."""
         self.doing[kind] = label
-        all_gather(whole, own, group=self._groups[kind, "shard", shards])
+        all_gather(whole, own, group=self._group(kind, sharding, sharding.sharded))
         self.doing.pop(kind, None)
 
-    def chosen(self, kind: Kind, shards: int, chunk: int) -> dict[int, int]:
+    def chosen(self, kind: Kind, sharding: Sharding, chunk: int) -> dict[int, int]:
         """By rank, which chunk each of those that shard this one is about to all-gather, where that has to be asked."""
-        group = self._groups[kind, "shard", shards]
+        group = self._group(kind, sharding, sharding.sharded)
         if dist.get_backend(group) != "gloo":
             return {self.index: chunk}
-        found, first = torch.empty(shards, dtype=torch.int64), self.index - self.part(shards)
+        found = torch.empty(sharding.shards, dtype=torch.int64)
         self.doing[kind] = Label(Task.GATHER, chunk)
         all_gather(found, torch.tensor([chunk]), group=group)
-        return {first + index: each for index, each in enumerate(found.tolist())}
+        return dict(zip(sharding.mesh.group(self.index, sharding.sharded), found.tolist(), strict=True))
 
-    def reduce(self, shards: int, whole: Tensor, own: Tensor, label: Label) -> None:
-        """Into `own` the sum over all ranks of its stretch of `whole`, which is spoilt. `own` is `whole` where shards is 1."""
+    def reduce(self, sharding: Sharding, whole: Tensor, own: Tensor, label: Label) -> None:
+        """Into `own` the sum over the ranks of its stretch of `whole`, which is spoilt. Unsharded, `own` is `whole`."""
         self.doing["reduce"] = label
-        if shards > 1:
-            reduce_scatter(own, whole, group=self._groups["reduce", "shard", shards])
-        if shards < self.count:
-            group = self._groups["reduce", "shard" if shards == 1 else "replica", self.count if shards == 1 else shards]
-            dist.all_reduce(own, group=group)
+        mesh = sharding.mesh
+        if mesh.size(sharding.scattered) > 1:
+            reduce_scatter(own, whole, group=self._group("reduce", sharding, sharding.scattered))
+        if mesh.size(sharding.reduced) > 1:
+            dist.all_reduce(own, group=self._group("reduce", sharding, sharding.reduced))
         self.doing.pop("reduce", None)
 
     def of_all(self, values: Tensor) -> Tensor:
         """A row of values from every rank."""
         found = values.new_empty((self.count, values.numel()))
         self.doing["small"] = Label(Task.NORMS)
-        all_gather(found.view(-1), values, group=self._groups["small", "shard", self.count])
+        all_gather(found.view(-1), values, group=self._all())
         self.doing.pop("small", None)
         return found
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's to all."""
-        dist.broadcast(tensor, 0, group=self._groups["small", "shard", self.count])
+        dist.broadcast(tensor, 0, group=self._all())
 
     def objects(self, mine: Any) -> list[Any]:
         """Of every rank, one thing that pickles."""
         found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, mine, group=self._groups["small", "shard", self.count])
+        dist.all_gather_object(found, mine, group=self._all())
         return found
 
     def ask(self, kind: Kind, label: Label) -> None:

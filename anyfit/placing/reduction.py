@@ -166,7 +166,7 @@ class ReducedGradients(Gradients):
         takes_norm = goes_home or not self.adds_up
 
         def work() -> None:
-            self._ranks.reduce(state.shards, whole, own, label)
+            self._ranks.reduce(state.sharding, whole, own, label)
             if takes_norm:
                 home.norm = norm(own)
 
@@ -215,7 +215,7 @@ class ReducedGradients(Gradients):
         """By chunk, of this rank's stretch."""
         self._state.refuse_thawed()
         given = [home for home in self._homes.values() if home.given]
-        return Norms([self._norm(home) for home in given], [home.state.shards / self._ranks.count for home in given])
+        return Norms([self._norm(home) for home in given], [home.state.sharding.norm_share for home in given])
 
     def _norm(self, home: Home) -> Tensor:
         if not (self.adds_up and home.lands):

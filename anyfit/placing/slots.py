@@ -128,7 +128,7 @@ class DeviceSlots:
 
     def _gather(self, state: ChunkState, whole: Tensor, own: Tensor, label: Label) -> None:
         ranks = state.ranks
-        for rank, index in ranks.chosen("gather", state.shards, state.index).items():
+        for rank, index in ranks.chosen("gather", state.sharding, state.index).items():
             if index != state.index:
                 mine, other = (self._state.chunks[each].chunk.slots[0].name for each in (state.index, index))
                 raise RuntimeError(
@@ -136,7 +136,7 @@ class DeviceSlots:
                     f"chunk {index} ({other}): with weights that are sharded over ranks every rank has to call the same modules; "
                     "use a plan with weight_shards 1"
                 )
-        ranks.gather("gather", state.shards, whole, own, label)
+        ranks.gather("gather", state.sharding, whole, own, label)
 
     def bind(self, slot: DeviceSlot) -> None:
         """Parameters are views of the slot once the weights are in it, and not before: not all that read them ask first."""

@@ -165,4 +165,4 @@ def spread(placed: Placed) -> None:
     for state in placed.state.chunks:
         whole, own = state.on_device, state.own_on_device
         if state.is_replicated and whole is not None and own is not None:
-            state.ranks.gather("small", state.shards, whole, own, Label(Task.GATHER, state.index))
+            state.ranks.gather("small", state.sharding, whole, own, Label(Task.GATHER, state.index))

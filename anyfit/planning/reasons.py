@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from anyfit.values.plan import AXES, TIERS, Activations, Alternative, Decision, Fingerprint, Forecast, Placement, Plan, Stage
+from anyfit.values.mesh import AXES
+from anyfit.values.plan import TIERS, Activations, Alternative, Decision, Fingerprint, Forecast, Placement, Plan, Stage
 from anyfit.values.profile import Division, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
 

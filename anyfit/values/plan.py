@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self, get_args
 
 from .loss_rule import LossRule
+from .mesh import AXES, Axis
 from .record import Record, nearest
 from .units import show_bytes, show_count, show_seconds
 
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
-Axis = Literal["data", "tensor", "sequence", "pipeline"]
-AXES: tuple[Axis, ...] = get_args(Axis)
 # What becomes of what a block's forward leaves for its backward: kept on the device; recomputed; recomputed but for the
 # results of products, convolutions and attention; moved to the host and back.
 Activations = Literal["keep", "recompute", "selective", "offload"]

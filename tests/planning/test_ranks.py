@@ -25,7 +25,8 @@ from anyfit.planning.reasons import settled
 from anyfit.planning.simulation import computation, simulate
 from anyfit.planning.space import WORTH_LEAVING, Space
 from anyfit.values.calibration import Calibration
-from anyfit.values.plan import AXES, Placement
+from anyfit.values.mesh import AXES
+from anyfit.values.plan import Placement
 from anyfit.values.profile import Division, Exchange, HostRates, Profile
 from anyfit.values.units import parse_bytes, show_bytes, show_seconds
 

@@ -14,7 +14,8 @@ import pytest
 
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
-from anyfit.values.plan import AXES, Change, Placement
+from anyfit.values.mesh import AXES
+from anyfit.values.plan import Change, Placement
 from anyfit.values.units import show_bytes, show_seconds
 from tests.planning.profiles import GIB, small_profile
 

@@ -254,7 +254,7 @@ class Updates:
             whole, own = state.on_device, state.own_on_device
             assert whole is not None
             assert own is not None
-            ranks.gather("spread", state.shards, whole, own, label)
+            ranks.gather("spread", state.sharding, whole, own, label)
 
         state.update.fresh = lanes.spread.run(all_gather, (lanes.so_far(), before, state.update.fresh), label)
         self._residency.part(state)
