@@ -141,6 +141,7 @@ class GpuRecorder(Recorder):
             first = stands_for.get(id(summand), summand)
             if first.dies == moment:
                 first.dies, first.kind = total.dies, total.kind
+                first.reads, first.writes = first.reads + total.reads, [*first.writes, moment, *total.writes]
                 stands_for[id(total)] = first
         self.storages = [storage for storage in self.storages if id(storage) not in stands_for]
         return set(stands_for)

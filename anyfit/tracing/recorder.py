@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class Storage:
     block: int
     saved_by: int = -1  # as in Value
     is_cached: bool = False  # by autocast, which keeps what it made of a weight whether a block is recomputed or not
+    reads: list[int] = field(default_factory=list)  # ops, ascending
+    writes: list[int] = field(default_factory=list)  # ops that change it in place, ascending
 
 
 class Recorder(TorchDispatchMode):
@@ -77,7 +79,7 @@ class Recorder(TorchDispatchMode):
         self._stack: list[tuple[str, int]] = [("", outside)]
         self._backward_at: tuple[str, int] = ("", outside)
         self._known: dict[int, Storage | None] = {}  # by storage identity; None: not of this pass
-        self._parameters: set[int] = set()  # likewise
+        self._parameters: dict[int, list[int]] = {}  # ops that read one, likewise
         self._saved: set[int] = set()  # likewise, by the block that forward is in
         self._savers: dict[int, set[int]] = {}  # blocks, by identity of the storage's record
         self._watched: list[weakref.ref[Any]] = []
@@ -90,12 +92,16 @@ class Recorder(TorchDispatchMode):
         parameters = list(parameters)
         for tensor in (*parameters, *buffers):
             self._known[tensor.untyped_storage()._cdata] = None
-        self._parameters.update(tensor.untyped_storage()._cdata for tensor in parameters)
+        self._parameters = {tensor.untyped_storage()._cdata: [] for tensor in parameters}
         self.needs = Needs(parameters, self._outside, lambda: self._stack[-1][1])
 
     def count_input(self, tensor: torch.Tensor) -> None:
         for each in _tensors(tensor):
             self._meet(each, "input", self._outside)
+
+    def reads_of(self, parameter: torch.Tensor) -> list[int]:
+        """Ops that read one that was left out."""
+        return self._parameters[parameter.untyped_storage()._cdata]
 
     def mark_gradient(self, tensor: torch.Tensor) -> Storage | None:
         storages = [self._known.get(each.untyped_storage()._cdata) for each in _tensors(tensor)]  # a sparse one has several
@@ -218,10 +224,22 @@ class Recorder(TorchDispatchMode):
             )
         )
         self._calls = 0
+        self._note_edges(inputs, written_by(func, args, kwargs) if func._schema.is_mutable else [])
         is_cached = self._casts and packet is aten._to_copy and inputs[0].untyped_storage()._cdata in self._parameters
         for tensor in fresh:
             self._meet(tensor, "activation", block, is_cached=is_cached)
         return result
+
+    def _note_edges(self, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        """Of the op that was just written down."""
+        moment = len(self.ops) - 1
+        for tensor in inputs:
+            identity = tensor.untyped_storage()._cdata
+            seen = self._known.get(identity)
+            _note(self._parameters.get(identity) if seen is None else seen.reads, moment)
+        for tensor in written:
+            seen = self._known.get(tensor.untyped_storage()._cdata)
+            _note(None if seen is None else seen.writes, moment)
 
     def _place_of(self, func: Any, args: Any, kwargs: Any) -> int:
         key = (func, _key_of(args), *((name, _key_of(value)) for name, value in kwargs.items()))
@@ -261,6 +279,18 @@ class Recorder(TorchDispatchMode):
         seen.dies = max(len(self.ops) - 1, 0)
         self._known.pop(identity, None)
         self._live_bytes -= seen.bytes
+
+
+def _note(moments: list[int] | None, moment: int) -> None:
+    if moments is not None and moments[-1:] != [moment]:
+        moments.append(moment)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Arguments that an op changes in place."""
+    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    changed = {each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write}
+    return _tensors([value for name, value in given.items() if name in changed])
 
 
 def _name_of(func: Any) -> str:

@@ -162,8 +162,11 @@ def _described(item: Any, inputs: list[Tensor]) -> Any:
     raise NotPeriodic(f"a block returns a {type(item).__name__}")
 
 
-def write_in(repeat: Repeat, names: Sequence[str], ops: list[Op], storages: list[Storage]) -> tuple[list[Op], list[Storage]]:
-    """The ops and storages that running the skipped units as well would have recorded; `names` are the blocks'."""
+def write_in(
+    repeat: Repeat, names: Sequence[str], ops: list[Op], storages: list[Storage], parameters: Sequence[ParameterReads]
+) -> tuple[list[Op], list[Storage]]:
+    """The ops and storages that running the skipped units as well would have recorded; `names` are the blocks'. Reads of
+    parameters are moved where they are; those of units that were not run are read from their twins'."""
     timeline = _Timeline(repeat, names, ops)
     new_storages = []
     for storage in storages:
@@ -173,8 +176,23 @@ def write_in(repeat: Repeat, names: Sequence[str], ops: list[Op], storages: list
             end = None if dies is None else timeline.moved(dies, born.unit, number)
             block = timeline.block(storage.block, born.unit, number)
             saver = timeline.saver(storage.saved_by, born.unit, number)
-            new_storages.append(Storage(storage.bytes, storage.kind, start, end, block, saver))
+            reads, writes = (timeline.moments(each, born.unit, number) for each in (storage.reads, storage.writes))
+            if any(moment < start or (end is not None and moment > end) for moment in (*reads, *writes)):
+                raise NotPeriodic("a tensor would be read after its end")
+            new_storages.append(Storage(storage.bytes, storage.kind, start, end, block, saver, reads=reads, writes=writes))
+    sources = [each.twin if each.twin is not None and each.block in repeat.skipped else each for each in parameters]
+    pairs = zip(parameters, sources, strict=True)
+    moved = [timeline.moments(source.reads, *timeline.owner(each.block)) for each, source in pairs]
+    for each, reads in zip(parameters, moved, strict=True):
+        each.reads = reads
     return timeline.ops_in_full(), new_storages
+
+
+@dataclass
+class ParameterReads:
+    block: int
+    reads: list[int]  # ops
+    twin: ParameterReads | None = None  # that was read in its place
 
 
 @dataclass(frozen=True)
@@ -267,6 +285,26 @@ class _Timeline:
         elif owner == last and unit == 2:
             unit = last - 1
         return self._start(moment.phase, unit) + moment.offset
+
+    def moments(self, given: Sequence[int], owner: int | None, number: int) -> list[int]:
+        """All ops that read what `owner` made, for its twin in unit `number`. What not only unit 2 but also those on both sides
+        of it read, the maker apart, all between read too."""
+        found, stretches = [], [self.stretch(each) for each in given]
+        units = {(each.phase, each.unit) for each in stretches}
+        for each in stretches:
+            around = {(each.phase, unit) for unit in (1, self.repeat.last) if unit != owner}
+            if each.unit == 2 and owner != 2 and around <= units:
+                found += [self._start(each.phase, unit) + each.offset for unit in range(2, self.repeat.last)]
+            else:
+                found.append(self.moved(each, owner, number))
+        return sorted(found)
+
+    def owner(self, block: int) -> tuple[int | None, int]:
+        """The unit that has this block, or whose twin has it, and that unit's number."""
+        unit, last = (block - self.repeat.first) // self.repeat.period, self.repeat.last
+        if not 0 <= unit <= last:
+            return None, -1
+        return (2, unit) if 2 < unit < last else (unit, unit)
 
     def _start(self, phase: str, unit: int) -> int:
         last = self.repeat.last

@@ -31,7 +31,7 @@ from .loss_rule import read_rule, rows_for
 from .needs import is_whole
 from .real_run import LentKernels, bytes_of, real_batch, real_model, refuse_unless_it_can_run, sized_model
 from .recorder import Recorder, Storage
-from .repeats import NotPeriodic, Repeat, find_repeats, skipping, write_in
+from .repeats import NotPeriodic, ParameterReads, Repeat, find_repeats, skipping, write_in
 from .stand_in import FakeMode, fake_batch, fake_model
 from .update_rule import learn
 
@@ -272,8 +272,14 @@ def _written(
     twins = [{at[id(theirs)]: at[id(mine)] for mine, theirs in _pairs(blocks, block, twin)} for block, twin in twin_of.items()]
     sums = recorder.settle() if isinstance(recorder, GpuRecorder) else set()
     ops, storages, input_bytes, offload_bytes = recorder.ops, recorder.storages, recorder.input_bytes, recorder.offload_bytes
+    reads = [
+        ParameterReads(fact.block, recorder.reads_of(parameter))
+        for fact, parameter in zip(stand_in.facts, stand_in.parameters.values(), strict=True)
+    ]
+    for theirs, mine in (pair for pairs in twins for pair in pairs.items()):
+        reads[mine].twin = reads[theirs]
     for repeat in repeats:
-        ops, storages = write_in(repeat, [block.name for block in blocks.blocks], ops, storages)
+        ops, storages = write_in(repeat, [block.name for block in blocks.blocks], ops, storages, reads)
     inside = {id(part) for module in model.modules() if is_whole(module) for part in module.modules()}
     whole = {index for index, module in enumerate(blocks.modules) if recorder.needs.transformed or id(module) in inside}
     return Graph(
@@ -283,8 +289,8 @@ def _written(
         batch_bytes=_host_bytes(job, batch),
         precision=job.precision,
         parameters=tuple(
-            replace(fact, used=identity in used, adds_up=used.get(identity) in sums)
-            for fact, identity in zip(stand_in.facts, map(id, stand_in.parameters.values()), strict=True)
+            replace(fact, used=identity in used, adds_up=used.get(identity) in sums, reads=tuple(ops_of.reads))
+            for fact, identity, ops_of in zip(stand_in.facts, map(id, stand_in.parameters.values()), reads, strict=True)
         ),
         buffer_bytes=sum(each.numel() * each.element_size() for each in held),
         blocks=tuple(
@@ -326,7 +332,7 @@ def _pairs(blocks: Blocks, block: int, twin: int) -> Iterator[tuple[nn.Parameter
 def _value(each: Storage, end: int) -> Value:
     """Gradients outlive the pass, though the trace has let go of them."""
     dies = end if each.dies is None or each.kind == "gradient" else each.dies
-    return Value(each.bytes, each.kind, each.born, dies, each.block, each.saved_by)
+    return Value(each.bytes, each.kind, each.born, dies, each.block, each.saved_by, tuple(each.reads), tuple(each.writes))
 
 
 def _host_bytes(job: Job, batch: Batch) -> int:

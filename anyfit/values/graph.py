@@ -1,7 +1,8 @@
 """Graph: what one micro-batch does to the machine, seen on fake tensors: every op, every storage, every parameter.
 
 Time in a graph is counted in ops: `born` and `dies` are indices into `ops`. A storage that dies at i is still there while
-op i runs; one that outlives the pass dies at len(ops). Views share a storage, so they cost nothing.
+op i runs; one that outlives the pass dies at len(ops). Views share a storage, so they cost nothing. Edges are moments too: the
+ops that read a storage or a parameter, through whatever views.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Value:
     dies: int
     block: int
     saved_by: int = -1  # the block that alone saves it for its backward; -1 where none does, or several
+    reads: tuple[int, ...] = ()  # ops that read it, ascending
+    writes: tuple[int, ...] = ()  # ops that change it in place, ascending; it is born with the one that makes it
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Parameter:
     block: int
     group: int  # of the optimizer; -1 outside every group
     adds_up: bool = False  # its gradient: that of a first use, to which those of others are added in place
+    reads: tuple[int, ...] = ()  # ops that read it, ascending
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def largest_sets(found: Iterable[frozenset[int]]) -> tuple[tuple[int, ...], ...]
 @dataclass(frozen=True)
 class Graph(Record):
     kind: ClassVar[str] = "graph"
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
 
     model: str  # class of the model
     micro_batch: int
@@ -150,6 +154,23 @@ class Graph(Record):
     def outside(self) -> int:
         """The index of what belongs to no block."""
         return next(index for index, block in enumerate(self.blocks) if not block.name)
+
+    @cached_property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        """By op, the values that it reads."""
+        return self._by_op(value.reads for value in self.values)
+
+    @cached_property
+    def writes(self) -> tuple[tuple[int, ...], ...]:
+        """By op, the values that it makes or changes in place. Inputs are there before the first op."""
+        return self._by_op(value.writes if value.kind == "input" else (value.born, *value.writes) for value in self.values)
+
+    def _by_op(self, moments: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in self.ops]
+        for index, each in enumerate(moments):
+            for moment in each:
+                found[moment].append(index)
+        return tuple(map(tuple, found))
 
     def live_bytes(self, gradients: Literal["kept", "consumed"]) -> list[int]:
         """Bytes alive during each op. Gradients of parameters live to the end, or are consumed by the op that made them."""

@@ -131,10 +131,13 @@ def test_what_repetition_writes_in_is_what_a_trace_of_every_layer_finds(name: st
     assert short.parameters == full.parameters
 
     def sorted_values(graph: Graph) -> list[tuple[Any, ...]]:
-        return sorted((value.born, value.dies, value.bytes, value.kind, value.block) for value in graph.values)
+        return sorted(
+            (value.born, value.dies, value.bytes, value.kind, value.block, value.reads, value.writes) for value in graph.values
+        )
 
     assert sorted_values(short) == sorted_values(full)
     assert replace(short, values=full.values) == full
+    assert all(value.born <= moment <= value.dies for value in short.values for moment in (*value.reads, *value.writes))
 
 
 @pytest.mark.parametrize("name", [*CONFIGURATIONS, *OWN])

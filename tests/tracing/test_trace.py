@@ -190,3 +190,36 @@ def test_the_optimizers_state_is_learnt_by_stepping_it(optimizer: Any, bytes_per
 def test_a_graph_travels_as_json() -> None:
     graph = trace(job_for(tiny_gpt), ROWS)
     assert Graph.from_json(graph.to_json()) == graph
+
+
+class Fed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(4, 4, bias=False), nn.Linear(4, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = torch.relu(self.narrow(x.view(-1, 4)))
+        narrow.add_(1.0)
+        return self.wide(narrow)
+
+
+def test_an_op_knows_what_it_reads_and_writes_through_views() -> None:
+    job = anyfit.Job(
+        model=Fed,
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        sample=torch.randn(2, 2, 4),
+        batch_size=2,
+    )
+    graph = trace(job, 2)
+    names = [op.name for op in graph.ops[: graph.backward_starts]]
+    narrow, relu, add, wide = (names.index(each) for each in ("mm.default", "relu.default", "add_.Tensor", "mm.default"))
+    wide = names.index("mm.default", narrow + 1)
+    [batch] = (index for index, value in enumerate(graph.values) if value.kind == "input")
+    [product], [kept] = graph.writes[narrow], graph.writes[relu]
+    assert (graph.reads[narrow], graph.reads[relu], graph.reads[wide]) == ((batch,), (product,), (kept,))
+    assert graph.writes[add] == (kept,)
+    assert narrow in graph.parameters[0].reads
+    assert wide in graph.parameters[1].reads
+    gradients = [index for index, op in enumerate(graph.ops) if op.phase == "backward" and batch in graph.reads[index]]
+    assert [graph.ops[each].name for each in gradients] == ["mm.default"]  # the weight's gradient, from the batch as it was
