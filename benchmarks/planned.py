@@ -145,10 +145,10 @@ def alternatives(profile: Profile, plan: Plan) -> Iterator[tuple[str, Plan]]:
     space = Space(profile)
     evaluation = space.evaluation
     last = space.candidates.last_rung(size)
-    seen = {(plan.chunks, tuple(plan.stages[0].activations.items()))}
+    seen = {(plan.chunks, tuple(plan.activations.items()))}
 
     def is_new(other: Plan) -> bool:
-        key = (other.chunks, tuple(other.stages[0].activations.items()))
+        key = (other.chunks, tuple(other.activations.items()))
         return key not in seen and not seen.add(key)  # type: ignore[func-returns-value]
 
     forced: dict[str, dict[str, float]] = {
@@ -231,15 +231,14 @@ def candidate_of(about: Row, graph: Graph, each: Pass) -> Candidate:
 
 
 def about(plan: Plan) -> Row:
-    stage = plan.stages[0]
     return {
         "micro_batch": plan.micro_batch,
         "accumulation": plan.accumulation,
         "chunk_bytes": plan.chunk_bytes,
         "chunks": coded(plan.chunks),
         "speculates": any(each.speculates for each in plan.chunks),
-        "activations": dict(Counter(stage.activations.values())),
-        "again": dict(stage.activations),
+        "activations": dict(Counter(plan.activations.values())),
+        "again": plan.activations,
         "slots": plan.slots,
         "prefetch": plan.prefetch,
     }

@@ -25,7 +25,7 @@ from .lanes import Label, Lanes, Task, Ticket
 from .recompute import Recomputed, stand_in
 from .residency import Residency
 from .slots import Saved
-from .tiers import HostSlabs
+from .tiers import Tier
 
 LEAST_BYTES = LEAST_OFFLOAD_BYTES
 
@@ -55,10 +55,8 @@ class Block:
 
 
 class Activations:
-    def __init__(
-        self, model: nn.Module, choices: Mapping[str, Choice], lanes: Lanes, slabs: HostSlabs, residency: Residency
-    ) -> None:
-        self._lanes, self._slabs, self._residency = lanes, slabs, residency
+    def __init__(self, model: nn.Module, choices: Mapping[str, Choice], lanes: Lanes, host: Tier, residency: Residency) -> None:
+        self._lanes, self._host, self._residency = lanes, host, residency
         self._undo: list[Callable[[], None]] = []
         self._inside: Block | None = None  # the offloaded block that forward is in
         self._last: Block | None = None
@@ -123,14 +121,8 @@ class Activations:
     def _send(self, tensor: Tensor, block: Block) -> Away:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         spare = self._spare.setdefault(whole.numel(), [])
-        host, used = spare.pop(0) if spare else (self._slabs.zeros(whole.numel(), torch.uint8, crosses=True), [])
-        lane = self._lanes.down
-
-        def copy() -> None:
-            lane.uses([whole])
-            host.copy_(whole, non_blocking=True)
-
-        down = lane.run(copy, (self._lanes.so_far(), *used), Label(Task.OFFLOAD, name=block.name))
+        host, used = spare.pop(0) if spare else (self._host.zeros(whole.numel(), torch.uint8), [])
+        down = self._host.write(host, whole, (self._lanes.so_far(), *used), Label(Task.OFFLOAD, name=block.name))
         away = Away(block, whole.numel(), host, down, uses=[down])
         weakref.finalize(away, spare.append, (host, away.uses))  # when backward is through, or its graph is dropped
         block.storages.add(away)
@@ -139,13 +131,8 @@ class Activations:
     def _fetch(self, away: Away) -> None:
         if away.back is None:
             away.back = back = torch.empty(away.nbytes, dtype=torch.uint8, device=self._lanes.device)
-            host, lane = away.host, self._lanes.up
-
-            def copy() -> None:
-                lane.uses([back])
-                back.copy_(host, non_blocking=True)
-
-            away.up = lane.run(copy, (self._lanes.so_far(), away.down), Label(Task.RETURN, name=away.block.name))
+            host, after = away.host, (self._lanes.so_far(), away.down)
+            away.up = self._host.read(lambda: host, back, after, Label(Task.RETURN, name=away.block.name))
             away.uses[:] = [away.up]
 
     def _unpack(self, packed: Any) -> Tensor:

@@ -24,7 +24,7 @@ from anyfit.values.plan import Placement
 from ..kernels.split import WRITTEN_AT_ONCE, Masters, forget_low, put
 from .lanes import Label, Over, Task, Ticket
 from .ranks import ALONE, Ranks
-from .tiers import HostSlabs
+from .tiers import After, Tiers
 from .weights import Elements, of_tensor
 
 quietly = torch._C.DisableTorchFunctionSubclass  # parameters that watch their use do not watch the engine's
@@ -107,7 +107,7 @@ class ChunkState:
     """One chunk's buffers, and the update that is under way on it."""
 
     def __init__(
-        self, index: int, chunk: Chunk, placement: Placement, device: torch.device, slabs: HostSlabs, ranks: Ranks = ALONE
+        self, index: int, chunk: Chunk, placement: Placement, device: torch.device, tiers: Tiers, ranks: Ranks = ALONE
     ) -> None:
         self.index, self.chunk, self.placement, self.ranks = index, chunk, placement, ranks
         self.sharding = Sharding.over_data(ranks.mesh, placement.optimizer_shards)
@@ -116,14 +116,14 @@ class ChunkState:
         self.own = chunk.part(part, self.shards)
         self.dtype: torch.dtype = getattr(torch, chunk.dtype)
         self.is_split = chunk.is_split
-        self.device, self._slabs = device, slabs
+        self.device, self._tiers = device, tiers
         self.on_device: Tensor | None = None
         self.on_host: Tensor | None = None  # of `own`
         if placement.weights == "device":
             there = self.own if self.is_gathered else chunk
-            self.on_device = torch.zeros(there.elements, dtype=self.dtype, device=device)
+            self.on_device = tiers["device"].zeros(there.elements, self.dtype)
         if placement.weights == "host" or (chunk.is_updated and placement.update == "host"):
-            self.on_host = slabs.zeros(self.own.elements, self.dtype, crosses=True)
+            self.on_host = tiers["host"].zeros(self.own.elements, self.dtype)
         self.low = self.optimizer_zeros(torch.int16, elements=self.own.elements if self.is_split else 0)
         self.update = ChunkUpdate()
 
@@ -157,9 +157,11 @@ class ChunkState:
     def optimizer_zeros(self, dtype: torch.dtype, elements: int | None = None) -> Tensor:
         """A flat buffer in the tier of the optimizer's state."""
         elements = self.own.elements if elements is None else elements
-        if self.placement.optimizer == "device":
-            return torch.zeros(elements, dtype=dtype, device=self.device)
-        return self._slabs.zeros(elements, dtype, crosses=self.placement.update == "device")
+        return self._tiers[self.placement.optimizer].zeros(elements, dtype, crosses=self.placement.update == "device")
+
+    def read_weights(self, into: Tensor, after: After) -> Ticket:
+        """This rank's stretch of them, to the device."""
+        return self._tiers[self.placement.weights].read(lambda: self.weights, into, after, Label(Task.FETCH, self.index))
 
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
         """Of a flat buffer with the offsets that the slot is from: the chunk's, or `own`'s."""
@@ -271,7 +273,7 @@ class ModelState:
         layout: Sequence[Chunk],
         placements: Sequence[Placement],
         device: torch.device,
-        slabs: HostSlabs,
+        tiers: Tiers,
         ranks: Ranks = ALONE,
         carried: Carried | None = None,
         elements: Mapping[str, Elements] | None = None,
@@ -281,7 +283,7 @@ class ModelState:
         self.kept: dict[str, ChunkState] = {}  # of parameters that keep their own memory, which chunks mirror
         self.chunks: list[ChunkState] = []
         made = (
-            ChunkState(index, chunk, placement, device, slabs, ranks)
+            ChunkState(index, chunk, placement, device, tiers, ranks)
             for index, (chunk, placement) in enumerate(zip(layout, placements, strict=True))
         )
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())

@@ -11,7 +11,7 @@ A parameter counts when its gradient came; which ones a step uses may change fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,11 +23,9 @@ from anyfit.values.machine import update_threads
 
 from .chunks import ChunkState, ModelState, quietly
 from .lanes import Label, Lanes, Task, Ticket
-from .tiers import HostSlabs
+from .tiers import After, Ranges, Tier
 
 Views = dict[str, Tensor]  # made once: a step has many, and each costs the thread that launches
-Stretches = Iterable[tuple[int, int]]  # (start, end) in elements
-After = Sequence[Ticket | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,19 +81,18 @@ class DeviceSums:
 class Landings:
     """Pinned buffers that summands are copied to before the host adds them up."""
 
-    def __init__(self, lanes: Lanes, slabs: HostSlabs, size: int, count: int) -> None:
-        self._lanes = lanes
-        zeros = (slabs.zeros(size, torch.uint8, crosses=True) for _ in range(count))
+    def __init__(self, lanes: Lanes, host: Tier, size: int, count: int) -> None:
+        self._lanes, self._host = lanes, host
+        zeros = (host.zeros(size, torch.uint8) for _ in range(count))
         self._buffers: list[tuple[Tensor, Ticket | None]] = [(each, None) for each in zeros]
 
     def add_up(
-        self, state: ChunkState, staged: Tensor, stretches: Stretches, add: Callable[[Tensor], None], after: After, last: After
+        self, state: ChunkState, staged: Tensor, stretches: Ranges, add: Callable[[Tensor], None], after: After, last: After
     ) -> tuple[Ticket, Ticket]:
         """Copies these stretches to the host, after the tickets `after`, and adds them up, after `last`; the tickets of both."""
         buffer, taken = self._buffers.pop(0)
         summand = buffer[: staged.nbytes].view(staged.dtype)
-        label = Label(Task.GRADIENTS, state.index)
-        down = self._lanes.down.run(lambda: copy_stretches(summand, staged, stretches), (*after, taken), label)
+        down = self._host.write(summand, staged, (*after, taken), Label(Task.GRADIENTS, state.index), stretches)
         added = self._lanes.host.run(lambda: add(summand), (down, *last, state.update.moments), Label(Task.ADD, state.index))
         self._buffers.append((buffer, added))
         return down, added
@@ -168,11 +165,6 @@ def stretches_of(slots: Sequence[Slot], apart: int = ALIGN_ELEMENTS) -> list[tup
             found.append([slot.offset, slot.offset])
         found[-1][1] = slot.offset + slot.elements
     return [(start, end) for start, end in found]
-
-
-def copy_stretches(target: Tensor, source: Tensor, stretches: Stretches) -> None:
-    for start, end in stretches:
-        target[start:end].copy_(source[start:end], non_blocking=True)
 
 
 def refuse_sparse(name: str, gradient: Tensor) -> None:

@@ -22,9 +22,9 @@ from anyfit.values.engine import GRADIENT_STAGES
 from anyfit.values.layout import Slot
 
 from .chunks import ChunkState, ModelState, quietly
-from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, Views, copy_stretches, refuse_sparse, stretches_of
+from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, Views, refuse_sparse, stretches_of
 from .lanes import Label, Lanes, Task, Ticket
-from .tiers import HostSlabs
+from .tiers import Tier
 
 Hook = Callable[[Tensor], None]
 Runs = Sequence[tuple[int, int]]  # (start, end) in elements
@@ -80,8 +80,9 @@ class HostGradients:
 
 
 class LocalGradients(Gradients):
-    def __init__(self, state: ModelState, lanes: Lanes, slabs: HostSlabs, accumulation: int, moved: set[str]) -> None:
+    def __init__(self, state: ModelState, lanes: Lanes, host: Tier, accumulation: int, moved: set[str]) -> None:
         super().__init__(state, lanes, accumulation, moved)
+        self._host = host
         self._sums: dict[str, DeviceSums] = {}  # by parameter
         self._there: Views = {}  # those on the device, when the step is through
         self._counted: dict[int, set[str]] = {}  # by chunk that speculates, gradients that are there
@@ -93,7 +94,7 @@ class LocalGradients(Gradients):
                 continue
             if chunk.placement.gradients == "host":
                 dtype = torch.float32 if self.adds_up else chunk.dtype
-                flat = slabs.zeros(chunk.chunk.elements, dtype, crosses=not self.adds_up)
+                flat = host.zeros(chunk.chunk.elements, dtype, crosses=not self.adds_up)
                 self._on_host[chunk.index] = HostGradients(flat, chunk.views(flat), stretches_of(chunk.chunk.slots))
                 takers.append((chunk, self._sender))
             elif self.adds_up and chunk.is_split:
@@ -106,7 +107,7 @@ class LocalGradients(Gradients):
         largest = max((state.chunks[index].chunk.bytes for index in self._on_host), default=0)
         count = min(GRADIENT_STAGES, len(self._on_host))
         self._stages = [Stage(torch.empty(largest, dtype=torch.uint8, device=state.device)) for _ in range(count)]
-        self._landings = Landings(lanes, slabs, largest, count if self.adds_up else 0)
+        self._landings = Landings(lanes, host, largest, count if self.adds_up else 0)
         self.device_bytes += sum(stage.flat.nbytes for stage in self._stages)
         for chunk, taker in takers:
             for slot in chunk.chunk.slots:
@@ -205,11 +206,9 @@ class LocalGradients(Gradients):
         if self.adds_up:
             stage.ticket = self._add_up(home, state, slots, filled, stretches)
             return
-        flat = home.flat
         self._norms |= _norms({slot.name: views[slot.name] for slot in slots})
         after = (self._lanes.so_far(), state.update.fresh, state.update.moments)
-        down = self._lanes.down.run(lambda: copy_stretches(flat, filled, stretches), after, Label(Task.GRADIENTS, state.index))
-        home.ticket = stage.ticket = down
+        home.ticket = stage.ticket = self._host.write(home.flat, filled, after, Label(Task.GRADIENTS, state.index), stretches)
         home.names.update(slot.name for slot in slots)
         if len(home.names) == len(state.chunk.slots):
             self.on_complete(state)

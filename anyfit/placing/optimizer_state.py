@@ -14,7 +14,7 @@ from anyfit.values.layout import Slot
 from ..kernels.split import Masters
 from .chunks import ChunkState, ChunkUpdate
 from .lanes import Ticket
-from .tiers import HostSlabs, Scratch
+from .tiers import Scratch, Tier
 
 Entries = dict[str, dict[str, Any]]  # by parameter, as in `optimizer.state`
 Views = dict[str, Tensor]  # of flat buffers, by name
@@ -130,9 +130,9 @@ class Second:
     """The second generation of a chunk's state, on the host: what it will be if nothing is clipped. It has weights too, also of
     chunks whose weights live on the device: backward still reads the old ones."""
 
-    def __init__(self, state: ChunkState, slabs: HostSlabs) -> None:
+    def __init__(self, state: ChunkState, host: Tier) -> None:
         self._state, elements = state, state.own.elements
-        self.weights = slabs.zeros(elements, state.dtype, crosses=True)
+        self.weights = host.zeros(elements, state.dtype)
         self.low = state.optimizer_zeros(torch.int16, elements=elements if state.is_split else 0)
         self.moments: dict[str, Tensor] = {}
         self.made: Entries = {}

@@ -30,7 +30,7 @@ from .ranks import ALONE, Ranks
 from .recompute import set_attribute
 from .reduction import ReducedGradients
 from .residency import Residency
-from .tiers import HostSlabs, let_segments_grow
+from .tiers import DeviceTier, HostSlabs, HostTier, Tiers, let_segments_grow
 from .updates import Updates
 from .watched import Bound, Watched, watched_kind
 from .weights import Elements
@@ -161,18 +161,19 @@ def place(
         lanes = Lanes(device, delay, several=ranks.are_several)
         closing.callback(lanes.close)
         ranks.meet(Mesh.of(plan.mesh), (each.optimizer_shards for each in placements))
-        state = ModelState(model, layout, placements, device, slabs, ranks, carried, elements, demands.kept)
+        tiers: Tiers = {"device": DeviceTier(lanes), "host": HostTier(lanes, slabs)}
+        state = ModelState(model, layout, placements, device, tiers, ranks, carried, elements, demands.kept)
         mirrors = Mirrors(state.parameters, state.kept)
         residency = Residency(state, lanes, plan.slots, plan.prefetch)
         closing.callback(residency.close)
         bound = Bound(model, state, residency.watched)
-        _compile_blocks(model, plan.stages[0].compiled, residency)
-        gradients = _gradients_for(plan, state, lanes, slabs, residency.moved_gradients)
+        _compile_blocks(model, plan.compiled, residency)
+        gradients = _gradients_for(plan, state, lanes, tiers, residency.moved_gradients)
         closing.callback(gradients.close)
         updates = Updates(
-            optimizer, state, gradients, residency, lanes, slabs, mirrors, bound.take_back, carried, demands.together
+            optimizer, state, gradients, residency, lanes, tiers["host"], mirrors, bound.take_back, carried, demands.together
         )
-        activations = Activations(model, plan.stages[0].activations, lanes, slabs, residency)
+        activations = Activations(model, plan.activations, lanes, tiers["host"], residency)
         closing.callback(activations.close)
         slabs.prepared()
         closing.pop_all()
@@ -207,10 +208,10 @@ def _placements(plan: Plan, chunks: int) -> tuple[Placement, ...]:
     return placements
 
 
-def _gradients_for(plan: Plan, state: ModelState, lanes: Lanes, slabs: HostSlabs, moved: set[str]) -> Gradients:
+def _gradients_for(plan: Plan, state: ModelState, lanes: Lanes, tiers: Tiers, moved: set[str]) -> Gradients:
     if not state.ranks.are_several:
-        return LocalGradients(state, lanes, slabs, plan.accumulation, moved)
-    return ReducedGradients(state, lanes, slabs, plan.accumulation, moved, torch.float32 if plan.reduction == "fp32" else None)
+        return LocalGradients(state, lanes, tiers["host"], plan.accumulation, moved)
+    return ReducedGradients(state, lanes, tiers, plan.accumulation, moved, torch.float32 if plan.reduction == "fp32" else None)
 
 
 def _make_ready(model: nn.Module, plan: Plan, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from anyfit.values.layout import Slot
 from .chunks import ChunkState, ModelState, quietly
 from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, refuse_sparse, stretches_of
 from .lanes import Label, Lanes, Over, Task, Ticket
-from .tiers import HostSlabs
+from .tiers import Tiers
 
 
 @dataclass(eq=False)
@@ -61,12 +61,12 @@ class Home:
 
 class ReducedGradients(Gradients):
     def __init__(
-        self, state: ModelState, lanes: Lanes, slabs: HostSlabs, accumulation: int, moved: set[str], dtype: torch.dtype | None
+        self, state: ModelState, lanes: Lanes, tiers: Tiers, accumulation: int, moved: set[str], dtype: torch.dtype | None
     ) -> None:
         super().__init__(state, lanes, accumulation, moved)
-        self._ranks = state.ranks
+        self._ranks, self._tiers = state.ranks, tiers
         self._is_last, self._is_weighted = True, False
-        self._homes = {each.index: self._home(each, slabs, dtype or each.dtype) for each in state.chunks if each.chunk.trainable}
+        self._homes = {each.index: self._home(each, dtype or each.dtype) for each in state.chunks if each.chunk.trainable}
         self._order = sorted(self._homes, reverse=True)  # as backward comes to them, where modules are used as they are defined
         self._turn = 0  # in it
         homes = self._homes.values()
@@ -76,19 +76,19 @@ class ReducedGradients(Gradients):
         empty = functools.partial(torch.empty, dtype=torch.uint8, device=state.device)
         self._stages = [Stage(empty(whole), own=empty(own)) for _ in range(min(REDUCTION_STAGES, len(homes)))]
         self.device_bytes += sum(stage.flat.nbytes + stage.own.nbytes for stage in self._stages)
-        self._landings = Landings(lanes, slabs, down, len(self._stages) if self.adds_up and down else 0)
+        self._landings = Landings(lanes, tiers["host"], down, len(self._stages) if self.adds_up and down else 0)
         for home in homes:
             for slot in home.state.chunk.slots:
                 self._hook(slot.name, self._taker(home, slot))
 
-    def _home(self, state: ChunkState, slabs: HostSlabs, dtype: torch.dtype) -> Home:
+    def _home(self, state: ChunkState, dtype: torch.dtype) -> Home:
         is_on_host = state.placement.gradients == "host"
         by_micro_batch = self.adds_up and (is_on_host or state.placement.gradient_shards > 1)
         kept = torch.float32 if by_micro_batch else dtype
-        elements = state.own.elements
+        flat = self._tiers[state.placement.gradients].zeros(state.own.elements, kept, crosses=not self.adds_up)
+        home = Home(state, flat, dtype, by_micro_batch)
         if is_on_host:
-            return Home(state, slabs.zeros(elements, kept, crosses=not self.adds_up), dtype, by_micro_batch)
-        home = Home(state, torch.zeros(elements, dtype=kept, device=self._state.device), dtype, by_micro_batch)
+            return home
         self.device_bytes += home.flat.nbytes
         if self.adds_up and not by_micro_batch and state.dtype != torch.float32:
             home.sums = DeviceSums.of(state, self._state.device)
@@ -202,7 +202,7 @@ class ReducedGradients(Gradients):
         if state.placement.gradients == "device":
             return self._lanes.reduce.run(lambda: _take(home.flat, own, is_first=is_first), (reduced,), added)
         if not self.adds_up:
-            return self._lanes.down.run(lambda: _take(home.flat, own, is_first=True), (reduced, state.update.moments), label)
+            return self._tiers["host"].write(home.flat, own, (reduced, state.update.moments), label)
 
         def add_up(summand: Tensor) -> None:
             home.squares = add(home.flat, summand, is_first=is_first, threads=self._threads)

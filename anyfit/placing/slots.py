@@ -114,12 +114,7 @@ class DeviceSlots:
         slot.state, self.of_chunk[state.index] = state, slot
         whole = slot.to_fill()
         own = whole[state.stretch] if state.is_gathered else whole
-
-        def copy() -> None:
-            own.copy_(state.weights, non_blocking=True)  # asked for now: an update before this may have put another in its place
-
-        after = (self._lanes.so_far(), state.update.fresh)
-        slot.ticket = self._lanes.up.run(copy, after, Label(Task.FETCH, state.index))
+        slot.ticket = state.read_weights(own, (self._lanes.so_far(), state.update.fresh))
         if state.is_gathered:
             label = Label(Task.GATHER, state.index)
             state.ranks.ask("gather", label)

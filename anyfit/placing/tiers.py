@@ -1,4 +1,6 @@
-"""Host memory with an address, and what a run holds of each tier, by count and not by guess.
+"""Tiers: the kinds of memory that state lies in, the ways between them and the device, and what a run holds of each.
+
+A `Tier` gives buffers, and moves ranges of them to the device and back beside the computation. Device and host are two of them.
 
 `HostSlabs` takes host memory in large slabs and gives stretches of them. Those that are copied to or from a GPU are pinned, a
 slab at a time: torch's own pinned allocator would round every request up to a power of two. Beside a GPU slabs lie in huge pages,
@@ -15,19 +17,26 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyfit.kernels.pages import in_huge_pages, nodes, touch
 from anyfit.values.graph import PAGE_BYTES
+from anyfit.values.plan import TierName
 from anyfit.values.units import show_bytes
 
+from .lanes import Label, Lanes, Ticket
+
 _cuda: Any = torch.cuda
+Ranges = Iterable[tuple[int, int]]  # (start, end) in elements
+After = Sequence[Ticket | None]
 SLAB_BYTES = {True: 2**28, False: 2**24}  # beside a GPU, and elsewhere
 LEAST_IN_A_SLAB = 16
 PREPARERS = 8  # threads: one does not keep up with the memory
@@ -37,17 +46,17 @@ LEAST_DIVIDED_BYTES = 2**22  # of an array, over several nodes: some huge pages 
 class HostSlabs:
     """Zeros in host memory, `limit_bytes` in all; from `arena` where one is given: pinned bytes that nobody else uses."""
 
-    def __init__(self, device: torch.device, limit_bytes: int | None = None, arena: torch.Tensor | None = None) -> None:
+    def __init__(self, device: torch.device, limit_bytes: int | None = None, arena: Tensor | None = None) -> None:
         self._pins = device.type == "cuda"
         self._arena, self._limit, self._nodes = arena, limit_bytes, nodes()
-        self._open: dict[bool, tuple[torch.Tensor, int]] = {}  # pinned or not: the slab at hand, and how much of it is taken
-        self._pinned: list[torch.Tensor] = []
+        self._open: dict[bool, tuple[Tensor, int]] = {}  # pinned or not: the slab at hand, and how much of it is taken
+        self._pinned: list[Tensor] = []
         self._preparing: list[Future[None]] = []
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(PREPARERS, "anyfit slabs") if self._pins else None
         self.bytes = 0  # given to others
         self._taking = threading.Lock()  # an optimizer makes state in its first step, on any lane
 
-    def zeros(self, elements: int, dtype: torch.dtype, *, crosses: bool) -> torch.Tensor:
+    def zeros(self, elements: int, dtype: torch.dtype, *, crosses: bool) -> Tensor:
         """A flat tensor; one that `crosses` is copied to or from the device, and may be once `prepared` has returned."""
         size = -(-elements * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
         pinned = crosses and self._pins
@@ -95,7 +104,7 @@ class HostSlabs:
         while self._preparing:
             self._preparing.pop().result()
 
-    def _new_slab(self, size: int, pinned: bool) -> torch.Tensor:
+    def _new_slab(self, size: int, pinned: bool) -> Tensor:
         if self._arena is not None:
             slab, self._arena = self._arena[:size], self._arena[size:]
             if slab.numel() < size:
@@ -110,7 +119,7 @@ class HostSlabs:
             self._prepare(slab, pinned)
         return slab
 
-    def _prepare(self, slab: torch.Tensor, pinned: bool) -> None:
+    def _prepare(self, slab: Tensor, pinned: bool) -> None:
         touch(slab, self._nodes)
         if not pinned:
             return
@@ -131,14 +140,63 @@ class HostSlabs:
             _cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
 
 
+class Tier(ABC):
+    """Memory of one kind. Reads and writes are begun here, and a ticket says when they are done."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+
+    @abstractmethod
+    def zeros(self, elements: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
+        """A flat buffer; one that `crosses` is read or written, and not only used where it is."""
+
+    def read(self, home: Callable[[], Tensor], into: Tensor, after: After, label: Label) -> Ticket:
+        """From a buffer to the device. `home` is asked for when its turn comes: an update before it may have moved it."""
+        lane = self._lanes.up
+
+        def copy() -> None:
+            lane.uses([into])
+            into.copy_(home(), non_blocking=True)
+
+        return lane.run(copy, after, label)
+
+    def write(self, home: Tensor, source: Tensor, after: After, label: Label, ranges: Ranges | None = None) -> Ticket:
+        """From the device to a buffer: all of it, or ranges of elements that both have at the same offsets."""
+        lane = self._lanes.down
+
+        def copy() -> None:
+            lane.uses([source])
+            for start, end in ((0, source.numel()),) if ranges is None else ranges:
+                home[start:end].copy_(source[start:end], non_blocking=True)
+
+        return lane.run(copy, after, label)
+
+
+class DeviceTier(Tier):
+    def zeros(self, elements: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
+        return torch.zeros(elements, dtype=dtype, device=self._lanes.device)
+
+
+class HostTier(Tier):
+    def __init__(self, lanes: Lanes, slabs: HostSlabs) -> None:
+        super().__init__(lanes)
+        self._slabs = slabs
+
+    def zeros(self, elements: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
+        return self._slabs.zeros(elements, dtype, crosses=crosses)
+
+
+Tiers = Mapping[TierName, Tier]
+
+
 class Scratch:
     """Buffers by name, for chunks that are updated one after another. They grow to the largest that is asked for, and stay."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
-    def flat(self, name: str, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def flat(self, name: str, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         size = elements * dtype.itemsize
         if name not in self._buffers or self._buffers[name].numel() < size:
             self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -169,17 +227,17 @@ class LiveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         there = set()
         for tensor in pytree.tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
                 there.add(tensor.untyped_storage()._cdata)
         result = func(*args, **kwargs)
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:  # of a sparse one its parts are seen
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:  # of a sparse one its parts are seen
                 storage = tensor.untyped_storage()
                 if storage._cdata not in there and storage._cdata not in self._known:
                     self._watch(storage)
         return result
 
-    def count(self, tensor: torch.Tensor) -> None:
+    def count(self, tensor: Tensor) -> None:
         """Memory that was made where no mode looks."""
         self._watch(tensor.untyped_storage())
 

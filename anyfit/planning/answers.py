@@ -25,7 +25,7 @@ def answered(found: Found) -> Plan:
     """The plan, and where not all is on the device, what more of a memory that holds it back is worth."""
     found = settled(found)
     plan = explained(found)
-    if found.offer is None or (found.whole is not None and (found.offer.uses_host or not plan.stages[0].activations)):
+    if found.offer is None or (found.whole is not None and (found.offer.uses_host or not plan.activations)):
         return plan  # of several ranks with something on the host, too: such a search takes long
     worth = [each for each in (_worth_of_device(found), _worth_of_host(found)) if each is not None]
     return replace(plan, decisions=(*plan.decisions, *worth))

@@ -111,16 +111,15 @@ def shares_of(document: Mapping[str, Any]) -> dict[str, float]:
 def _pace(profile: Profile, plan: Plan, measured_seconds: float) -> Pace | str:
     """The measured time of the passes over that of the machine's rates; or why it says nothing."""
     each = next((each for each in profile.passes if each.micro_batch == plan.micro_batch), None)
-    stage = plan.stages[0]
     if each is None:
         return f"micro-batches of {plan.micro_batch} were not profiled"
-    if stage.compiled:
+    if plan.compiled:
         return "what torch.compile makes faster is not forecast"
     if _shares_cores(profile, plan):
         return "on a CPU device, what is done beside the computation cannot be told apart from it"
-    again = 0.0
+    again, activations = 0.0, plan.activations
     for block in each.blocks:
-        choice = stage.activations.get(block.name, "keep")
+        choice = activations.get(block.name, "keep")
         if choice in ("recompute", "selective") and choice in block.choices:
             again += block.choices[choice].seconds
     by_rates = profile.batch_size / each.micro_batch * (each.seconds + again) / (profile.pace.scale if profile.pace else 1.0)
@@ -131,7 +130,7 @@ def _pace(profile: Profile, plan: Plan, measured_seconds: float) -> Pace | str:
 
 def _shares_cores(profile: Profile, plan: Plan) -> bool:
     """Whether lanes and the computation share the CPU's cores."""
-    at_work = any(chunk.optimizer == "host" for chunk in plan.chunks) or "offload" in plan.stages[0].activations.values()
+    at_work = any(chunk.optimizer == "host" for chunk in plan.chunks) or "offload" in plan.activations.values()
     return at_work and not (profile.host is not None and profile.host.overlaps)
 
 

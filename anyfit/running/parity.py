@@ -97,7 +97,7 @@ def _lacking(profile: Profile, plan: Plan) -> str | None:
 def _cut(job: Job, plan: Plan, model: nn.Module, kinds: Kinds, units: tuple[int, int]) -> Case | None:
     """The same job with fewer blocks and samples; None where it has no more than are kept."""
     blocks = kinds(model)
-    kept = _kept(model, blocks, plan.stages[0], *units)
+    kept = _kept(model, blocks, plan, *units)
     count = len(kept)
     rows = min(plan.micro_batch, ROWS)
     batch_size = rows
@@ -128,15 +128,16 @@ def _cut(job: Job, plan: Plan, model: nn.Module, kinds: Kinds, units: tuple[int,
     return Case(job_of_it, plan_of_it, small, batch, f"{of_blocks} and {of_samples}", is_cut=True)
 
 
-def _kept(model: nn.Module, kinds: Mapping[str, str], stage: Stage, least: int, per_choice: int) -> Kept:
+def _kept(model: nn.Module, kinds: Mapping[str, str], plan: Plan, least: int, per_choice: int) -> Kept:
     """Of blocks that are repeated in a list a few, with every choice that is made of any of them, in the same order."""
     kept: Kept = {}
+    activations, compiled = plan.activations, plan.compiled
     for container, paths in _by_container(kinds).items():
         is_list = isinstance(model.get_submodule(container), nn.ModuleList | nn.Sequential)
         stretches = repeats([kinds[path] for path in paths]) if is_list else [(0, len(paths), 1)]
         for start, period, count in stretches:
             units = [paths[at : at + period] for at in range(start, start + period * count, period)]
-            choices = [[(stage.activations.get(path, "keep"), path in stage.compiled) for path in unit] for unit in units]
+            choices = [[(activations.get(path, "keep"), path in compiled) for path in unit] for unit in units]
             distinct = [choice for index, choice in enumerate(choices) if choice not in choices[:index]]
             units = units[: max(least, per_choice * len(distinct))]
             for index, unit in enumerate(units):

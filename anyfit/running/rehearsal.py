@@ -45,7 +45,7 @@ class Findings:
         """Why the plan would change the result; None where it does not."""
         if plan.cuts and not self.loss.may_be_cut:
             return f"the plan cuts the batch, and {self.loss.why}"
-        for name, choice in plan.stages[0].activations.items():
+        for name, choice in plan.activations.items():
             if choice in RECOMPUTED and name in self.kept:
                 return f"the plan recomputes {name}, and {self.kept[name]}"
             if choice == "selective" and name in self.not_selective:
@@ -89,7 +89,7 @@ class Rehearsal:
         """What can be done with the job's loss, where the plan cuts the batch, and with the blocks that it recomputes."""
         rule = self._known.loss if self._known.loss.proved else plan.loss or MEAN
         modules = dict(placed.model.named_modules())
-        choices = {} if plan.rehearsed else plan.stages[0].activations
+        choices = {} if plan.rehearsed else plan.activations
         blocks = {name: modules[name] for name, choice in choices.items() if choice in RECOMPUTED and name not in self._tried}
         tries_loss = plan.cuts and not rule.proved
         if not blocks and not tries_loss:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from .plan import TIERS, NoPlan, Plan, Tier
+from .plan import TIERS, NoPlan, Plan, TierName
 from .units import show_bytes, show_count, show_seconds
 
 Outcome: TypeAlias = Plan | NoPlan
@@ -47,7 +47,7 @@ def _difference(first: Plan, other: Plan) -> str:
 
 def _facts(plan: Plan) -> dict[str, str]:
     forecast = plan.forecast
-    used: dict[Tier, int] = {**forecast.peak_bytes, "device": forecast.reserved_bytes}
+    used: dict[TierName, int] = {**forecast.peak_bytes, "device": forecast.reserved_bytes}
     return {
         "model": f"{plan.model}, {show_count(plan.parameters)} parameters, {plan.precision}",
         "machine": plan.machine,

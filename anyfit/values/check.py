@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .corrections import Correction, Pace
-from .plan import Forecast, Tier
+from .plan import Forecast, TierName
 from .record import Record
 
 
@@ -33,7 +33,7 @@ class Check(Record):
     step_seconds: float  # the median
     # As in a forecast, but that what is recomputed in backward is part of compute; nothing where it cannot be told apart.
     split_seconds: Mapping[str, float]
-    peak_bytes: Mapping[Tier, int]
+    peak_bytes: Mapping[TierName, int]
     parity: Parity | None
     no_parity: str | None  # why nothing was compared
     pace: Pace | None  # what later forecasts of the passes are scaled by

@@ -12,8 +12,8 @@ from .mesh import AXES, Axis
 from .record import Record, nearest
 from .units import show_bytes, show_count, show_seconds
 
-Tier = Literal["device", "host", "disk"]
-TIERS: tuple[Tier, ...] = get_args(Tier)
+TierName = Literal["device", "host", "disk"]
+TIERS: tuple[TierName, ...] = get_args(TierName)
 # What becomes of what a block's forward leaves for its backward: kept on the device; recomputed; recomputed but for the
 # results of products, convolutions and attention; moved to the host and back.
 Activations = Literal["keep", "recompute", "selective", "offload"]
@@ -26,7 +26,7 @@ class Forecast:
     step_seconds: float
     step_error: float
     split_seconds: Mapping[str, float]  # compute, recompute, update, exposed communication, exposed offload
-    peak_bytes: Mapping[Tier, int]
+    peak_bytes: Mapping[TierName, int]
     peak_error: float
     reserved_bytes: int  # of the device: peak, what the allocator adds, and the runtime's own
     reserved_error: float
@@ -93,9 +93,9 @@ class Placement:
     reduced by itself.
     """
 
-    weights: Tier = "device"
-    gradients: Tier = "device"  # from backward to the update
-    optimizer: Tier = "device"  # low halves of the masters, and moments
+    weights: TierName = "device"
+    gradients: TierName = "device"  # from backward to the update
+    optimizer: TierName = "device"  # low halves of the masters, and moments
     update: Literal["device", "host"] = "device"
     speculates: bool = False  # starts during backward, out of place: a second generation of the state waits for the norm
     weight_shards: int = 1  # as many as `optimizer_shards`, or 1
@@ -152,7 +152,7 @@ class Plan(Record):
     chunks: tuple[Placement, ...]  # one a chunk, in the layout's order; or one for all; none: all on the device
     slots: int  # device buffers through which the weights of chunks on the host pass
     prefetch: int  # chunks that are fetched before they are needed
-    limit_bytes: Mapping[Tier, int]
+    limit_bytes: Mapping[TierName, int]
     forecast: Forecast
     decisions: tuple[Decision, ...]
     alternatives: tuple[Alternative, ...]
@@ -201,6 +201,16 @@ class Plan(Record):
     def cuts(self) -> bool:
         """Whether a batch is seen in parts, by micro-batches or by ranks."""
         return self.micro_batch < self.batch_size
+
+    @property
+    def activations(self) -> dict[str, Activations]:
+        """By path of a block, over all stages."""
+        return {path: choice for stage in self.stages for path, choice in stage.activations.items()}
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """Paths of compiled blocks, over all stages."""
+        return tuple(path for stage in self.stages for path in stage.compiled)
 
     @property
     def micro_batches(self) -> list[int]:

@@ -290,7 +290,7 @@ def test_the_profiles_have_all_kinds_of_plans() -> None:
     plans = [search(make()) for make in PROFILES.values()]
     assert len({plan.accumulation for plan in plans}) > 1
     assert {route for plan in plans for route in {each.route for each in plan.chunks}} == {"resident", "streamed", "host"}
-    assert {"recompute", "selective", "offload"} <= {choice for plan in plans for choice in plan.stages[0].activations.values()}
+    assert {"recompute", "selective", "offload"} <= {choice for plan in plans for choice in plan.activations.values()}
     assert any("host" in {each.weights for each in plan.chunks} for plan in plans)
     assert {any(each.speculates for each in plan.chunks) for plan in plans if plan.chunks} == {True, False}
     assert {plan.chunk_bytes for plan in plans if plan.chunks} == {2 * ELEMENTS, ELEMENTS}
@@ -301,7 +301,7 @@ def test_the_profiles_have_all_kinds_of_plans() -> None:
 
 def moved(profile: Profile) -> int:
     """Blocks."""
-    return Counter(search(profile).stages[0].activations.values())["offload"]
+    return Counter(search(profile).activations.values())["offload"]
 
 
 def test_activations_move_where_blocks_are_long_for_what_they_keep_and_copies_are_fast() -> None:

@@ -176,7 +176,7 @@ def test_the_fewest_moving_parts_are_taken_of_those_that_are_not_told_apart() ->
     plan = search(free)  # updates take no time either: nothing is gained
     assert {each.optimizer_shards for each in plan.chunks} == {1}
     assert plan.decision("ranks").why.startswith("fewer moving parts; ") or " more a step" in plan.decision("ranks").why
-    assert set(plan.stages[0].activations.values()) == set()
+    assert set(plan.activations.values()) == set()
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
@@ -289,7 +289,7 @@ def test_what_more_memory_saves_is_said_by_a_search_with_that_much(case: tuple[P
     profile, found, plan = case
     said = [each for each in plan.decisions if each.name.endswith(" limit")]
     assert found.offer is not None
-    assert bool(said) == (not found.offer.uses_host and bool(plan.stages[0].activations))
+    assert bool(said) == (not found.offer.uses_host and bool(plan.activations))
     assert found.profile.division is not None
     for each in said:
         limit = profile.device_limit_bytes + parse_bytes(each.choice.partition(" more ")[0])

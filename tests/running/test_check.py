@@ -152,7 +152,7 @@ def test_a_model_too_large_for_plain_pytorch_is_compared_in_small_with_every_cho
     assert isinstance(case, parity.Case)
     assert case.compared == f"8 of 10 blocks and {2 * accumulation} of 8 samples"
     assert len(case.model.get_submodule("blocks")) == 8
-    assert [case.plan.stages[0].activations.get(f"blocks.{index}") for index in (0, 2, 4, 6)] == [
+    assert [case.plan.activations.get(f"blocks.{index}") for index in (0, 2, 4, 6)] == [
         "recompute", "selective", "offload", None,
     ]  # fmt: skip
     assert tuple(dict.fromkeys(case.plan.chunks)) == placements
@@ -180,7 +180,7 @@ def test_where_memory_is_short_one_block_of_each_choice_is_left() -> None:
     case = case_of(job, hand_written(job, activations={"blocks.7": "recompute"}), 900_000)
     assert isinstance(case, parity.Case)
     assert case.compared == "2 of 10 blocks and 2 of 8 samples"
-    assert dict(case.plan.stages[0].activations) == {"blocks.1": "recompute"}
+    assert dict(case.plan.activations) == {"blocks.1": "recompute"}
 
 
 class Alternating(nn.Module):
@@ -202,7 +202,7 @@ def test_blocks_that_take_turns_are_cut_by_turns() -> None:
     case = case_of(job, hand_written(job, activations={f"blocks.{index}": "recompute" for index in range(1, 12, 2)}), 600_000)
     assert isinstance(case, parity.Case)
     assert case.compared == "6 of 12 blocks and 2 of 8 samples"
-    assert dict(case.plan.stages[0].activations) == {f"blocks.{index}": "recompute" for index in (1, 3, 5)}
+    assert dict(case.plan.activations) == {f"blocks.{index}": "recompute" for index in (1, 3, 5)}
     found = parity.compare(case, torch.device("cpu"))
     assert not isinstance(found, str)
     assert found.agrees

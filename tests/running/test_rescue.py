@@ -486,7 +486,7 @@ def test_a_run_that_was_placed_anew_holds_nothing_of_the_placing_before(monkeypa
     with anyfit.start(job, machine=limited(job, 1.02)) as run:
         run.step(byte_batches(1, ROWS, LENGTH)[0])
         assert run.rescues >= 6
-        assert "recompute" in run.plan.stages[0].activations.values()
+        assert "recompute" in run.plan.activations.values()
 
 
 def test_a_new_plan_whose_rehearsal_runs_out_of_memory_gives_way_to_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:

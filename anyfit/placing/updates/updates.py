@@ -26,7 +26,7 @@ from ..mirrors import Mirrors
 from ..optimizer_state import Entries, OptimizerState, Second
 from ..optimizers import UsersOptimizer, steps_together
 from ..residency import Residency
-from ..tiers import HostSlabs
+from ..tiers import Tier
 from .host import OnHost
 from .resident import Resident
 from .route import BROKEN_OFF, Context, Route, SpeculatingRoute
@@ -38,12 +38,12 @@ from .streamed import Streamed
 class Speculation:
     """Updates before the norm is known, into a second generation of a chunk's state."""
 
-    def __init__(self, context: Context, routes: Mapping[str, SpeculatingRoute], slabs: HostSlabs) -> None:
+    def __init__(self, context: Context, routes: Mapping[str, SpeculatingRoute], host: Tier) -> None:
         self._context, self._routes, chunks = context, routes, context.chunks
         self._by_index = {chunk.state.index: chunk for chunk in chunks}
         for chunk in chunks:
             if chunk.state.placement.speculates and not context.gradients.adds_up:  # sums are not known before the last part
-                chunk.second = Second(chunk.state, slabs)
+                chunk.second = Second(chunk.state, host)
                 chunk.second.moments = {key: chunk.zeros() for key in chunk.moments}
         if any(chunk.second is not None for chunk in chunks):
             context.gradients.on_complete, context.gradients.on_late = self._speculate, self._revoke
@@ -111,7 +111,7 @@ class Updates:
         gradients: Gradients,
         residency: Residency,
         lanes: Lanes,
-        slabs: HostSlabs,
+        host: Tier,
         mirrors: Mirrors,
         take_back: Callable[[], None],
         carried: Carried | None = None,
@@ -139,7 +139,7 @@ class Updates:
         self._resident = Resident(context)
         self._others: dict[str, SpeculatingRoute] = {"streamed": Streamed(context), "host": OnHost(context)}
         self._routes: dict[str, Route] = {"resident": self._resident, **self._others}
-        self._speculation = Speculation(context, self._others, slabs)
+        self._speculation = Speculation(context, self._others, host)
         self._before: Ticket | None = None  # what was computed before the GPU was given resident chunks
         self.users.show()
         for chunk in self.chunks:
