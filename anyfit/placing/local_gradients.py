@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from anyfit.kernels.sums import add, norm, root
-from anyfit.values.engine import GRADIENT_STAGES
+from anyfit.values.engine import GRADIENT_BUFFERS
 from anyfit.values.layout import Slot
 
 from .chunks import ChunkState, ModelState, quietly
@@ -31,7 +31,7 @@ Runs = Sequence[tuple[int, int]]  # (start, end) in elements
 
 
 @dataclass(eq=False)
-class Stage(StagingBuffer):
+class ChunkStaging(StagingBuffer):
     state: ChunkState | None = None
     slots: dict[str, Slot] = field(default_factory=dict)  # of parameters whose gradient is in it
     _known: dict[int, tuple[Tensor, Views]] = field(default_factory=dict)
@@ -105,10 +105,10 @@ class LocalGradients(Gradients):
             elif chunk.placement.speculates and not self.adds_up:
                 takers.append((chunk, self._counter))
         largest = max((state.chunks[index].chunk.bytes for index in self._on_host), default=0)
-        count = min(GRADIENT_STAGES, len(self._on_host))
-        self._stages = [Stage(torch.empty(largest, dtype=torch.uint8, device=state.device)) for _ in range(count)]
+        count = min(GRADIENT_BUFFERS, len(self._on_host))
+        self._staging = [ChunkStaging(torch.empty(largest, dtype=torch.uint8, device=state.device)) for _ in range(count)]
         self._landings = Landings(lanes, host, largest, count if self.adds_up else 0)
-        self.device_bytes += sum(stage.flat.nbytes for stage in self._stages)
+        self.device_bytes += sum(staging.flat.nbytes for staging in self._staging)
         for chunk, taker in takers:
             for slot in chunk.chunk.slots:
                 self._hook(slot.name, taker(chunk, slot))
@@ -157,18 +157,18 @@ class LocalGradients(Gradients):
                 if not self.adds_up and slot.name in self._on_host[state.index].names:
                     self._add_late(state, slot, gradient)
                     return
-                stage = self._stage_for(state)
-                if slot.name in stage.slots and self.adds_up:  # of the micro-batch before, in which the chunk was not complete
-                    self._go_down(stage)
-                    stage = self._stage_for(state)
-                staged = stage.filled_by(state)[1][slot.name]
-                if slot.name in stage.slots:
+                staging = self._staging_for(state)
+                if slot.name in staging.slots and self.adds_up:  # of the micro-batch before, in which the chunk was not complete
+                    self._go_down(staging)
+                    staging = self._staging_for(state)
+                staged = staging.filled_by(state)[1][slot.name]
+                if slot.name in staging.slots:
                     staged.add_(gradient)
                     return
                 staged.copy_(gradient)
-                stage.slots[slot.name] = slot
-                if len(stage.slots) == len(state.chunk.slots):
-                    self._go_down(stage)
+                staging.slots[slot.name] = slot
+                if len(staging.slots) == len(state.chunk.slots):
+                    self._go_down(staging)
 
         return send
 
@@ -183,32 +183,32 @@ class LocalGradients(Gradients):
         on_cpu = self._state.device.type == "cpu"
         self._norms |= _norms({slot.name: total}) if on_cpu else {slot.name: norm(total, threads=self._threads)}
 
-    def _stage_for(self, state: ChunkState) -> Stage:
-        for stage in self._stages:
-            if stage.state is state:
-                return stage
-        stage = next((each for each in self._stages if each.state is None), self._stages[0])
-        if stage.state is not None:  # the one that has waited longest for its chunk's other gradients
-            self._go_down(stage)
-        self._stages.remove(stage)
-        self._stages.append(stage)
-        self._lanes.hold_computation(stage.ticket)
-        stage.state, stage.ticket = state, None
-        return stage
+    def _staging_for(self, state: ChunkState) -> ChunkStaging:
+        for staging in self._staging:
+            if staging.state is state:
+                return staging
+        staging = next((each for each in self._staging if each.state is None), self._staging[0])
+        if staging.state is not None:  # the one that has waited longest for its chunk's other gradients
+            self._go_down(staging)
+        self._staging.remove(staging)
+        self._staging.append(staging)
+        self._lanes.hold_computation(staging.ticket)
+        staging.state, staging.ticket = state, None
+        return staging
 
-    def _go_down(self, stage: Stage) -> None:
-        state, slots = stage.state, list(stage.slots.values())
+    def _go_down(self, staging: ChunkStaging) -> None:
+        state, slots = staging.state, list(staging.slots.values())
         assert state is not None
-        stage.state, stage.slots = None, {}
+        staging.state, staging.slots = None, {}
         home = self._on_host[state.index]
-        filled, views = stage.filled_by(state)
+        filled, views = staging.filled_by(state)
         stretches = home.stretches if len(slots) == len(home.views) else stretches_of(slots)
         if self.adds_up:
-            stage.ticket = self._add_up(home, state, slots, filled, stretches)
+            staging.ticket = self._add_up(home, state, slots, filled, stretches)
             return
         self._norms |= _norms({slot.name: views[slot.name] for slot in slots})
         after = (self._lanes.so_far(), state.update.fresh, state.update.moments)
-        home.ticket = stage.ticket = self._host.write(home.flat, filled, after, Label(Task.GRADIENTS, state.index), stretches)
+        home.ticket = staging.ticket = self._host.write(home.flat, filled, after, Label(Task.GRADIENTS, state.index), stretches)
         home.names.update(slot.name for slot in slots)
         if len(home.names) == len(state.chunk.slots):
             self.on_complete(state)
@@ -230,9 +230,9 @@ class LocalGradients(Gradients):
 
     def finish(self) -> Norms:
         """By parameter; of gradients that a GPU's host has added up, by chunk, in the place of its first."""
-        for stage in self._stages:
-            if stage.state is not None:
-                self._go_down(stage)
+        for staging in self._staging:
+            if staging.state is not None:
+                self._go_down(staging)
         self._state.refuse_thawed()
         self._there = self._on_device(self._parameters)
         norms = self._norms | _norms(self._there)
@@ -281,8 +281,8 @@ class LocalGradients(Gradients):
             sums.names.clear()
         self._counted.clear()
         self._norms.clear()
-        for stage in self._stages:
-            stage.state, stage.slots = None, {}
+        for staging in self._staging:
+            staging.state, staging.slots = None, {}
         for home in self._on_host.values():
             home.names.clear()
             home.squares.clear()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from anyfit.kernels.sums import add, norm, root
-from anyfit.values.engine import REDUCTION_STAGES
+from anyfit.values.engine import REDUCTION_BUFFERS
 from anyfit.values.layout import Slot
 
 from .chunks import ChunkState, ModelState, quietly
@@ -28,7 +28,7 @@ from .tiers import Tiers
 
 
 @dataclass(eq=False)
-class Stage(StagingBuffer):
+class ReductionStaging(StagingBuffer):
     own: Tensor = field(kw_only=True)  # bytes of a stretch, where it does not go straight home
 
 
@@ -74,9 +74,9 @@ class ReducedGradients(Gradients):
         own = max((home.landing_bytes for home in homes), default=0)
         down = max((home.landing_bytes for home in homes if home.state.placement.gradients == "host"), default=0)
         empty = functools.partial(torch.empty, dtype=torch.uint8, device=state.device)
-        self._stages = [Stage(empty(whole), own=empty(own)) for _ in range(min(REDUCTION_STAGES, len(homes)))]
-        self.device_bytes += sum(stage.flat.nbytes + stage.own.nbytes for stage in self._stages)
-        self._landings = Landings(lanes, tiers["host"], down, len(self._stages) if self.adds_up and down else 0)
+        self._staging = [ReductionStaging(empty(whole), own=empty(own)) for _ in range(min(REDUCTION_BUFFERS, len(homes)))]
+        self.device_bytes += sum(staging.flat.nbytes + staging.own.nbytes for staging in self._staging)
+        self._landings = Landings(lanes, tiers["host"], down, len(self._staging) if self.adds_up and down else 0)
         for home in homes:
             for slot in home.state.chunk.slots:
                 self._hook(slot.name, self._taker(home, slot))
@@ -148,13 +148,13 @@ class ReducedGradients(Gradients):
 
     def _reduce(self, home: Home) -> None:
         state, index = home.state, home.state.index
-        stage = self._stages.pop(0)
-        self._stages.append(stage)
-        self._lanes.hold_computation(stage.ticket)
+        staging = self._staging.pop(0)
+        self._staging.append(staging)
+        self._lanes.hold_computation(staging.ticket)
         dtype, goes_home = home.dtype, not home.lands
         is_direct = goes_home and state.shards == 1  # summed where it stays
-        whole = home.flat if is_direct else stage.flat[: state.chunk.elements * dtype.itemsize].view(dtype)
-        own = home.flat if goes_home else stage.own[: state.own.elements * dtype.itemsize].view(dtype)
+        whole = home.flat if is_direct else staging.flat[: state.chunk.elements * dtype.itemsize].view(dtype)
+        own = home.flat if goes_home else staging.own[: state.own.elements * dtype.itemsize].view(dtype)
         if state.shards == 1:
             own = whole
         if is_direct:
@@ -171,7 +171,7 @@ class ReducedGradients(Gradients):
                 home.norm = norm(own)
 
         home.reduced = self._lanes.reduce.run(work, (self._lanes.so_far(), state.update.fresh, home.ticket), label)
-        home.ticket = stage.ticket = home.reduced if goes_home else self._land(home, own, home.reduced)
+        home.ticket = staging.ticket = home.reduced if goes_home else self._land(home, own, home.reduced)
         home.given += 1
         if not self.adds_up and not self._is_weighted:
             self.on_complete(state)

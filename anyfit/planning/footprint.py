@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from anyfit.values.engine import GRADIENT_STAGES, REDUCTION_STAGES, STREAMED_DEPTH
+from anyfit.values.engine import GRADIENT_BUFFERS, REDUCTION_BUFFERS, STREAMED_DEPTH
 from anyfit.values.plan import Placement
 from anyfit.values.precision import SUM_BYTES
 from anyfit.values.profile import ChunkCost, HostRates, Profile
@@ -127,7 +127,7 @@ def _gradients_alone(pairs: list[Pair], candidate: Candidate, *, overlaps: bool)
                 carried = max(carried, SUM_BYTES * chunk.elements if adds_up else size)
         elif overlaps:  # put side by side, for one pass over them
             resident_side_by_side = max(resident_side_by_side, 0 if is_flat else size)
-    stages = min(GRADIENT_STAGES, sent) * largest_sent
+    stages = min(GRADIENT_BUFFERS, sent) * largest_sent
     return device + stages + side_by_side + resident_side_by_side + STREAMED_DEPTH * carried, host + adds_up * stages
 
 
@@ -150,7 +150,7 @@ def _gradients_of_rank(pairs: list[Pair], candidate: Candidate, *, overlaps: boo
                 landing.append(elements)
         if chunk.is_updated and placement.route == "streamed" and overlaps and not stays:
             carried = max(carried, SUM_BYTES * elements)
-    stages = min(REDUCTION_STAGES, len(given))
+    stages = min(REDUCTION_BUFFERS, len(given))
     device += stages * SUM_BYTES * (max(given, default=0) + max(landing, default=0)) + STREAMED_DEPTH * carried
     return device, SUM_BYTES * sum(sent) + (stages * SUM_BYTES * max(sent, default=0) if adds_up else 0)
 

@@ -1,7 +1,7 @@
 """What the engine does and the planner counts. Both import it from here, so that a forecast cannot drift from what runs."""
 
-GRADIENT_STAGES = 5  # staging buffers for gradients that go to the host: one fills while others go down, behind other copies
-REDUCTION_STAGES = 3  # staging buffers for gradients that ranks sum: one fills, one is reduced, one goes down
+GRADIENT_BUFFERS = 5  # staging buffers for gradients that go to the host: one fills while others go down, behind other copies
+REDUCTION_BUFFERS = 3  # staging buffers for gradients that ranks sum: one fills, one is reduced, one goes down
 STREAMED_DEPTH = 3  # streamed chunks at once: one comes up, one is updated, one goes down
 LATER = 2**30  # order among the host's updates, of what can wait for all weights
 

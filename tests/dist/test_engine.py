@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anyfit.values.engine import REDUCTION_STAGES, STREAMED_DEPTH
+from anyfit.values.engine import REDUCTION_BUFFERS, STREAMED_DEPTH
 from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.plan import Placement
 from tests.conftest import FULL
@@ -226,7 +226,7 @@ def held_bytes(case: Case, ranks: int, rank: int) -> tuple[int, int]:
             for index in range(moments):
                 keep_largest(carriers, f"moment {index}", own * 4)
 
-    buffers = min(REDUCTION_STAGES, len(stages))
+    buffers = min(REDUCTION_BUFFERS, len(stages))
     device += min(case.slots, len(fetched)) * max(fetched, default=0)
     device += buffers * (max(stages, default=0) + max(landing, default=0))
     device += sum(scratch.values()) + STREAMED_DEPTH * sum(carriers.values())

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from functools import partial
 
 from anyfit.planning.rates import ADDED
-from anyfit.values.engine import GRADIENT_STAGES, REDUCTION_STAGES
+from anyfit.values.engine import GRADIENT_BUFFERS, REDUCTION_BUFFERS
 
 from .clock import Call, Signal, Work
 from .step import Chunk, Step, Waits
@@ -19,7 +19,7 @@ class Gradients:
         self._rates, self._resources, self._exchanges, self._ledger = step.rates, step.resources, step.exchanges, step.ledger
         self._is_alone = candidate.division.is_alone
         self._waited_for: Waits = "gradients" if self._is_alone else "exchange"
-        self._most_staged = GRADIENT_STAGES if self._is_alone else REDUCTION_STAGES
+        self._most_staged = GRADIENT_BUFFERS if self._is_alone else REDUCTION_BUFFERS
         self._staged = 0
         self._stage_free = Signal(happened=True)
         self._holds_norm = candidate.adds_up or not self._is_alone  # the norm is taken when all are there
