@@ -39,7 +39,7 @@ def profile(job: Job, machine: Machine | None = None, *, ranks: int | None = Non
     from .profiling import profile_of
 
     machine = machine or probe()
-    return profile_of(job, machine, machine.spread(ranks))
+    return profile_of(job, machine, machine.rank_grid(ranks))
 
 
 def plan(job: Job, machine: Machine | None = None, *, ranks: int | None = None) -> Plan:

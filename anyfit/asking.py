@@ -57,13 +57,13 @@ class Traced:
         """On all devices of any machine; of a smaller batch, by the passes there are."""
         from .profiling import profiled, ruled, traced
 
-        size, spread = batch_size or self.job.batch_size, machine.spread()
+        size, rank_grid = batch_size or self.job.batch_size, machine.rank_grid()
         kind: Literal["cpu", "cuda"] = machine.device.kind
-        key = kind, (ranks := math.prod(spread))
+        key = kind, (ranks := math.prod(rank_grid))
         if key not in self._graphs:
             self._graphs[key] = traced(self.job, *key)
         graphs = [graph for graph in self._graphs[key] if graph.micro_batch * ranks <= size]
-        return ruled(self.job, profiled(graphs, machine, size, spread))
+        return ruled(self.job, profiled(graphs, machine, size, rank_grid))
 
 
 @dataclass(frozen=True)
@@ -266,5 +266,5 @@ def parse_tokens(text: str) -> int:
 def compared(question: Question, machines: list[str]) -> dict[str, Outcome]:
     """By machine, the plan on all its devices or the verdict that none fits."""
     found = {name: question.machine_for(name) for name in machines}  # all names are good before any work is done
-    traced = question.traced(ranks=math.lcm(*(math.prod(machine.spread()) for machine in found.values())))
+    traced = question.traced(ranks=math.lcm(*(math.prod(machine.rank_grid()) for machine in found.values())))
     return {name: outcome(traced.profile(machine)) for name, machine in found.items()}

@@ -141,7 +141,7 @@ def plan(
         raise ValueError(f"{'--price' if tokens is None else '--tokens'} is for --compare; name the machines: --compare h200,l4")
     changes = asking.parse_changes(what_if or [])
     on = question.machine_for(machine)
-    options["ranks"] = math.prod(on.spread())
+    options["ranks"] = math.prod(on.rank_grid())
     traced = question.traced()
     profile = traced.profile(on)
     if changes:

@@ -20,9 +20,9 @@ from .values.profile import Profile
 CALLS_SECONDS = 8.0  # for timing the ops of a model that is planned for this machine's GPU
 
 
-def profile_of(job: Job, machine: Machine, spread: tuple[int, int]) -> Profile:
-    """`spread`: ranks of each node, and nodes."""
-    return ruled(job, profiled(traced(job, machine.device.kind, math.prod(spread)), machine, job.batch_size, spread))
+def profile_of(job: Job, machine: Machine, rank_grid: tuple[int, int]) -> Profile:
+    """`rank_grid`: (ranks per node, nodes)."""
+    return ruled(job, profiled(traced(job, machine.device.kind, math.prod(rank_grid)), machine, job.batch_size, rank_grid))
 
 
 def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph]:
@@ -35,9 +35,9 @@ def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph
     return _with_rests_that_run(trace_all(job, sizes, kind, free_memory_bytes()), sizes, share)
 
 
-def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int, spread: tuple[int, int] = (1, 1)) -> Profile:
+def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int, rank_grid: tuple[int, int] = (1, 1)) -> Profile:
     """What these passes cost on a machine, with what runs on it have shown."""
-    made = cost(graphs, with_calls(machine, graphs), batch_size, spread)
+    made = cost(graphs, with_calls(machine, graphs), batch_size, rank_grid)
     known = cache.corrections_of(machine)
     return made.corrected(known.of(made.model)).paced(known.pace_of(made.model, made.parameters, made.precision))
 

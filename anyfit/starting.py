@@ -165,8 +165,8 @@ class Start:
 
     def _known_profile(self) -> Profile:
         if self._profile is None:
-            spread, sharing = ((1, 1), 1) if self._team is None else spread_of(self._team.places)
-            self._profile = profile_of(self._job, self._machine, spread).slowed(sharing)
+            rank_grid, sharing = ((1, 1), 1) if self._team is None else rank_grid_of(self._team.places)
+            self._profile = profile_of(self._job, self._machine, rank_grid).slowed(sharing)
         return self._profile
 
     def _say(self, line: str) -> None:
@@ -259,14 +259,14 @@ def ranks_of_node(places: Sequence[str], rank: int) -> int:
     return sum(place.partition(" ")[0] == node for place in places)
 
 
-def spread_of(places: Sequence[str]) -> tuple[tuple[int, int], int]:
+def rank_grid_of(places: Sequence[str]) -> tuple[tuple[int, int], int]:
     """(ranks per node, nodes), and how many ranks share a device. Where nodes have different numbers of ranks, or ranks of a node
     do not follow each other, each counts as a node of its own."""
     nodes = [place.partition(" ")[0] for place in places]
     ranks_of = Counter(nodes)
     is_even = len(set(ranks_of.values())) == 1 and sum(a != b for a, b in itertools.pairwise(nodes)) == len(ranks_of) - 1
-    spread = (len(places) // len(ranks_of), len(ranks_of)) if is_even else (1, len(places))
-    return spread, max(Counter(places).values())
+    rank_grid = (len(places) // len(ranks_of), len(ranks_of)) if is_even else (1, len(places))
+    return rank_grid, max(Counter(places).values())
 
 
 def _placed_again(job: Job, plan: Plan, placed: Placed, found: Opened) -> Placed:
@@ -317,7 +317,7 @@ def rescue_for(job: Job, machine: Machine, known: Profile | None, placed: Placed
     mirrored = mirrored_bytes(placed.demands, [each.chunk for each in placed.state.chunks])  # `made` must not hold what is placed
 
     def made() -> Profile:
-        own = known or profile_of(job, machine, machine.spread(1))
+        own = known or profile_of(job, machine, machine.rank_grid(1))
         return own if stays is None or own.state_stays else own.staying(stays, mirrored)
 
     return Rescue(

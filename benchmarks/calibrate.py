@@ -118,7 +118,7 @@ def main() -> None:
         figure: Figure = getattr(machine.device.calibration, name)
         best, least, most = fitted(name, calibrating, machine)
         print(f"{name:<24} {figure.value:g}; the cases say {best:g}, and {least:g} to {most:g} alike", flush=True)
-        changes[name] = replace(figure, spread=round(max(most / figure.value - 1, 1 - least / figure.value, 0.0), 2))
+        changes[name] = replace(figure, measurement_error=round(max(most / figure.value - 1, 1 - least / figure.value, 0.0), 2))
     for name, error in errors(rows, machine).items():
         figure = getattr(machine.device.calibration, name)
         print(f"{name:<24} {figure.value:g}; the worst of {len(rows)} cases is {error:g}")

@@ -56,7 +56,7 @@ def machine_of(gpus: int) -> Machine:
 def plan_of(model: str, gpus: int) -> Plan | NoPlan:
     """As `anyfit plan MODEL --machine h100-node --gpus ... --nodes ...` makes it."""
     machine = machine_of(gpus)
-    question = Question(model, {"ranks": math.prod(machine.spread())}, lambda name: machine, "h100-node")
+    question = Question(model, {"ranks": math.prod(machine.rank_grid())}, lambda name: machine, "h100-node")
     traced = question.traced()
     try:
         return planned(question, traced, traced.profile(machine))

@@ -38,12 +38,12 @@ LEAST_CHUNK_BYTES = {"cpu": 2**14, "cuda": 2**23}  # a GPU is done with less bef
 HOST_BOUND = 1.2  # a pass that takes this many times the device's own seconds waits for the host
 
 
-def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, spread: tuple[int, int] = (1, 1)) -> Profile:
-    """The profile of a job from its traces, one a micro-batch size. `spread` has the ranks of each node, and the nodes."""
+def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, rank_grid: tuple[int, int] = (1, 1)) -> Profile:
+    """The profile of a job from its traces, one a micro-batch size. `rank_grid` is (ranks per node, nodes)."""
     collects = gc.isenabled()
     gc.disable()  # it would look through a large model's hundreds of thousands of ops again and again, and find nothing
     try:
-        return _cost(graphs, machine, batch_size, Links(machine, *spread))
+        return _cost(graphs, machine, batch_size, Links(machine, *rank_grid))
     finally:
         if collects:
             gc.enable()
@@ -77,7 +77,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Lin
         context_bytes=int(device.context_bytes.value),
         workspace_bytes=int(device.workspace_bytes.value),
         peak_flops_per_second=rates.peak,
-        time_error=_time_error(largest, machine, passes[0].seconds, rates.spread),
+        time_error=_time_error(largest, machine, passes[0].seconds, rates.measurement_error),
         memory_error=fitted.peak_error.value,
         reserved_error=fitted.reserved_error.value,
         offload_error=fitted.offload_reserved_error.value,
@@ -124,16 +124,16 @@ def _size_near(graph: Graph, base: int, ranks: int) -> int:
     return min(allowed, key=lambda size: (counts[size][0], size))
 
 
-def _time_error(graph: Graph, machine: Machine, seconds: float, spread: float) -> float:
-    """How far a step may lie from its forecast; `spread` is that of the curve which bounds most passes."""
+def _time_error(graph: Graph, machine: Machine, seconds: float, rate_error: float) -> float:
+    """How far a step may lie from its forecast; `rate_error` is that of the curve which bounds most passes."""
     device, fitted = machine.device, machine.device.calibration
     busy = sum(device_seconds(op, graph.calls[op.call], device) for op in graph.ops)
     if device.kind == "cuda" and seconds - copy_seconds(graph, machine) > HOST_BOUND * busy:
-        return max(fitted.rough_time_error.value, spread)
+        return max(fitted.rough_time_error.value, rate_error)
     rough = rough_share(graph, device) >= ROUGH
     if measured_share(graph, device) >= (LEAST_MEASURED_OF_ROUGH if rough else LEAST_MEASURED):
         return fitted.measured_time_error.value
-    return max((fitted.rough_time_error if rough else fitted.time_error).value, spread)
+    return max((fitted.rough_time_error if rough else fitted.time_error).value, rate_error)
 
 
 def _host_rates(machine: Machine, ranks: int = 1) -> HostRates:

@@ -106,7 +106,7 @@ class Links:
         known = {each.across for each in self.machine.collectives}
         lacking = sorted(wanted - known)
         if not lacking:
-            used = [each.bytes_per_second.spread for each in self.machine.collectives if each.across in wanted]
+            used = [each.bytes_per_second.measurement_error for each in self.machine.collectives if each.across in wanted]
             return max(used, default=0.0), ""
         where = {"node": "inside a node", "cluster": "between nodes"}
         said = []

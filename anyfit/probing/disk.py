@@ -33,7 +33,7 @@ LEAST_REQUESTS = 2 * max(DEPTHS)
 FREE_SHARE = 0.05  # of the free space, at most, is written
 FILL_SECONDS = 1.5  # a slow disk gets a smaller file
 READING_SECONDS = 0.08
-FREE_SPREAD = 0.05  # others write too
+FREE_ERROR = 0.05  # others write too
 
 DIRECT = "measured"
 THROUGH_CACHE = "measured: through the page cache, because this file system refuses O_DIRECT"
@@ -51,7 +51,7 @@ class DiskLadders:
         return self.read.meters + self.write.meters
 
     def disk(self) -> Disk:
-        free = Figure(float(shutil.disk_usage(self.folder).free), FREE_SPREAD, "measured")
+        free = Figure(float(shutil.disk_usage(self.folder).free), FREE_ERROR, "measured")
         return Disk(free, self.read.curve(self.source), self.write.curve(self.source))
 
 

@@ -21,7 +21,7 @@ from . import cgroups
 from .cuda import pinned
 from .meters import Effort, Meter, host_seconds, rate_meter, torch_threads
 
-PINNABLE_SHARE, PINNABLE_SPREAD = 0.75, 0.1
+PINNABLE_SHARE, PINNABLE_ERROR = 0.75, 0.1
 TRIAL_BYTES = 64 * 2**20
 
 
@@ -66,7 +66,7 @@ def pinnable_figure(memory_bytes: float) -> Figure:
     locked = _memlock_bytes()
     if locked < share and not _pins_beyond(locked):
         return Figure(float(locked), 0.0, "measured: RLIMIT_MEMLOCK (ulimit -l)")
-    return Figure(share, PINNABLE_SPREAD, "measured: estimated as three quarters of the memory limit")
+    return Figure(share, PINNABLE_ERROR, "measured: estimated as three quarters of the memory limit")
 
 
 def bandwidth_meter(effort: Effort) -> Meter:

@@ -23,14 +23,14 @@ from torch.nn import functional
 from anyfit.values.calibration import Figure
 
 from .cuda import forget_workspaces, is_in_use
-from .meters import LEAST_SPREAD, Effort, Ladder, Work, climb, timer_of
+from .meters import LEAST_ERROR, Effort, Ladder, Work, climb, timer_of
 
 ELEMENTWISE_BYTES = {
     "cpu": tuple(2**10 * size for size in (3, 12, 48, 192, 768, 3072, 12288, 49152, 196608)),
     "cuda": tuple(2**10 * size for size in (3, 48, 768, 3072, 12288, 49152, 196608, 786432, 3145728)),
 }
 MOST_CONTEXT_BYTES = 2 * 2**30  # an H200's takes 0.9 GiB with the kernels of a large model
-CONTEXT_SPREAD = 0.1  # which kernels are loaded depends on the model
+CONTEXT_ERROR = 0.1  # which kernels are loaded depends on the model
 
 
 def elementwise_ladder(device: torch.device, effort: Effort, room_bytes: float) -> Ladder:
@@ -75,8 +75,8 @@ def gpu_figures(device: torch.device) -> tuple[Figure, Figure]:
     context = min(context, MOST_CONTEXT_BYTES)
     usable = Figure(float(total), 0.0, "measured")
     if others:
-        usable = Figure(total - others, LEAST_SPREAD, "measured: the total less what other processes hold")
-    return usable, Figure(max(context, 0.0), CONTEXT_SPREAD, "measured")
+        usable = Figure(total - others, LEAST_ERROR, "measured: the total less what other processes hold")
+    return usable, Figure(max(context, 0.0), CONTEXT_ERROR, "measured")
 
 
 def workspace_figure(device: torch.device) -> Figure:

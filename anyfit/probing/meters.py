@@ -2,8 +2,8 @@
 
 A `Meter` is one quantity; a `Ladder` is one quantity by size. All meters of a probe are read in rounds, each round
 reading every meter once, so that the repeats of one meter lie seconds apart: what the neighbours on the machine do,
-and how its clocks drift, then shows up in the spread instead of hiding in a quiet tenth of a second. The value is the
-median of the rounds; the spread is the widest distance of a round from it.
+and how its clocks drift, then shows up in the error instead of hiding in a quiet tenth of a second. The value is the
+median of the rounds; the measurement error is the widest distance of a round from it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Size = TypeVar("Size")
 # broken off: threads that wait for one of theirs which has lost its core make a small op a thousand times slower.
 BURST_SECONDS = 0.0015
 LEAST_BURSTS = 4
-LEAST_ROUNDS = 3  # fewer say nothing about spread
-LEAST_SPREAD = 0.05  # what one process cannot see: memory layout and clocks differ from process to process
+LEAST_ROUNDS = 3  # fewer say nothing about the error
+LEAST_ERROR = 0.05  # what one process cannot see: memory layout and clocks differ from process to process
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Meter:
 
 def figure(readings: Sequence[float], source: str = "measured") -> Figure:
     middle = statistics.median(readings)
-    spread = max(abs(reading - middle) for reading in readings) / middle
-    return Figure(middle, max(spread, LEAST_SPREAD), source)
+    error = max(abs(reading - middle) for reading in readings) / middle
+    return Figure(middle, max(error, LEAST_ERROR), source)
 
 
 @dataclass
@@ -144,8 +144,8 @@ class Ladder:
     def curve(self, source: str = "measured") -> Curve:
         figures = {size: meter.figure() for size, meter in self.rungs.items()}
         points = tuple((float(size), value.value) for size, value in figures.items())
-        # One spread for the whole curve, so it is the worst point's.
-        return Curve(points, max(value.spread for value in figures.values()), source)
+        # One error for the whole curve, so it is the worst point's.
+        return Curve(points, max(value.measurement_error for value in figures.values()), source)
 
 
 def rate_meter(label: str, work: Work, amount: float, timer: Timer, effort: Effort) -> tuple[Meter, float]:

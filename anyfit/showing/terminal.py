@@ -240,7 +240,7 @@ def show_machine(machine: Machine, console: Console) -> None:
         "machine": f"{machine.name}: {machine.nodes} x {device.count} {device.name}, measured {machine.date}",
         "device memory": f"{show_bytes(device.memory_bytes.value)}, at {show_bytes(device.memory.peak)}/s",
         "matmul": ", ".join(
-            f"{dtype} {show_count(curve.peak)}FLOP/s ± {curve.spread:.0%}" for dtype, curve in device.matmul.items()
+            f"{dtype} {show_count(curve.peak)}FLOP/s ± {curve.measurement_error:.0%}" for dtype, curve in device.matmul.items()
         ),
         "attention": ", ".join(f"{dtype} {show_count(curve.peak)}FLOP/s" for dtype, curve in device.attention.items()),
         "launch": show_seconds(device.launch_seconds.value),

@@ -19,11 +19,11 @@ from .record import Record
 class Figure:
     """One number about the hardware."""
 
+    former_keys: ClassVar = {"spread": "measurement_error"}
+
     value: float
-    spread: float  # relative: how far from their median repeated measurements lay at most
-    source: (
-        str  # "measured" or "measured: <how>", "datasheet: <where it is printed, and what was taken off>", "fitted: <to what>"
-    )
+    measurement_error: float  # relative: how far repeated measurements lay from their median, at most
+    source: str  # "measured" or "measured: <how>", "datasheet: <where it is printed, what was taken off>", "fitted: <to what>"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Machine: what the hardware is, how fast each part of it is, and how much of it may be used.
 
-Every rate says where it comes from (`measured`, or `datasheet: <source>`) and how far repeats of its measurement
-spread, so that a forecast made from it can carry an honest error band.
+Every rate says where it comes from (`measured`, or `datasheet: <source>`) and how far repeated measurements of it differ, so that
+a forecast made from it carries an honest error band.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ OPERATIONS = (
 class Curve:
     """A rate by size. Between points it is a straight line on logarithmic axes, outside them it is constant."""
 
+    former_keys: ClassVar = {"spread": "measurement_error"}
+
     points: tuple[tuple[float, float], ...]  # (size, rate), sizes ascending
-    spread: float
+    measurement_error: float  # relative, of the worst point
     source: str
 
     def __post_init__(self) -> None:
@@ -271,8 +273,8 @@ class Machine(Record):
             raise ValueError(f"--nodes {nodes}: no link between nodes is known of {self.name!r}; a preset has them: h100-node")
         return machine
 
-    def spread(self, ranks: int | None = None) -> tuple[int, int]:
-        """The ranks of each node, and the nodes, of so many that have a device each; None is all there are."""
+    def rank_grid(self, ranks: int | None = None) -> tuple[int, int]:
+        """(ranks per node, nodes) for so many ranks with a device each; None is as many as there are devices."""
         there = self.device.count * self.nodes
         ranks = there if ranks is None else ranks
         if not 1 <= ranks <= there:

@@ -173,6 +173,9 @@ def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError(f"{where}: expected an object, got {_name_of(value)}")
     fields = [field.name for field in dataclasses.fields(kind)]
+    for former, name in getattr(kind, "former_keys", {}).items():  # files written before a field was renamed
+        if former in value and name not in value:
+            value = {name if key == former else key: item for key, item in value.items()}
     _refuse_other_keys(value, fields, where)
     hints = get_type_hints(kind)
     arguments = {name: decode(hints[name], value[name], f"{where}.{name}") for name in fields}

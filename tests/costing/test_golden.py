@@ -118,9 +118,9 @@ def readings(value: object, path: str = "") -> dict[str, tuple[float, float]]:
     """Every figure and every point of a curve below a value, by where it stands: the number, and how far it may be off."""
     match value:
         case Figure():
-            return {path: (value.value, value.spread * value.value)}
+            return {path: (value.value, value.measurement_error * value.value)}
         case Curve():
-            return {f"{path} at {size:g}": (rate, value.spread * rate) for size, rate in value.points}
+            return {f"{path} at {size:g}": (rate, value.measurement_error * rate) for size, rate in value.points}
         case Mapping():
             inside = dict(value)
         case tuple():
@@ -131,13 +131,13 @@ def readings(value: object, path: str = "") -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("again", AGAIN, ids=lambda file: file.parent.name)
-def test_two_probes_of_a_machine_agree_within_their_spreads(again: Path) -> None:
+def test_two_probes_of_a_machine_agree_within_their_errors(again: Path) -> None:
     first, second = readings(machine_in(again.parent)), readings(Machine.load(again))
     assert first.keys() == second.keys()
     assert len(first) >= 200
-    for name, (value, spread) in first.items():
-        other, other_spread = second[name]
-        assert abs(value - other) <= spread + other_spread, name
+    for name, (value, error) in first.items():
+        other, other_error = second[name]
+        assert abs(value - other) <= error + other_error, name
 
 
 def test_steps_recorded_on_a_cpu_lie_within_the_error_band_that_plans_for_one_carry() -> None:

@@ -90,4 +90,4 @@ def test_links_that_nobody_measured_are_assumed_and_said_to_be() -> None:
     assert "1 GB/s inside a node" in note
     assert "small" in note
     assert Links(replace(NODE, collectives=()), 8, 2).error()[1].startswith("1 GB/s between nodes and 10 GB/s inside a node")
-    assert Links(NODE, 8, 64).error() == (max(each.bytes_per_second.spread for each in NODE.collectives), "")
+    assert Links(NODE, 8, 64).error() == (max(each.bytes_per_second.measurement_error for each in NODE.collectives), "")

@@ -145,7 +145,7 @@ def test_the_peak_of_one_of_512_ranks_is_forecast_within_three_percent(name: str
     build = functools.partial(PlainLlama, layers=80 if FULL else 6, **LLAMA_70B)
     job = job_for(build, "bf16", RANKS * accumulation, torch.zeros(1, LENGTH + 1, dtype=torch.long))
     machine = Machine.load("h100-node").with_devices(nodes=RANKS // 8)
-    profile = cost(traced(replace(job, micro_batch=1), "cuda", RANKS), machine, job.batch_size, machine.spread())
+    profile = cost(traced(replace(job, micro_batch=1), "cuda", RANKS), machine, job.batch_size, machine.rank_grid())
     each, placements = profile.passes[0], (placement,) * len(profile.chunks)
     activations = tuple(choice if block.name and choice in block.choices else "keep" for block in each.blocks)
     slots = 9

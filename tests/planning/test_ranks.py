@@ -145,10 +145,10 @@ def test_the_profiles_have_all_kinds_of_plans() -> None:
 @settings(max_examples=25)
 @given(st.integers(700 * MIB, 6 * GIB), st.sampled_from([(2, 1), (8, 1), (2, 2), (8, 4)]), st.sampled_from([1.0, 30.0, 1000.0]))
 def test_the_choice_is_the_best_of_all_divisions_and_keeps_every_limit(
-    device_bytes: int, spread: tuple[int, int], slowness: float
+    device_bytes: int, rank_grid: tuple[int, int], slowness: float
 ) -> None:
     """By seconds within a hundredth, of those with nothing on the host; or what fits, where only with the host something does."""
-    profile = slow_links(over(chain(device_bytes), *spread), slowness)
+    profile = slow_links(over(chain(device_bytes), *rank_grid), slowness)
     stays: dict[Division, float] = {}
     for division in profile.divisions:
         space = Space(profile.sharded(division))
@@ -161,7 +161,7 @@ def test_the_choice_is_the_best_of_all_divisions_and_keeps_every_limit(
         return
     assert plan.forecast.needed_bytes <= device_bytes
     assert plan.forecast.peak_bytes["host"] <= profile.host_limit_bytes
-    assert plan.ranks == spread[0] * spread[1]
+    assert plan.ranks == rank_grid[0] * rank_grid[1]
     assert plan.batch_size == profile.batch_size
     if plan.forecast.peak_bytes["host"] and stays:
         assert plan.forecast.step_seconds <= (1 - WORTH_LEAVING) * min(stays.values()) * (1 + 1e-9)

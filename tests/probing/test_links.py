@@ -20,7 +20,7 @@ def test_every_collective_of_two_ranks_is_measured() -> None:
         assert (each.across, each.group) == ("node", 2)
         assert 0 < each.latency_seconds.value < 60
         assert each.bytes_per_second.value > 0
-        assert each.bytes_per_second.spread > 0
+        assert each.bytes_per_second.measurement_error > 0
         assert each.bytes_per_second.source == "measured"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anyfit.probing import meters, probe
-from anyfit.probing.meters import LEAST_SPREAD, QUICK, Ladder, Meter, climb, figure, host_seconds, read_in_rounds
+from anyfit.probing.meters import LEAST_ERROR, QUICK, Ladder, Meter, climb, figure, host_seconds, read_in_rounds
 from anyfit.probing.update import host_load, thread_counts
 from anyfit.values.machine import DTYPES, OPERATIONS, Curve, Machine
 
@@ -78,14 +78,14 @@ def test_a_cpu_has_no_workspaces(measured: Machine) -> None:
     assert measured.device.workspace_bytes.value == 0
 
 
-def test_every_figure_is_measured_and_carries_a_spread(measured: Machine) -> None:
+def test_every_figure_is_measured_and_carries_its_error(measured: Machine) -> None:
     device, host = measured.device, measured.host
     by_dtype = (device.matmul, device.matmul_unaligned, device.attention, device.attention_backward, device.convolution)
     named = [curve for curves in (*by_dtype, device.operations) for curve in curves.values()]
     curves = [*named, device.memory, host.update, host.update_loaded]
     for each in [*curves, device.launch_seconds, device.host_seconds, host.bytes_per_second]:
         assert each.source == "measured"
-        assert each.spread >= LEAST_SPREAD
+        assert each.measurement_error >= LEAST_ERROR
     assert [threads for threads, _ in host.update.points] == thread_counts(host.cores)
 
 
@@ -102,10 +102,10 @@ def test_an_unknown_effort_is_refused() -> None:
         probe.measure("thorough")  # type: ignore[arg-type]
 
 
-def test_spread_is_the_widest_distance_from_the_median() -> None:
+def test_the_measurement_error_is_the_widest_distance_from_the_median() -> None:
     assert figure([8.0, 10.0, 13.0]).value == 10.0
-    assert figure([8.0, 10.0, 13.0]).spread == pytest.approx(0.3)
-    assert figure([10.0, 10.0, 10.0]).spread == LEAST_SPREAD
+    assert figure([8.0, 10.0, 13.0]).measurement_error == pytest.approx(0.3)
+    assert figure([10.0, 10.0, 10.0]).measurement_error == LEAST_ERROR
 
 
 def test_a_curve_is_as_uncertain_as_its_worst_point() -> None:

@@ -58,7 +58,7 @@ def curves(rates: st.SearchStrategy[float] = positive) -> st.SearchStrategy[Curv
         lambda sizes: st.builds(
             Curve,
             points=st.tuples(*(st.tuples(st.just(size), rates) for size in sizes)),
-            spread=finite,
+            measurement_error=finite,
             source=st.text(max_size=8),
         )
     )

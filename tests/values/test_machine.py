@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from dataclasses import replace
 
@@ -153,3 +154,18 @@ def test_a_fingerprint_is_of_the_parts_and_not_of_their_speed_or_limits(machine:
     assert slower.with_limits(device_memory="1GiB").fingerprint == machine.fingerprint
     others = [small_machine(device_bytes=16 * GIB), small_machine(cores=64), replace(machine, nodes=2)]
     assert len({machine.fingerprint, *(other.fingerprint for other in others)}) == 4
+
+
+# ---------------------------------------------------------------------- files written before
+
+
+def test_a_file_that_calls_the_measurement_error_spread_is_read(machine: Machine) -> None:
+    document = json.loads(json.dumps(machine.to_json()).replace('"measurement_error"', '"spread"'))
+    assert Machine.from_json(document) == machine
+
+
+def test_a_figure_with_both_names_of_its_error_is_refused(machine: Machine) -> None:
+    document = json.loads(json.dumps(machine.to_json()))
+    document["host"]["memory_bytes"]["spread"] = 0.1
+    with pytest.raises(ValueError, match=r"host\.memory_bytes: unknown key 'spread'"):
+        Machine.from_json(document)

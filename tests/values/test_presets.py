@@ -53,7 +53,7 @@ def test_every_preset_loads_and_travels(name: str) -> None:
 def test_every_number_says_where_it_comes_from(name: str) -> None:
     for number in numbers(Machine.load(name)):
         assert SOURCE.fullmatch(number.source), number.source
-        assert 0 <= number.spread <= (3 if number.source.startswith("assumed") else 1)
+        assert 0 <= number.measurement_error <= (3 if number.source.startswith("assumed") else 1)
         if number.source.startswith("measured"):
             assert name == "h200"
 
