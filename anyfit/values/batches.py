@@ -29,7 +29,7 @@ import sys
 import types
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -57,50 +57,43 @@ def is_array(value: object) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
 
 
-def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+def map_tensors(batch: Any, change: Callable[[Tensor], Any], depth: int = MOST_DEPTH) -> Any:
     """The same nest with every tensor changed, also in objects that hold some; what is not a tensor stays."""
-    return _mapped(batch, change, MOST_DEPTH)
-
-
-def _mapped(batch: Any, change: Callable[[Tensor], Any], depth: int) -> Any:
     if is_tensor(batch):
         return change(batch)
     fields = fields_of(batch)
     if fields is not None:
-        changed = {key: _mapped(item, change, depth) for key, item in fields.items() if not _stays(batch, key)}
+        changed = {key: map_tensors(item, change, depth) for key, item in fields.items() if not _stays(batch, key)}
         return _with_fields(batch, fields | changed)
     if _is_sequence(batch):
-        return _with_entries(batch, [_mapped(item, change, depth) for item in batch])
-    if depth and _is_object(batch) and any(True for _ in _named(batch, "", depth)):
+        return _with_entries(batch, [map_tensors(item, change, depth) for item in batch])
+    if depth and _is_object(batch) and any(True for _ in named_tensors(batch, "", depth)):
         twin = copy.copy(batch)
         for name, item in _attributes(twin).items():
-            object.__setattr__(twin, name, _mapped(item, change, depth - 1))
+            object.__setattr__(twin, name, map_tensors(item, change, depth - 1))
         return twin
     return batch
 
 
-def named_tensors(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(batch: Any, path: str = "batch", depth: int = MOST_DEPTH) -> Iterator[tuple[str, Tensor]]:
     """Every tensor with the expression that reaches it, such as `batch['input_ids']`."""
-    return _named(batch, path, MOST_DEPTH)
-
-
-def _named(batch: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
     if is_tensor(batch):
         yield path, batch
-    elif (fields := fields_of(batch)) is not None:
-        for key, item in fields.items():
-            yield from _named(item, _reached(batch, path, key), depth)
-    elif _is_sequence(batch):
-        for index, item in enumerate(batch):
-            yield from _named(item, f"{path}[{index}]", depth)
+    elif (parts := _parts(batch)) is not None:
+        for key, item in parts:
+            yield from named_tensors(item, _reached(batch, path, key), depth)
     elif depth and _is_object(batch):
         for name, item in _attributes(batch).items():
-            yield from _named(item, f"{path}.{name}", depth - 1)
+            yield from named_tensors(item, f"{path}.{name}", depth - 1)
+
+
+def is_strided(tensor: Tensor) -> bool:
+    return str(tensor.layout) == "torch.strided"
 
 
 def is_dense(tensor: Tensor) -> bool:
     """Neither nested nor sparse."""
-    return not tensor.is_nested and str(tensor.layout) == "torch.strided"
+    return not tensor.is_nested and is_strided(tensor)
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
@@ -151,19 +144,14 @@ def refuse_iterators(batch: Any, path: str = "batch") -> None:
             f"{path} is a {type(batch).__name__}, which can be read only once, and planning and a step that is repeated read "
             "a batch as well: make it a list"
         )
-    if (fields := fields_of(batch)) is not None:
-        for key, item in fields.items():
+    for key, item in () if isinstance(batch, range) else _parts(batch) or ():
+        if not isinstance(item, FOR_ALL):
             refuse_iterators(item, _reached(batch, path, key))
-    elif _is_sequence(batch) and not isinstance(batch, range):
-        for index, item in enumerate(batch):
-            if not isinstance(item, FOR_ALL):
-                refuse_iterators(item, f"{path}[{index}]")
 
 
 def uncuttable(batch: Any, rows: int) -> str | None:
     """Why a batch of so many samples cannot be cut, and what to type; None where it can."""
-    unclear = _unclear(batch, rows)
-    return f"{unclear}; {WAY_OUT}" if unclear else None
+    return f"{unclear}; {WAY_OUT}" if (unclear := _unclear(batch, rows)) else None
 
 
 def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
@@ -235,7 +223,7 @@ def _sliced(start: int, size: int, value: Any) -> Any:
 
 
 def repeated(tensor: Tensor, wanted: int) -> Tensor:
-    """As many rows of a tensor, its own again where it has fewer."""
+    """So many rows of a tensor: its own, and from the first again where it has fewer."""
     return _taken(tensor, [index % tensor.size(0) for index in range(wanted)])
 
 
@@ -281,24 +269,19 @@ def _kind(value: Any, rows: int) -> Kind:
 def _unclear(value: Any, rows: int, path: str = "batch") -> str:
     """What of a batch of so many samples is not known to belong to one or to all; or nothing."""
     kind = _kind(value, rows)
-    if kind == "unclear" or kind == "either":
-        shown = f"{path} is {_described(value)}, and the batch has {rows} samples"
-        if kind == "either":
-            shown += f": {len(value)} fields or {len(value)} samples, both can be"
-        return shown
+    if kind in ("unclear", "either"):
+        which = f": {len(value)} fields or {len(value)} samples, both can be" if kind == "either" else ""
+        return f"{path} is {_described(value)}, and the batch has {rows} samples{which}"
     if kind == "fields":
-        for key, item in (fields_of(value) or dict(enumerate(value))).items():
-            found = _unclear(item, rows, _reached(value, path, key))
-            if found:
+        for key, item in _parts(value) or ():
+            if found := _unclear(item, rows, _reached(value, path, key)):
                 return found
     return ""
 
 
 def _has_samples(value: Any, rows: int) -> bool:
     kind = _kind(value, rows)
-    return kind == "samples" or (
-        kind == "fields" and any(_has_samples(each, rows) for each in (fields_of(value) or dict(enumerate(value))).values())
-    )
+    return kind == "samples" or (kind == "fields" and any(_has_samples(item, rows) for _, item in _parts(value) or ()))
 
 
 def _are_alike(entries: Sequence[Any]) -> bool:
@@ -350,9 +333,7 @@ def _described(value: Any) -> str:
         return f"an array of shape {tuple(value.shape)}"
     named = type(value).__name__
     article = "an" if named[:1].lower() in tuple("aeiou") else "a"
-    if isinstance(value, SEQUENCES):
-        return f"{article} {named} of {len(value)}"
-    return f"{article} {named}"
+    return f"{article} {named}" + (f" of {len(value)}" if isinstance(value, SEQUENCES) else "")
 
 
 # ---------------------------------------------------------------------- nests
@@ -367,6 +348,14 @@ def fields_of(value: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return None
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """By key, name or index, the fields or entries of a nest; None for anything else."""
+    fields = fields_of(value)
+    if fields is not None:
+        return fields.items()
+    return enumerate(value) if _is_sequence(value) else None
 
 
 def _reached(value: Any, path: str, key: Any) -> str:
@@ -442,9 +431,11 @@ def _is_object(value: Any) -> bool:
 
 def _attributes(value: Any) -> dict[str, Any]:
     found = dict(getattr(value, "__dict__", None) or {})
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
+    return found | {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
+
+
+def slots_of(kind: type) -> list[str]:
+    """Attributes that objects of a class have in slots."""
+    slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    names = (name for each in slots for name in ((each,) if isinstance(each, str) else each))
+    return [name for name in names if name not in ("__dict__", "__weakref__")]

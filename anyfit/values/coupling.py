@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from .batches import is_tensor
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -97,14 +99,16 @@ def _tried(optimizer: Optimizer, beside: Mapping[str, Any]) -> str | None:
     import torch
 
     name = type(optimizer).__name__
-    shapes = [_stand_ins(group["params"]) for group in optimizer.param_groups]
     generator = torch.Generator().manual_seed(0)
-    first = [[_like(parameter, shape, generator) for parameter, shape in group] for group in shapes]
+    first = [
+        [_parameter(torch.randn(shape, generator=generator), each) for each, shape in _stand_ins(group["params"])]
+        for group in optimizer.param_groups
+    ]
     steps: list[list[list[Any]]] = [
         [[torch.randn(each.shape, generator=generator) for each in group] for group in first] for _ in range(STEPS)
     ]
-    for gradients in steps[STEPS // 2 : STEPS // 2 + 1]:  # parameters may be without one
-        gradients[-1] = [None for _ in gradients[-1]] if len(gradients) > 1 else [*gradients[-1][:-1], None][: len(gradients[-1])]
+    last = steps[STEPS // 2][-1]  # parameters may be without a gradient
+    last[:] = [None for _ in last] if len(first) > 1 else [*last[:-1], None][: len(last)]
     together, apart = (_Trial(optimizer, beside, first) for _ in range(2))
     before = torch.get_rng_state()
     for gradients in steps:
@@ -121,7 +125,7 @@ def _tried(optimizer: Optimizer, beside: Mapping[str, Any]) -> str | None:
         for key in after.keys() - {"params"}:
             if key not in before_step or not _same(before_step[key], after[key]):
                 return f"{name} changes its group's {key!r} in a step, for all parameters of the group"
-    if any(not isinstance(key, torch.Tensor) for key in together.optimizer.state):
+    if not all(is_tensor(key) for key in together.optimizer.state):
         return f"{name} keeps state that is no parameter's"
     if any(vars(each).keys() != vars(mine).keys() for mine, each in zip(_flat(first), _flat(together.parameters), strict=True)):
         return f"{name} keeps what it knows on the parameters themselves"
@@ -136,10 +140,8 @@ def _flat(groups: Sequence[Sequence[nn.Parameter]]) -> list[nn.Parameter]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    import torch
-
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one.cpu(), other.cpu())
+    if is_tensor(one) or is_tensor(other):
+        return is_tensor(one) and is_tensor(other) and bool(one.cpu().equal(other.cpu()))
     return bool(one is other or one == other)
 
 
@@ -153,11 +155,11 @@ def _stand_ins(parameters: Sequence[Tensor]) -> list[tuple[Tensor, tuple[int, ..
     return [(each, tuple(min(size, SIDE) for size in each.shape)) for each in chosen]
 
 
-def _like(parameter: Tensor, shape: tuple[int, ...], generator: Any) -> nn.Parameter:
-    import torch
+def _parameter(values: Tensor, like: Tensor) -> nn.Parameter:
+    from torch import nn
 
-    made = torch.nn.Parameter(torch.randn(shape, generator=generator))
-    vars(made).update(vars(parameter))  # marks that user code has put there
+    made = nn.Parameter(values)
+    vars(made).update(vars(like))  # marks that user code has put there
     return made
 
 
@@ -165,18 +167,13 @@ class _Trial:
     """The optimizer as it would be for other parameters: what it keeps besides them is copied."""
 
     def __init__(self, optimizer: Optimizer, beside: Mapping[str, Any], like: Sequence[Sequence[nn.Parameter]]) -> None:
-        import torch
-
-        self.parameters = [[torch.nn.Parameter(each.detach().clone()) for each in group] for group in like]
-        for mine, each in zip(_flat(self.parameters), _flat(like), strict=True):
-            vars(mine).update(vars(each))
+        self.parameters = [[_parameter(each.detach().clone(), each) for each in group] for group in like]
         made: Any = object.__new__(type(optimizer))
         made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
         made.__dict__.update(copy.deepcopy(dict(beside)))
         made.state = defaultdict(dict)
         made.param_groups = [
-            {key: _copied(value) for key, value in group.items() if key != "params"} | {"params": list(members)}
-            for group, members in zip(optimizer.param_groups, self.parameters, strict=True)
+            {key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
         self.optimizer = made
 
@@ -190,6 +187,4 @@ class _Trial:
 
 
 def _copied(value: Any) -> Any:
-    import torch
-
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return value.detach().clone() if is_tensor(value) else copy.deepcopy(value)

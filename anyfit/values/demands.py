@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .batches import is_strided, is_tensor
 from .coupling import coupled
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def demands_of(model: nn.Module, optimizer: Optimizer, *, casts: bool, elsewhere
     elements are `elsewhere`, in a folder of weights, have none yet: what stands for them is one number, expanded."""
     shared, held = shared_memory(model)
     shared |= {} if casts else held
-    made = [(name, each) for name, each in model.named_parameters() if name not in elsewhere]
-    for name, each in made:
+    made = {name: each for name, each in model.named_parameters() if name not in elsewhere}
+    for name, each in made.items():
         if each.requires_grad and any(size > 1 and not stride for size, stride in zip(each.shape, each.stride(), strict=True)):
             raise ValueError(
                 f"{name} is an expanded tensor, whose elements share memory and cannot be updated; give it a clone()"
@@ -70,16 +71,10 @@ def demands_of(model: nn.Module, optimizer: Optimizer, *, casts: bool, elsewhere
     strided = {
         name: f"{name} does not lie in order in memory (strides {tuple(each.stride())}, as channels_last or a transpose has "
         "them); build it with .contiguous()"
-        for name, each in made
-        if each.layout == _strided() and not each.is_contiguous()
+        for name, each in made.items()
+        if is_strided(each) and not each.is_contiguous()
     }
     return Demands(kept=strided | shared, shared=shared, special=_special(model), coupled=coupled(optimizer))
-
-
-def _strided() -> Any:
-    import torch
-
-    return torch.strided
 
 
 def _special(model: nn.Module) -> dict[str, str]:
@@ -112,17 +107,20 @@ def shared_memory(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """By name of a trainable parameter, what else of the model shares its memory; and which of the others' other code holds."""
     import torch
 
+    def uses(tensor: Tensor) -> int:
+        count: Any = torch._C._storage_Use_Count
+        return int(count(tensor.untyped_storage()._cdata))
+
     parameters = dict(model.named_parameters())
-    known = {id(each) for each in parameters.values()}
     holders: dict[int, list[tuple[str, Tensor]]] = {}
-    for label, tensor in [*parameters.items(), *_others(model, known)]:
-        if tensor.layout == torch.strided and not tensor.is_meta and _has_storage(tensor):
+    for label, tensor in [*parameters.items(), *_others(model)]:
+        if is_strided(tensor) and _has_storage(tensor):
             holders.setdefault(tensor.untyped_storage()._cdata, []).append((label, tensor))
-    alone = _uses(torch.empty(1))
+    alone = uses(torch.empty(1))
     found: dict[str, str] = {}
     held: dict[str, str] = {}
     for name, parameter in parameters.items():
-        if not parameter.requires_grad or parameter.is_meta or not parameter.numel() or not _has_storage(parameter):
+        if not parameter.requires_grad or not parameter.numel() or not _has_storage(parameter):
             continue
         same = holders.get(parameter.untyped_storage()._cdata, [])
         others = [label for label, tensor in same if label and tensor is not parameter and _overlap(tensor, parameter)]
@@ -130,7 +128,7 @@ def shared_memory(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
             is_tie = others[0] in parameters
             instead = "tie them as one object: module.a.weight = module.b.weight" if is_tie else "give that a clone()"
             found[name] = f"{name} shares its memory with {others[0]}; {instead}"
-        elif _uses(parameter) > alone + len(same) - 1:
+        elif uses(parameter) > alone + len(same) - 1:
             held[name] = (
                 f"{name} shares its memory with a tensor or array that other code keeps (a state_dict(), .detach(), .data or "
                 ".numpy() of it); give that a clone(), or drop it"
@@ -139,16 +137,8 @@ def shared_memory(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    import torch
-
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or not hasattr(tensor, "_local_tensor")
-
-
-def _uses(tensor: Any) -> int:
-    import torch
-
-    count: Any = torch._C._storage_Use_Count
-    return int(count(tensor.untyped_storage()._cdata))
+    """Neither without bytes nor sharded by other code."""
+    return not tensor.is_meta and not hasattr(tensor, "_local_tensor")
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -163,9 +153,9 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return start < last and first < end
 
 
-def _others(model: nn.Module, known: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a module holds and that is no parameter of it, with a name; without, where nobody reads it."""
-    seen = set(known)
+def _others(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a module holds and that is no parameter, with a name; without, where nobody reads it."""
+    seen = {id(each) for each in model.parameters()}
     for path, module in model.named_modules():
         at = f"{path}." if path else ""
         for name, buffer in module._buffers.items():
@@ -183,13 +173,8 @@ def _others(model: nn.Module, known: set[int]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    import torch
-
-    if isinstance(value, torch.Tensor):
+    if is_tensor(value):
         yield value
-    elif depth and isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each, depth - 1)
-    elif depth and isinstance(value, list | tuple | set | frozenset):
-        for each in value:
+    elif depth and isinstance(value, Mapping | list | tuple | set | frozenset):
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(each, depth - 1)

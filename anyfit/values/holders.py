@@ -4,74 +4,127 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 LONGEST = 10_000  # entries of a container whose own contents are looked at; a longer one is put back, but not what is in it
 MISSING: Any = object()
+Change = Callable[[Any], Any]
 
 
 class Holder:
     """Something with entries that can be replaced."""
 
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
-        """Other objects in place of those it had at first, where `replaced` gives others."""
+    def hold(self, change: Change) -> None:
+        """Other objects in place of those it had at first, where `change` gives others."""
 
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        """What it had at first."""
+    def put_back(self, change: Change) -> None:
+        """What it had at first, or what `change` makes of it."""
+
+
+class Named(Holder):
+    """Entries that are got, set and deleted by name; MISSING stands for one that is not there."""
+
+    def __init__(
+        self, before: Mapping[str, Any], get: Change, set: Any, delete: Any, forgiven: type[Exception] | None = None
+    ) -> None:
+        self.before, self.get, self.set, self.delete = before, get, set, delete
+        self.forgiven = () if forgiven is None else (forgiven,)
+
+    def hold(self, change: Change) -> None:
+        for name, value in self.before.items():
+            if (other := change(value)) is not value:
+                self.set(name, other)
+
+    def put_back(self, change: Change) -> None:
+        for name, value in self.before.items():
+            before = change(value)
+            if self.get(name) is not before:
+                with contextlib.suppress(*self.forgiven):
+                    self.delete(name) if before is MISSING else self.set(name, before)
+
+
+def names(held: dict[str, Any], wanted: Iterable[str]) -> Named:
+    """Some entries of a dict: globals."""
+
+    def get(name: str) -> Any:
+        return held.get(name, MISSING)
+
+    return Named({name: get(name) for name in wanted}, get, held.__setitem__, held.__delitem__)
+
+
+def slots(held: Any, wanted: Iterable[str]) -> Named:
+    """Attributes of an object without a dict."""
+
+    def get(name: str) -> Any:
+        return getattr(held, name, MISSING)
+
+    before = {name: get(name) for name in wanted}
+    return Named(before, get, partial(object.__setattr__, held), partial(object.__delattr__, held), forgiven=AttributeError)
+
+
+def cell(held: types.CellType) -> Named:
+    def get(name: str) -> Any:
+        try:
+            return held.cell_contents
+        except ValueError:  # empty
+            return MISSING
+
+    return Named({"cell_contents": get("")}, get, partial(setattr, held), partial(delattr, held))
+
+
+class Attributes(Named):
+    """Of a class."""
+
+    def __init__(self, held: type) -> None:
+        self.held = held
+        get, set, delete = (lambda name: vars(held).get(name, MISSING)), partial(setattr, held), partial(delattr, held)
+        super().__init__({name: value for name, value in vars(held).items() if not _is_of_python(name)}, get, set, delete)
+
+    def put_back(self, change: Change) -> None:
+        for name in [name for name in vars(self.held) if not _is_of_python(name) and name not in self.before]:
+            delattr(self.held, name)
+        super().put_back(change)
 
 
 class Dict(Holder):
-    def __init__(self, held: dict[Any, Any], names: Iterable[str] | None = None) -> None:
-        self.held = held
-        # Of all its entries, or of these names.
-        self.before = dict(held) if names is None else {name: held.get(name, MISSING) for name in names}
-        self.is_part = names is not None
+    """All entries of a dict, in their order. They are set past whatever a class of its own makes of that."""
 
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
+    def __init__(self, held: dict[Any, Any]) -> None:
+        self.held, self.before = held, dict(held)
+        self.kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
+
+    def hold(self, change: Change) -> None:
         for key, value in self.before.items():
-            if (other := replaced(value)) is not value:
-                self._set(key, other)
+            if (other := change(value)) is not value:
+                self.kind.__setitem__(self.held, key, other)
 
-    def _set(self, key: Any, value: Any) -> None:
-        """Past whatever a class of its own makes of it."""
-        kind: Any = OrderedDict if isinstance(self.held, OrderedDict) else dict
-        kind.__setitem__(self.held, key, value)
-
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        before = {key: still(value) for key, value in self.before.items()}
-        if self.is_part:
-            for key, value in before.items():
-                if value is MISSING:
-                    self.held.pop(key, None)
-                elif self.held.get(key, MISSING) is not value:
-                    self._set(key, value)
-            return
-        now = self.held
+    def put_back(self, change: Change) -> None:
+        now, before = self.held, {key: change(value) for key, value in self.before.items()}
         if len(now) == len(before) and all(a is b and v is w for (a, v), (b, w) in zip(now.items(), before.items(), strict=True)):
             return
-        (OrderedDict if isinstance(now, OrderedDict) else dict).clear(now)
+        self.kind.clear(now)
         for key, value in before.items():
-            self._set(key, value)
+            self.kind.__setitem__(now, key, value)
 
 
 class List(Holder):
     def __init__(self, held: Any) -> None:
         self.held, self.before = held, held[:]
 
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
+    def hold(self, change: Change) -> None:
         if isinstance(self.held, list) and len(self.held) <= LONGEST:
             for index, value in enumerate(self.before):
-                if (other := replaced(value)) is not value:
+                if (other := change(value)) is not value:
                     self.held[index] = other
 
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        if isinstance(self.held, list) and len(self.before) <= LONGEST:
-            self.held[:] = [still(value) for value in self.before]
-        else:
-            self.held[:] = self.before
+    def put_back(self, change: Change) -> None:
+        is_looked_at = isinstance(self.held, list) and len(self.before) <= LONGEST
+        self.held[:] = [change(value) for value in self.before] if is_looked_at else self.before
 
 
 class Refilled(Holder):
@@ -80,95 +133,23 @@ class Refilled(Holder):
     def __init__(self, held: Any) -> None:
         self.held, self.before = held, list(held)
 
-    def put_back(self, still: Callable[[Any], Any]) -> None:
+    def put_back(self, change: Change) -> None:
         if len(self.held) != len(self.before) or any(a is not b for a, b in zip(self.held, self.before, strict=True)):
             self.held.clear()
             add = self.held.extend if isinstance(self.held, deque) else self.held.update
-            add(map(still, self.before))
-
-
-class Cell(Holder):
-    def __init__(self, held: types.CellType) -> None:
-        self.held, self.before = held, Cell.of(held)
-
-    @staticmethod
-    def of(cell: types.CellType) -> Any:
-        try:
-            return cell.cell_contents
-        except ValueError:  # empty
-            return MISSING
-
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
-        if (other := replaced(self.before)) is not self.before:
-            self.held.cell_contents = other
-
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        before = still(self.before)
-        if before is MISSING:
-            with contextlib.suppress(ValueError):
-                del self.held.cell_contents
-        elif Cell.of(self.held) is not before:
-            self.held.cell_contents = before
+            add(map(change, self.before))
 
 
 class Partial(Holder):
     def __init__(self, held: Any) -> None:
         self.held, self.before = held, (held.func, held.args, dict(held.keywords), held.__dict__ or None)
 
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
+    def hold(self, change: Change) -> None:
         function, args, keywords, attributes = self.before
-        others = tuple(map(replaced, args)), {name: replaced(value) for name, value in keywords.items()}
-        if any(a is not b for a, b in zip(others[0], args, strict=True)) or any(
-            others[1][name] is not keywords[name] for name in keywords
-        ):
-            self.held.__setstate__((function, *others, attributes))
+        others = {name: change(value) for name, value in keywords.items()}
+        self.held.__setstate__((function, tuple(map(change, args)), others, attributes))
 
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        function, args, keywords, attributes = self.before
-        kept = tuple(map(still, args)), {name: still(value) for name, value in keywords.items()}
-        self.held.__setstate__((function, *kept, attributes))
-
-
-class Slots(Holder):
-    """Attributes of an object without a dict."""
-
-    def __init__(self, held: Any, names: tuple[str, ...]) -> None:
-        self.held, self.before = held, {name: getattr(held, name, MISSING) for name in names}
-
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
-        for name, value in self.before.items():
-            if (other := replaced(value)) is not value:
-                object.__setattr__(self.held, name, other)
-
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        for name, value in self.before.items():
-            before = still(value)
-            if getattr(self.held, name, MISSING) is not before:
-                with contextlib.suppress(AttributeError):
-                    if before is MISSING:
-                        object.__delattr__(self.held, name)
-                    else:
-                        object.__setattr__(self.held, name, before)
-
-
-class Attributes(Holder):
-    """Of a class."""
-
-    def __init__(self, held: type) -> None:
-        self.held, self.before = held, {name: value for name, value in vars(held).items() if not _is_of_python(name)}
-
-    def hold(self, replaced: Callable[[Any], Any]) -> None:
-        for name, value in self.before.items():
-            if (other := replaced(value)) is not value:
-                setattr(self.held, name, other)
-
-    def put_back(self, still: Callable[[Any], Any]) -> None:
-        for name in [name for name in vars(self.held) if not _is_of_python(name) and name not in self.before]:
-            delattr(self.held, name)
-        for name, value in self.before.items():
-            before = still(value)
-            if vars(self.held).get(name, MISSING) is not before:
-                setattr(self.held, name, before)
+    put_back = hold
 
 
 class Peeked:
@@ -198,3 +179,28 @@ class Peeked:
 
 def _is_of_python(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
+
+
+def process_settings(torch: Any, numpy: Any) -> Iterator[tuple[Any, Callable[[Any], object]]]:
+    """Settings of the process that user code may change, as they are, and what sets them: random numbers, torch's defaults."""
+    yield random.getstate(), random.setstate
+    if numpy is not None:
+        yield numpy.random.get_state(), numpy.random.set_state
+    yield torch.get_rng_state(), torch.set_rng_state
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        yield torch.cuda.get_rng_state_all(), torch.cuda.set_rng_state_all
+    yield torch.get_default_dtype(), torch.set_default_dtype
+    if _default_device(torch) is None:  # one that was set outside stays; one that is set meanwhile goes
+        yield None, lambda _: torch.set_default_device(None) if _default_device(torch) is not None else None
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    yield deterministic, lambda state: torch.use_deterministic_algorithms(state[0], warn_only=state[1])
+    yield torch.is_grad_enabled(), torch.set_grad_enabled
+    for kind in ("cpu", "cuda"):
+        yield torch.is_autocast_enabled(kind), partial(torch.set_autocast_enabled, kind)
+        yield torch.get_autocast_dtype(kind), partial(torch.set_autocast_dtype, kind)
+    for name in ("benchmark", "deterministic", "allow_tf32", "enabled"):
+        yield getattr(torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name)
+
+
+def _default_device(torch: Any) -> Any:
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)

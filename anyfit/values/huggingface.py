@@ -35,32 +35,23 @@ def config_of(source: Any) -> Any:
     import torch
 
     if isinstance(source, torch.nn.Module):
-        config = getattr(source, "config", None)
-        if config is None:
+        if getattr(source, "config", None) is None:
             raise TypeError(f"{type(source).__name__} has no Hugging Face config; use anyfit.Job for a plain module")
-    elif isinstance(source, transformers.PretrainedConfig):
-        config = copy.deepcopy(source)
-    elif isinstance(source, str) and source in transformers.CONFIG_MAPPING and not Path(source).exists():
-        config = transformers.AutoConfig.for_model(source)  # a kind of model: its default configuration
-    elif isinstance(source, str | Path) and (Path(source).exists() or _hub_answers()):
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-    elif isinstance(source, str | Path):
-        config = _kept_config(str(source))
-    else:
+        return source.config
+    if isinstance(source, transformers.PretrainedConfig):
+        return copy.deepcopy(source)
+    if not isinstance(source, str | Path):
         raise TypeError(f"expected a Hugging Face configuration, folder, name or model, got {type(source).__name__}")
-    return config
-
-
-def _kept_config(name: str) -> Any:
-    """What an earlier lookup left on this machine; transformers itself would ask a hub that is not there again and again."""
-    import transformers
-
-    try:
-        return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+    if source in transformers.CONFIG_MAPPING and not Path(source).exists():
+        return transformers.AutoConfig.for_model(source)  # a kind of model: its default configuration
+    if Path(source).exists() or _hub_answers():
+        return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    try:  # what an earlier lookup left; transformers itself would ask a hub that does not answer again and again
+        return transformers.AutoConfig.from_pretrained(str(source), local_files_only=True)
     except OSError as error:
         raise ConnectionError(
-            f"{name} is not on this machine, and {_hub()} does not answer; give a folder or config.json, a model type such as "
-            f"llama, or fetch it where there is a network: hf download {name} config.json"
+            f"{source} is not on this machine, and {_hub()} does not answer; give a folder or config.json, a model type such as "
+            f"llama, or fetch it where there is a network: hf download {source} config.json"
         ) from error
 
 
@@ -120,19 +111,18 @@ def factory(config: Any) -> Factory:
     if getattr(config, "is_encoder_decoder", False):
         heads = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", *heads)
     for head in heads:
-        made_by = getattr(transformers, head)
-        if type(config) in made_by._model_mapping:
-            return Factory(config, _made_by(made_by, config))
+        if classes := _classes(getattr(transformers, head), config):
+            return Factory(config, classes[0])
     raise ValueError(
         f"transformers trains {type(config).__name__} with none of {', '.join(heads)}; "
         "set config.architectures, or build the model yourself and use anyfit.Job"
     )
 
 
-def _made_by(head: Any, config: Any) -> Any:
-    """The class that an Auto class makes of a configuration."""
-    found = head._model_mapping[type(config)]
-    return found[0] if isinstance(found, tuple) else found
+def _classes(head: Any, config: Any) -> tuple[type, ...]:
+    """The classes that an Auto class may make of a configuration, the usual one first; none where it knows no such model."""
+    found = head._model_mapping.get(type(config), ())
+    return found if isinstance(found, tuple) else (found,)
 
 
 def without_cache(model: Any) -> None:
@@ -160,9 +150,7 @@ def refuse_to_imagine(config: Any, made_by: type) -> None:
     """Of a head whose labels have another form, or none."""
     import transformers
 
-    mappings = [getattr(transformers, head)._model_mapping for head in IMAGINED]
-    known = [made for each in mappings if type(config) in each for made in (each[type(config)],)]
-    classes = tuple(made for each in known for made in (each if isinstance(each, tuple) else (each,)))
+    classes = tuple(made for head in IMAGINED for made in _classes(getattr(transformers, head), config))
     is_single = getattr(config, "problem_type", None) in (None, "single_label_classification")
     is_classifier = "ImageClassification" in made_by.__name__
     if not issubclass(made_by, classes) or (is_classifier and (not is_single or getattr(config, "num_labels", 2) < 2)):
@@ -216,8 +204,8 @@ def longest_sample(config: Any) -> int | None:
 def _main_input(config: Any) -> str:
     import transformers
 
-    made = transformers.AutoModel._model_mapping[type(config)]
-    return str((made[0] if isinstance(made, tuple) else made).main_input_name)
+    made: Any = _classes(transformers.AutoModel, config)[0]
+    return str(made.main_input_name)
 
 
 def is_pretrained(model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def loss(model: nn.Module, batch: Mapping[str, Any]) -> LossValue:
     head = _sliceable_head(model) if batch.get("labels") is not None else None
     if head is None:
         return _own_loss(model, batch, Means())
-    before = None if type(model) in _sliced_before else _random_state(head.weight.device)
+    generators = [] if type(model) in _sliced_before else _generators(head.weight.device)
     means = Means()
     try:
         with _sliced(model, head, means):
@@ -52,8 +52,8 @@ def loss(model: nn.Module, batch: Mapping[str, Any]) -> LossValue:
         return found
     except _Changed:
         _unsliced.add(type(model))
-    if before is not None:
-        before()
+    for generator, state in generators:  # the model draws the same numbers again
+        generator.set_state(state)
     return _own_loss(model, batch, Means())
 
 
@@ -83,20 +83,12 @@ def _parts_of(model: nn.Module) -> list[nn.Module]:
     return [part for child in model.children() for part in _parts_of(child)]
 
 
-def _random_state(device: torch.device) -> Callable[[], None]:
-    """Random numbers as they are now: what it returns puts them back."""
+def _generators(device: torch.device) -> list[tuple[torch.Generator, Tensor]]:
+    """Those of random numbers, each with its state as it is now."""
     import torch
 
-    generators: list[torch.Generator] = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
-    states = [each.get_state() for each in generators]
-
-    def put_back() -> None:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-    return put_back
+    on_device = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
+    return [(each, each.get_state()) for each in (torch.default_generator, *on_device)]
 
 
 def _sliceable_head(model: Any) -> Any:

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .huggingface import is_pretrained
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 NOTHING = r"(?!)"  # a pattern
+Renamed: TypeAlias = Callable[[str, list[Any], list[Any]], tuple[str, str | None]]  # a name by renamings and converters
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,7 @@ def recipes_to_folder(model: nn.Module, names: Iterable[str]) -> list[Recipe]:
     return _recipes(model, names, changes, lambda name, renamings, converters: rename(name, renamings, converters, **options))
 
 
-def _recipes(
-    model: Any,
-    names: Iterable[str],
-    changes: list[Any],
-    renamed: Callable[[str, list[Any], list[Any]], tuple[str, str | None]],
-) -> list[Recipe]:
+def _recipes(model: Any, names: Iterable[str], changes: list[Any], renamed: Renamed) -> list[Recipe]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
 
     renamings = [each for each in changes if isinstance(each, WeightRenaming)]

@@ -13,7 +13,9 @@ With r samples of R in a micro-batch i, and its loss L_i, the loss of the batch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +34,7 @@ MOST_NODES = 64  # of a graph, that are looked through from the loss
 # Ops of one number after which a divisor is still one of the loss.
 LINEAR = (
     "AddBackward", "SubBackward", "NegBackward", "ViewBackward", "ReshapeAliasBackward", "UnsafeViewBackward", "AliasBackward",
-    "CloneBackward", "ToCopyBackward", "SqueezeBackward", "UnsqueezeBackward", "ExpandBackward", "SumBackward",
+    "CloneBackward", "ToCopyBackward", "SqueezeBackward", "UnsqueezeBackward", "ExpandBackward",
 )  # fmt: skip
 
 
@@ -86,41 +88,30 @@ class Divisor:
 
 def divisors(loss: Tensor) -> list[Divisor]:
     """In an order that is the same for every batch."""
-    return list(_divisors(loss.grad_fn))
-
-
-def _divisors(first: Any) -> Iterator[Divisor]:
-    nodes = [first]
-    for _ in range(MOST_NODES):
-        node = nodes.pop(0) if nodes else None
+    found: list[Divisor] = []
+    nodes: list[Any] = [loss.grad_fn]
+    for node in itertools.islice(nodes, MOST_NODES):  # a list that grows meanwhile
         if node is None:
-            if nodes:
-                continue
-            return
+            continue
         name = node.name()
         inputs = [each for each, _ in node.next_functions]
+        needing = [each for each in inputs if each is not None]
         if name.startswith("NllLoss") and node._saved_reduction == 1:
-            yield Divisor(node._saved_total_weight, "labels", node)
+            found.append(Divisor(node._saved_total_weight, "labels", node))
         elif name.startswith("MeanBackward0"):
-            yield Divisor(node._saved_self_sym_numel, "elements", node)
+            found.append(Divisor(node._saved_self_sym_numel, "elements", node))
         elif hasattr(node, "anyfit_divisor"):
-            yield Divisor(node.anyfit_divisor, "labels", node)
+            found.append(Divisor(node.anyfit_divisor, "labels", node))
         elif name.startswith("DivBackward"):
-            other = node._saved_other
-            if other.numel() == 1 and len([each for each in inputs if each is not None]) == 1:
-                yield Divisor(other, "given", node)
+            if node._saved_other.numel() == 1 and len(needing) == 1:
+                found.append(Divisor(node._saved_other, "given", node))
                 nodes.append(inputs[0])
         elif name.startswith("MulBackward"):
-            needing = [each for each in inputs if each is not None]
             if len(needing) == 1:  # times a number
                 nodes.append(needing[0])
-        elif name.startswith(LINEAR) and not (name.startswith("SumBackward") and not _is_one_number(node)):
+        elif name.startswith("SumBackward"):
+            if math.prod(map(int, getattr(node, "_saved_self_sym_sizes", (2,)))) == 1:  # of one number
+                nodes += inputs
+        elif name.startswith(LINEAR):
             nodes += inputs
-
-
-def _is_one_number(node: Any) -> bool:
-    sizes = getattr(node, "_saved_self_sym_sizes", (2,))
-    product = 1
-    for size in sizes:
-        product *= int(size)
-    return product == 1
+    return found

@@ -25,30 +25,11 @@ DTYPES = ("float32", "bfloat16")
 ASSUMED_PROCESSORS = Figure(132, 0.5, "assumed: as an H100 has")
 # Ops that reach a fraction of the bandwidth of their own, named as aten's overload packets are.
 OPERATIONS = (
-    "native_layer_norm",
-    "native_layer_norm_backward",
-    "_softmax",
-    "_softmax_backward_data",
-    "_log_softmax",
-    "_log_softmax_backward_data",
-    "native_dropout",
-    "native_dropout_backward",
-    "native_batch_norm",
-    "native_batch_norm_backward",
-    "sum",
-    "cat",
-    "_to_copy",
-    "clone",
-    "gelu",
-    "gelu_backward",
-    "silu",
-    "silu_backward",
-    "tanh",
-    "mul",
-    "add",
-    "embedding_dense_backward",
-    "linalg_vector_norm",
-)
+    "native_layer_norm", "native_layer_norm_backward", "_softmax", "_softmax_backward_data", "_log_softmax",
+    "_log_softmax_backward_data", "native_dropout", "native_dropout_backward", "native_batch_norm", "native_batch_norm_backward",
+    "sum", "cat", "_to_copy", "clone", "gelu", "gelu_backward", "silu", "silu_backward", "tanh", "mul", "add",
+    "embedding_dense_backward", "linalg_vector_norm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -183,10 +164,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Machine(Record):
-    """Devices, links, tiers, rates and limits.
-
-    `Machine.load` takes a preset's name or a file; `anyfit.probe()` measures the machine at hand.
-    """
+    """Devices, links, tiers, rates and limits: `Machine.load` reads them, `anyfit.probe()` measures those of this machine."""
 
     kind: ClassVar[str] = "machine"
     version: ClassVar[int] = 3
@@ -226,15 +204,10 @@ class Machine(Record):
     @staticmethod
     def presets() -> tuple[str, ...]:
         folder = resources.files(__package__).joinpath("machines")
-        if not folder.is_dir():
-            return ()
         return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json")))
 
     def with_limits(
-        self,
-        device_memory: str | int | None = None,
-        host_memory: str | int | None = None,
-        disk: str | int | None = None,
+        self, device_memory: str | int | None = None, host_memory: str | int | None = None, disk: str | int | None = None
     ) -> Self:
         """The same machine, of which no more than this may be used. None leaves a limit as it is."""
         wanted = {
@@ -255,17 +228,15 @@ class Machine(Record):
         return replace(self, limits=limits)
 
     def with_devices(self, gpus: int | None = None, nodes: int | None = None) -> Self:
-        """The same kind of machine with so many GPUs in each node, and so many nodes. None leaves a number as it is.
-
-        The host's memory, cores and disk are those of one node, and stay.
-        """
+        """The same kind of machine with so many GPUs in each node, and so many nodes. None leaves a number as it is. The host's
+        memory, cores and disk are those of one node, and stay."""
         for flag, number in (("--gpus", gpus), ("--nodes", nodes)):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 raise ValueError(f"{flag} {number!r}: give a whole number from 1 up")
         if gpus is not None and self.device.kind != "cuda":
             raise ValueError(f"--gpus {gpus}: {self.name!r} has no GPU; name a machine that has: --machine h200")
-        count = self.device.count if gpus is None else gpus
-        machine = replace(self, device=replace(self.device, count=count), nodes=self.nodes if nodes is None else nodes)
+        count = gpus or self.device.count
+        machine = replace(self, device=replace(self.device, count=count), nodes=nodes or self.nodes)
         known = {collective.across for collective in self.collectives}
         if count > self.device.count and "node" not in known:
             raise ValueError(f"--gpus {gpus}: no link between GPUs is known of {self.name!r}; a preset has them: h100-node")

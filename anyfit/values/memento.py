@@ -34,10 +34,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from . import holders
+from . import batches, holders
 from .aside import Aside, writing_aside
-from .holders import LONGEST, MISSING
-from .process_settings import process_settings
+from .holders import LONGEST, MISSING, process_settings
 from .units import show_bytes
 
 if TYPE_CHECKING:
@@ -58,6 +57,11 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._C",
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type(Ellipsis), range, slice, types.CodeType)
 COPIES: MutableMapping[tuple[int, ...], Any] = weakref.WeakValueDictionary()  # of weights that are noted
 COPIED_ITERATORS: tuple[type, ...] = (itertools.count, itertools.repeat, type(iter([])), type(iter(())), type(iter(range(0))))
+CONTAINERS: tuple[tuple[Any, Callable[[Any], holders.Holder]], ...] = (
+    (dict, holders.Dict),
+    (list | bytearray | array.array, holders.List),
+    (set | deque, holders.Refilled),
+)
 Path: TypeAlias = tuple[Any, str]  # where something was found: the path before it, and a step
 
 
@@ -193,9 +197,9 @@ class Memento:
             self._wait_all(enumerate((item.func, *item.args)), path)
             self._wait_all(item.keywords.items(), path)
         elif isinstance(item, types.CellType):
-            self._holders.append(holders.Cell(item))
-            if holders.Cell.of(item) is not MISSING:
-                self._wait(item.cell_contents, path)
+            self._holders.append(cell := holders.cell(item))
+            if (contents := cell.before["cell_contents"]) is not MISSING:
+                self._wait(contents, path)
         elif isinstance(item, type):
             if _is_the_users(item.__module__):
                 self._class(item, path)
@@ -235,25 +239,18 @@ class Memento:
 
     def _object(self, item: Any, path: Path) -> None:
         """A container, an instance of any class, or both."""
-        if isinstance(item, dict):
-            self._holders.append(holders.Dict(item))
-            if len(item) <= LONGEST:
-                self._wait_all(dict.items(item), path)
-        elif isinstance(item, list | bytearray | array.array):
-            self._holders.append(holders.List(item))
-            if isinstance(item, list) and len(item) <= LONGEST:
-                self._wait_all(enumerate(item), path)
-        elif isinstance(item, set | deque):
-            self._holders.append(holders.Refilled(item))
-            if len(item) <= LONGEST:
-                self._wait_all(enumerate(item), path)
+        for kinds, holder in CONTAINERS:
+            if isinstance(item, kinds):
+                self._holders.append(holder(item))
+                if len(item) <= LONGEST:
+                    self._wait_all(dict.items(item) if isinstance(item, dict) else enumerate(item), path)
         attributes = getattr(item, "__dict__", None)
         if type(attributes) is dict:
             self._holders.append(holders.Dict(attributes))
             self._wait_all(attributes.items(), path)
-        slots = _slots_of(type(item))
-        if slots:
-            self._holders.append(holders.Slots(item, slots))
+        slots = [name for name in batches.slots_of(type(item)) if not name.startswith("__")]
+        if slots and _root_of(type(item).__module__) not in LIBRARIES:
+            self._holders.append(holders.slots(item, slots))
             self._wait_all(((name, getattr(item, name, None)) for name in slots), path)
         if _is_the_users(type(item).__module__):
             self._wait(type(item), path)
@@ -289,7 +286,7 @@ class Memento:
 
     def _names(self, names_of: dict[str, Any], names: Iterable[str], path: Path) -> None:
         """The globals of these names; those that are not there yet too."""
-        self._holders.append(holders.Dict(names_of, names))
+        self._holders.append(holders.names(names_of, names))
         self._wait_all(((name, names_of.get(name)) for name in names), path)
 
     def _tensor(self, item: Any, path: Path) -> None:
@@ -301,12 +298,14 @@ class Memento:
             self._wait(gradient, (path, ".grad"))
         if getattr(item, "__dict__", None):
             self._holders.append(holders.Dict(item.__dict__))
-        if id(item) in self._weights or item.layout != torch.strided or item.is_nested or item.is_meta or _is_fake(item):
+        is_plain = item.layout == torch.strided and not item.is_nested and not item.is_meta
+        if id(item) in self._weights or not is_plain or type(item).__name__ == "FakeTensor":
             return
         if self._takes(item.nbytes) or id(item) in self._buffers:
             self._keep(item.detach().clone(), lambda before: _fill(torch, item, before))
         else:
-            self._watch(lambda: item._version, lambda: f"a tensor of {show_bytes(item.nbytes)}", path)
+            version, shown = item._version, f"a tensor of {show_bytes(item.nbytes)} at {_shown(path)}"
+            self._undo.append(lambda: None if item._version == version else self._stayed.append(shown))
 
     def _of_numpy(self, item: Any, path: Path) -> None:
         numpy: Any = self._numpy
@@ -324,15 +323,6 @@ class Memento:
             return False
         self._bytes_left -= size
         return True
-
-    def _watch(self, version: Callable[[], int], what: Callable[[], str], path: Path) -> None:
-        before = version()
-
-        def note() -> None:
-            if version() != before:
-                self._stayed.append(f"{what()} at {_shown(path)}")
-
-        self._undo.append(note)
 
     def _file(self, item: Any) -> None:
         """Of one that is open, what was written meanwhile is cut off."""
@@ -389,20 +379,6 @@ def _is_an_iterator(item: Any) -> bool:
     if not hasattr(kind, "__next__") or not hasattr(kind, "__iter__"):
         return False
     return not hasattr(item, "__dict__") or kind.__name__ == "_MultiProcessingDataLoaderIter"
-
-
-def _is_fake(tensor: Any) -> bool:
-    return type(tensor).__name__ == "FakeTensor"
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    if _root_of(kind.__module__) in LIBRARIES:
-        return ()
-    names: list[str] = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else list(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__"))
 
 
 @functools.lru_cache(4096)

@@ -34,18 +34,10 @@ class Precision:
         return 0 if self.low is None else ELEMENT_BYTES[self.low]
 
     @property
-    def gradient_bytes(self) -> int:
-        return ELEMENT_BYTES[self.gradient]
-
-    @property
-    def sum_bytes(self) -> int:
-        return ELEMENT_BYTES[self.sum]
-
-    @property
     def adding_bytes(self) -> int:
         """Read and written to add one gradient to those of earlier micro-batches. A gradient of the sum's own dtype becomes the
         sum in the first of them."""
-        return 2 * self.sum_bytes + (0 if self.gradient == self.sum else self.gradient_bytes)
+        return 2 * ELEMENT_BYTES[self.sum] + (0 if self.gradient == self.sum else ELEMENT_BYTES[self.gradient])
 
 
 PRECISIONS = {  # that a Job can ask for, by name
