@@ -13,16 +13,7 @@ from anyfit.values.profile import BlockCost, HostRates, Layout, LoadedRates, Pas
 
 from .choices import choice_costs
 from .links import Links
-from .memory import (
-    chunk_costs,
-    chunks_of,
-    chunks_together,
-    live_bytes,
-    reserved_bytes,
-    segments,
-    state_bytes,
-    update_scratch_bytes,
-)
+from .memory import chunk_costs, chunks_of, chunks_together, live_bytes, reserved_bytes, segments, state_bytes, temporary_bytes
 from .times import copy_seconds, device_seconds, measured_share, pass_seconds, rough_share, update_seconds
 
 # A pass is rough where convolutions and routed experts, which the curves price badly, take this much of the device's seconds: a
@@ -68,7 +59,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Lin
         trainable=sum(parameter.elements for parameter in graph.parameters if parameter.trainable),
         state=state_bytes(graph, chunks, device),
         passes=tuple(passes),
-        update=UpdateCost(update_seconds(graph.update, chunks, device), update_scratch_bytes(graph.update, chunks, device)),
+        update=UpdateCost(update_seconds(graph.update, chunks, device), temporary_bytes(graph.update, chunks, device)),
         blocks=len(graph.blocks),
         chunk_bytes=CHUNK_BYTES,
         device_limit_bytes=machine.device_limit_bytes,
@@ -169,18 +160,12 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, share: int) -
         seconds[op.phase][op.block] += took
         if op.recomputes:
             recompute[op.block] += took
-    kept = [0] * count
-    for value in graph.values:
-        if graph.kept(value):
-            kept[graph.home(value)] += value.bytes
     parameters = [0] * count
     for parameter in graph.parameters:
         parameters[parameter.block] += parameter.elements
-    live, consuming = (live_bytes(graph, machine.device, gradients) for gradients in ("kept", "consumed"))
+    live, consuming = (live_bytes(graph, device, gradients) for gradients in ("kept", "consumed"))
     peak = max(range(len(live)), key=live.__getitem__)
-    reserved = 0
-    if machine.device.kind == "cuda":
-        reserved = reserved_bytes(graph, chunks, machine.device, accumulating=graph.micro_batch < share)
+    accumulating = graph.micro_batch < share
     return Pass(
         micro_batch=graph.micro_batch,
         tokens=graph.tokens,
@@ -194,7 +179,7 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, share: int) -
                 seconds_forward=seconds["forward"][index],
                 seconds_backward=seconds["backward"][index],
                 seconds_recompute=recompute[index],
-                kept_bytes=kept[index],
+                kept_bytes=choices[index]["keep"].kept_bytes,
                 choices=choices[index],
             )
             for index, block in enumerate(graph.blocks)
@@ -203,5 +188,5 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, share: int) -
         peak_bytes=live[peak],
         peak_bytes_accumulating=max(consuming),
         peak_at=graph.ops[peak].module or graph.model,
-        reserved_bytes=reserved,
+        reserved_bytes=reserved_bytes(graph, chunks, device, accumulating=accumulating) if device.kind == "cuda" else 0,
     )

@@ -13,7 +13,6 @@ Ranks that hold the same stretch sum it after those that divide it have: over al
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,16 +37,13 @@ class Links:
 
     def divisions(self) -> tuple[Division, ...]:
         """From least sharded to most; none where there is one rank."""
-        return tuple(self._divisions()) if self.ranks > 1 else ()
-
-    def _divisions(self) -> Iterator[Division]:
-        norm = self.cost("all_gather", self.ranks).latency_seconds
-        for shards in _degrees(self.node, self.nodes):
-            gather = self.cost("all_gather", shards) if shards > 1 else NOTHING
-            reduce, shares = self.reduce(shards), self._shares_copies()
+        found: list[Division] = []
+        norm, shares = self.cost("all_gather", self.ranks).latency_seconds, self._shares_copies()
+        for shards in _degrees(self.node, self.nodes) if self.ranks > 1 else ():
+            gather, reduce = self.cost("all_gather", shards) if shards > 1 else NOTHING, self.reduce(shards)
             levels = ((False, False), (True, False), (True, True)) if shards > 1 else ((False, False),)
-            for gradients, weights in levels:
-                yield Division(self.ranks, shards, gradients, weights, gather, reduce, norm, shares)
+            found += [Division(self.ranks, shards, *level, gather, reduce, norm, shares) for level in levels]
+        return tuple(found)
 
     def reduce(self, shards: int) -> Exchange:
         """A sum over all ranks, of which each keeps its stretch."""
@@ -101,21 +97,15 @@ class Links:
 
     def error(self) -> tuple[float, str]:
         """Relative, of an exchange's seconds; and what is to be said where it is a guess."""
-        wanted = {"node"} if self.node > 1 else set[str]()
-        wanted |= {"cluster"} if self.nodes > 1 else set[str]()
-        known = {each.across for each in self.machine.collectives}
-        lacking = sorted(wanted - known)
+        wanted = {across for across, count in (("node", self.node), ("cluster", self.nodes)) if count > 1}
+        lacking = sorted(wanted - {each.across for each in self.machine.collectives})
         if not lacking:
             used = [each.bytes_per_second.measurement_error for each in self.machine.collectives if each.across in wanted]
             return max(used, default=0.0), ""
         where = {"node": "inside a node", "cluster": "between nodes"}
-        said = []
-        for across in lacking:
-            said.append(f"{1e-9 / self.assumed(across).seconds_per_byte:.0f} GB/s {where[across]}")
-        return (
-            self.machine.device.calibration.link_error.value,
-            f"{' and '.join(said)}, as nobody has measured the links of {self.machine.name}",
-        )
+        rates = [f"{1e-9 / self.assumed(across).seconds_per_byte:.0f} GB/s {where[across]}" for across in lacking]
+        note = f"{' and '.join(rates)}, as nobody has measured the links of {self.machine.name}"
+        return self.machine.device.calibration.link_error.value, note
 
 
 def _degrees(node: int, nodes: int) -> list[int]:

@@ -21,14 +21,11 @@ MADE_AT_START = {"Adam", "AdamW"}  # whose state placing takes before the first 
 
 def chunks_of(graph: Graph, chunk_bytes: int = CHUNK_BYTES, ranks: int = 1) -> tuple[Chunk, ...]:
     """The layout a run of this model will have on so many ranks."""
-    return lay_out(
-        (
-            Placeable(each.name, each.shape, each.dtype, element_bytes(each.dtype), each.trainable, each.group)
-            for each in graph.parameters
-        ),
-        chunk_bytes,
-        ranks,
+    placeables = (
+        Placeable(each.name, each.shape, each.dtype, element_bytes(each.dtype), each.trainable, each.group)
+        for each in graph.parameters
     )
+    return lay_out(placeables, chunk_bytes, ranks)
 
 
 def element_bytes(dtype: str) -> int:
@@ -51,12 +48,11 @@ def _scratch_bytes(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) ->
 
 def state_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device) -> StateBytes:
     rule = graph.update
-    used = {parameter.name for parameter in graph.parameters if parameter.used}
+    used = {parameter.name: parameter for parameter in graph.parameters if parameter.used}
     split = [chunk for chunk in chunks if chunk.is_split]
     gradients = dict.fromkeys(ELEMENT_BYTES, 0)
-    for parameter in graph.parameters:
-        if parameter.used:
-            gradients[parameter.dtype] += parameter.elements * element_bytes(parameter.dtype)
+    for parameter in used.values():
+        gradients[parameter.dtype] += parameter.elements * element_bytes(parameter.dtype)
     optimizer = sum(
         chunk.elements * rule.state_bytes_per_element[chunk.group]
         for chunk in chunks
@@ -113,17 +109,19 @@ def chunks_together(graph: Graph, chunks: Sequence[Chunk]) -> tuple[tuple[int, .
     return largest_sets(frozenset(chunk_of[names[index]] for index in needed) for needed in graph.together)
 
 
-def update_scratch_bytes(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) -> int:
+def temporary_bytes(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) -> int:
     """Temporary bytes of the optimizer while one chunk is updated; at the first step, the state that it makes before that goes to
     its place."""
     if is_in_one_pass(rule, device):
         return 0
-    updated = [chunk for chunk in chunks if chunk.is_updated]
-    working = [chunk.elements if not rule.scratch_is_shared else max(slot.elements for slot in chunk.slots) for chunk in updated]
-    made = [sum(slot.elements for slot in chunk.slots) * rule.state_bytes_per_element[chunk.group] for chunk in updated]
-    if rule.name in MADE_AT_START:
-        made = []
-    return int(max([each * rule.scratch_bytes_per_element for each in working] + made, default=0))
+    needed = [0.0]
+    for chunk in chunks:
+        if chunk.is_updated:
+            sizes = [slot.elements for slot in chunk.slots]
+            needed.append((max(sizes) if rule.scratch_is_shared else chunk.elements) * rule.scratch_bytes_per_element)
+            if rule.name not in MADE_AT_START:
+                needed.append(sum(sizes) * rule.state_bytes_per_element[chunk.group])
+    return int(max(needed))
 
 
 def live_bytes(graph: Graph, device: Device, gradients: Literal["kept", "consumed"]) -> list[int]:
@@ -172,19 +170,14 @@ def _with_parameters(graph: Graph, found: Sequence[Segment], modules: Sequence[s
     between = [(each, ran) for each, ran in zip(found, modules, strict=True) if not graph.blocks[each.block].name]
     seen = {phase: set[str]().union(*(ran for each, ran in between if each.phase == phase)) for phase in ("forward", "backward")}
     for each, ran in zip(found, modules, strict=True):
-        if graph.blocks[each.block].name:
-            yield each
-            continue
         used = (name for name, at in homes.items() if at & ran or not at & seen[each.phase])
-        yield replace(each, parameters=tuple(used))
+        yield each if graph.blocks[each.block].name else replace(each, parameters=tuple(used))
 
 
 def reserved_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device, *, accumulating: bool) -> int:
-    """What torch's allocator holds after two steps: the first may make the optimizer's state, the second is like all others.
-
-    All depends on the order in which things are taken: what a first step leaves comes to lie in the holes of its pass, and where
-    it cuts the room of a large tensor in two, the second step takes that room anew.
-    """
+    """What torch's allocator holds after two steps: the first may make the optimizer's state, the second is like all others. The
+    order counts: what a first step leaves lies in the holes of its pass, and where that cuts the room of a large tensor in two,
+    the second step takes that room anew."""
     allocator = CachingAllocator()
     _place(allocator, graph, chunks, device, accumulating=accumulating)
     used = {parameter.name for parameter in graph.parameters if parameter.used}

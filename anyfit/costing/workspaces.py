@@ -31,18 +31,13 @@ class Workspace:
 def workspaces(text: str, processors: int) -> tuple[Workspace, ...]:
     """Those of the call with this text on a GPU of so many processors, in order."""
     call = Call.read(text)
-    if call.op in SHARED_RULES:
-        found = SHARED_RULES[call.op](call, processors)
-    else:
-        found = RULES[call.op](call) if call.op in RULES else []
+    found = RULES[call.op](call, processors) if call.op in RULES else []
     return tuple(each for each in found if each.bytes)
 
 
 def _of_reduction(call: Call, processors: int) -> list[Workspace]:
-    """Partial sums of the threads that share an output (ATen/native/cuda/Reduce.cuh, setReduceConfig): to the byte.
-
-    Large where the rows of a matrix are added up, as for the gradient of a bias. Where each row is summed by itself, threads
-    of one block share it, and there is nothing to speak of.
+    """Partial sums of the threads that share an output (ATen/native/cuda/Reduce.cuh, setReduceConfig): to the byte. Large where
+    the rows of a matrix are added up, as for a bias's gradient; where each row is summed by itself, one block of threads does it.
     """
     source, dims = call.arguments[0], call.arguments[1] if len(call.arguments) > 1 else None
     reduced = range(len(source.shape)) if not dims else [dim % len(source.shape) for dim in dims]
@@ -72,7 +67,7 @@ def _power_of_two(number: int) -> int:
     return 1 << (max(number, 1).bit_length() - 1)
 
 
-def _of_convolution(call: Call) -> list[Workspace]:
+def _of_convolution(call: Call, _: int) -> list[Workspace]:
     source, weight, stride, groups = (call.arguments[index] for index in (0, 1, 3, 8))
     if groups != 1 or _is_product(source, weight, stride):  # in groups of one channel torch has its own; others were not seen
         return []
@@ -105,11 +100,9 @@ def _is_product(source: TensorForm, weight: TensorForm, stride: Sequence[int]) -
 
 
 def _copies(source: TensorForm, weight: TensorForm, result_bytes: int) -> int:
-    """cuDNN's fast kernels want channels last: input and result are copied, and a weight of more than one pixel.
-
-    Over the convolutions of ResNet-50 in bf16 and fp32, forward and input gradient come within 200 bytes in nine of ten, and
-    weight gradients within 10 % but for the smallest pictures.
-    """
+    """cuDNN's fast kernels want channels last: input and result are copied, and a weight of more than one pixel. Over ResNet-50's
+    convolutions in bf16 and fp32, forward and input gradient come within 200 bytes in nine of ten, and weight gradients within
+    10 % but for the smallest pictures."""
     channels = source.shape[1]
     if ELEMENT_BYTES[source.dtype] == 2:
         channels = -(-channels // 8) * 8  # of a picture's three it makes eight
@@ -119,13 +112,13 @@ def _copies(source: TensorForm, weight: TensorForm, result_bytes: int) -> int:
     return copied + 256  # a header
 
 
-def _of_cudnn_attention_backward(call: Call) -> list[Workspace]:
+def _of_cudnn_attention_backward(call: Call, _: int) -> list[Workspace]:
     """The query's gradient in fp32 and a number for each row: to the byte in GPT-2."""
     *batch, rows, width = call.arguments[1].shape
     return [Workspace(3, 4 * math.prod(batch) * rows * (width + 1) + 256)]
 
 
-def _of_efficient_attention_backward(call: Call) -> list[Workspace]:
+def _of_efficient_attention_backward(call: Call, _: int) -> list[Workspace]:
     """The output times its gradient; then the query's gradient in fp32, 16 bytes more for each 64 rows: to the byte in BERT."""
     query = call.arguments[1]
     *batch, rows, width = query.shape
@@ -133,12 +126,12 @@ def _of_efficient_attention_backward(call: Call) -> list[Workspace]:
     return [Workspace(3, _bytes(query)), Workspace(3, exact + 16 * math.prod(batch) * -(-rows // 64))]
 
 
-def _of_safe_softmax(call: Call) -> list[Workspace]:
+def _of_safe_softmax(call: Call, _: int) -> list[Workspace]:
     """Which of the scores are -inf, a byte each."""
     return [Workspace(1, math.prod(call.arguments[0].shape))]
 
 
-def _of_embedding_backward(call: Call) -> list[Workspace]:
+def _of_embedding_backward(call: Call, _: int) -> list[Workspace]:
     """Sums of the rows that go to one place, in fp32, ten rows to a sum (ATen/native/cuda/EmbeddingBackwardKernel.cu)."""
     rows, places, table = call.arguments[:3]
     count, width = math.prod(places.shape), rows.shape[-1]
@@ -151,14 +144,12 @@ def _bytes(form: TensorForm) -> int:
     return math.prod(form.shape) * ELEMENT_BYTES[form.dtype]
 
 
-# By op. Those that share their work among all processors have sums for each.
-SHARED_RULES: Mapping[str, Callable[[Call, int], list[Workspace]]] = {
+# By op, of a call and the GPU's processors: ops that share their work among all of these have sums for each.
+RULES: Mapping[str, Callable[[Call, int], list[Workspace]]] = {
     "sum.dim_IntList": _of_reduction,
     "mean.dim": _of_reduction,
-    "convolution_backward.default": _of_convolution_backward,
-}
-RULES: Mapping[str, Callable[[Call], list[Workspace]]] = {
     "convolution.default": _of_convolution,
+    "convolution_backward.default": _of_convolution_backward,
     "_scaled_dot_product_cudnn_attention_backward.default": _of_cudnn_attention_backward,
     "_scaled_dot_product_efficient_attention_backward.default": _of_efficient_attention_backward,
     "_safe_softmax.default": _of_safe_softmax,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rich.console import Console
@@ -51,12 +50,8 @@ class Bar:
     """A live bar; lines said meanwhile scroll above it."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("step {task.completed}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
-            console=console,
-        )
+        columns = TextColumn("step {task.completed}"), BarColumn(bar_width=24), TextColumn("{task.description}")
+        self._progress = Progress(*columns, console=console)
         self._task: TaskID | None = None
 
     def beat(self, beat: Beat, plan: Plan) -> None:
@@ -71,7 +66,7 @@ class Bar:
         self._progress.start()
         return self
 
-    def __exit__(self, _k: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._progress.stop()
 
 
@@ -91,5 +86,5 @@ class Lines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _k: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         pass

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -28,10 +28,7 @@ PARTS = {"compute": "blue", "recompute": "cyan", "update": "magenta", "communica
 
 def show_plan(plan: Plan, console: Console) -> None:
     """The decision and why, then each tier's memory against its limit, then the step by what it is spent on."""
-    table = Table.grid(padding=(0, 2))
-    for label, text in plan.rows():
-        table.add_row(Text(label, style="bold"), Text(text))
-    console.print(table)
+    show_rows(plan.rows(), console)
     forecast = plan.forecast
     bars = Table.grid(padding=(0, 2))
     for tier in TIERS:
@@ -39,11 +36,8 @@ def show_plan(plan: Plan, console: Console) -> None:
         limit = plan.limit_bytes[tier]
         if used and limit:
             share = used / limit
-            bars.add_row(
-                Text(tier),
-                _bar([("green" if share < 0.9 else "yellow", share)]),
-                Text(f"{share:.0%} of {show_bytes(limit)}"),
-            )
+            bar = _bar([("green" if share < 0.9 else "yellow", share)])
+            bars.add_row(Text(tier), bar, Text(f"{share:.0%} of {show_bytes(limit)}"))
     parts = [(name, seconds) for name, seconds in forecast.split_seconds.items() if seconds > 0]
     shares = [(PARTS.get(name, "white"), seconds / forecast.step_seconds) for name, seconds in parts]
     legend = ", ".join(f"{name} {seconds / forecast.step_seconds:.0%}" for name, seconds in parts)
@@ -53,8 +47,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 def _bar(shares: Sequence[tuple[str, float]]) -> Text:
     """Coloured shares of a whole, the rest dotted."""
-    bar, filled = Text(), 0
-    end = 0.0
+    bar, filled, end = Text(), 0, 0.0
     for colour, share in shares:
         end += share
         cells = max(round(min(end, 1.0) * BAR_CELLS) - filled, 0)
@@ -65,13 +58,11 @@ def _bar(shares: Sequence[tuple[str, float]]) -> Text:
 
 
 def show_profile(profile: Profile, forecast: Forecast, attention_flops: int, console: Console) -> None:
-    """A row a block at the largest micro-batch, equal neighbours together; then the totals.
-
-    `forecast` is of a step of that micro-batch; `attention_flops`, of a pass, count the masked half of causal attention too.
-    """
+    """A row a block at the largest micro-batch, equal neighbours together; then the totals. `forecast` is of a step of that
+    micro-batch; `attention_flops`, of a pass, count the masked half of causal attention too."""
     each = profile.passes[0]
     table = _cost_table(profile, "block")
-    for group in _runs(list(each.blocks), key=_looks):
+    for group in _runs(each.blocks, key=_looks):
         last = "" if len(group) == 1 else f" … {group[-1].name.rpartition('.')[2]}"
         _add_costs(table, f"{group[0].name or '(outside blocks)'}{last}", group)
     console.print(table)
@@ -95,8 +86,7 @@ def show_profile(profile: Profile, forecast: Forecast, attention_flops: int, con
         f"{show_bytes(forecast.reserved_bytes)} reserved, with what the allocator and the runtime add",
         "update": show_seconds(profile.update.seconds),
     }
-    chosen = _largest_blocks(each.blocks)
-    if chosen:
+    if chosen := _largest_blocks(each.blocks):
         rows["activations"] = _choices(chosen)
     if profile.notes:
         rows["trace"] = f"{profile.traced}: {'; '.join(profile.notes)}"
@@ -138,7 +128,7 @@ def show_modules(profile: Profile, modules: Sequence[BlockCost], console: Consol
         name = own or "(all)"
         _add_costs(table, "  " * indent + (name if own == last else f"{name} … {last}"), group)
         # the first parts of all that share the row, then their second ones, and so on
-        columns = list(zip(*(parts.get(module.name, []) for module in group), strict=True))
+        columns = zip(*(parts.get(module.name, []) for module in group), strict=True)
         for alike in _runs(columns, key=looks):
             add([module for column in zip(*alike, strict=True) for module in column], indent + 1)
 
@@ -174,17 +164,14 @@ def _looks(cost: BlockCost) -> tuple[Any, ...]:
     return (cost.kind, cost.parameters, cost.flops_forward, cost.flops_backward, cost.kept_bytes)
 
 
-Item = TypeVar("Item")
-
-
-def _runs(items: Sequence[Item], key: Callable[[Item], object]) -> list[list[Item]]:
+def _runs(items: Iterable[Any], key: Callable[[Any], object]) -> list[list[Any]]:
     """Neighbours of which the key says the same, together."""
     return [list(run) for _, run in itertools.groupby(items, key)]
 
 
-def show_rows(rows: Mapping[str, str], console: Console) -> None:
+def show_rows(rows: Mapping[str, str] | Sequence[tuple[str, str]], console: Console) -> None:
     table = Table.grid(padding=(0, 2))
-    for label, text in rows.items():
+    for label, text in rows.items() if isinstance(rows, Mapping) else rows:
         table.add_row(Text(label, style="bold"), Text(text))
     console.print(table)
 
@@ -247,14 +234,10 @@ def show_machine(machine: Machine, console: Console) -> None:
         "host": f"{host.cores} cores, {show_bytes(host.memory_bytes.value)}, AdamW {show_count(host.update.peak)} parameters/s",
     }
     if machine.copies is not None:
-        up, down = machine.copies.up, machine.copies.down
-        rows["copies"] = f"up {show_bytes(up.peak)}/s, down {show_bytes(down.peak)}/s"
-    if machine.disk is not None:
-        disk = machine.disk
-        rows["disk"] = (
-            f"read {show_bytes(disk.read.peak)}/s, write {show_bytes(disk.write.peak)}/s, "
-            f"{show_bytes(disk.free_bytes.value)} free"
-        )
+        rows["copies"] = f"up {show_bytes(machine.copies.up.peak)}/s, down {show_bytes(machine.copies.down.peak)}/s"
+    if (disk := machine.disk) is not None:
+        rates = f"read {show_bytes(disk.read.peak)}/s, write {show_bytes(disk.write.peak)}/s"
+        rows["disk"] = f"{rates}, {show_bytes(disk.free_bytes.value)} free"
     show_rows(rows, console)
 
 

@@ -44,8 +44,8 @@ KINDS = {
     "commit": ("#c5b0d5", "that update taken over"),
     "offload": ("#8c564b", "activations to the host"),
     "return": ("#c49c94", "activations back"),
+    "other": ("#5b6770", "other"),
 }
-OTHER = ("#5b6770", "other")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def draw(timeline: Timeline) -> str:
 
 def _style() -> str:
     # wait is also what other viewers show where they have no patterns
-    kinds = " ".join(f".{kind} {{ fill: {colour}; }}" for kind, (colour, _) in (*KINDS.items(), ("other", OTHER)))
+    kinds = " ".join(f".{kind} {{ fill: {colour}; }}" for kind, (colour, _) in KINDS.items())
     return (
         "text { font: 11px ui-sans-serif, system-ui, sans-serif; } .big { font-size: 13px; font-weight: 600; } "
         ".paper { fill: #ffffff; } .shade { fill: #f1f3f5; } .ink { fill: #1f2328; } .faint { fill: #59636e; } "
@@ -167,12 +167,10 @@ def _axis(end: float, scale: float, bottom: int) -> Iterator[str]:
     rough = end / TICKS
     unit = 10.0 ** math.floor(math.log10(rough))
     tick = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
-    for index in itertools.count():
-        if index * tick > end:
-            return
-        x = LEFT + index * tick * scale
+    for at in itertools.takewhile(lambda at: at <= end, (index * tick for index in itertools.count())):
+        x = LEFT + at * scale
         yield f'<line class="line" x1="{x:.1f}" y1="{TOP - 4}" x2="{x:.1f}" y2="{bottom + 4}"/>'
-        yield f'<text class="faint" x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{index * tick:g} ms</text>'
+        yield f'<text class="faint" x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{at:g} ms</text>'
 
 
 def _groups(boxes: Sequence[Box], scale: float) -> Iterator[list[Box]]:
@@ -194,7 +192,6 @@ def _box(group: Sequence[Box], y: float, scale: float) -> str:
     first, last = group[0], group[-1]
     x, width = LEFT + first.start * scale, max((last.end - first.start) * scale, 0.3)
     kind = first.kind if first.kind in KINDS else "other"
-    colour = KINDS.get(first.kind, OTHER)[0]
     said = first.label if len(group) == 1 else f"{first.kind}, {len(group)} times"
     fill = ' fill="url(#hatch)"' if kind == "wait" else f' class="{kind}"'
     drawn = (
@@ -204,17 +201,15 @@ def _box(group: Sequence[Box], y: float, scale: float) -> str:
     written = _fitting(said, first.label.rpartition(" ")[2], width)
     if not written or kind == "wait":
         return drawn
-    ink = "on-light" if _lightness(colour) > 0.5 else "on-dark"
+    ink = "on-light" if _lightness(KINDS[kind][0]) > 0.5 else "on-dark"
     middle = f'x="{x + width / 2:.1f}" y="{y + BOX / 2 + 4:g}"'
     return f'{drawn}<text class="{ink}" {middle} text-anchor="middle" pointer-events="none">{escape(written)}</text>'
 
 
 def _fitting(said: str, short: str, width: float) -> str:
     """As much of it as the box has room for: all, the chunk's number, or nothing."""
-    for text in (said, short if short.isdigit() else ""):
-        if text and len(text) * LETTER + 4 <= width:
-            return text
-    return ""
+    texts = (said, short if short.isdigit() else "")
+    return next((text for text in texts if len(text) * LETTER + 4 <= width), "")
 
 
 def _lightness(colour: str) -> float:
@@ -224,10 +219,10 @@ def _lightness(colour: str) -> float:
 
 def _legend(lanes: Mapping[str, Sequence[Box]], y: int) -> Iterator[tuple[int, str]]:
     """(its line, the drawing) of each kind that is there."""
-    there = {box.kind if box.kind in KINDS else "other" for boxes in lanes.values() for box in boxes}
+    drawn = {box.kind if box.kind in KINDS else "other" for boxes in lanes.values() for box in boxes}
     x, line = LEFT, 0
-    for kind, (_, meaning) in (*KINDS.items(), ("other", OTHER)):
-        if kind not in there:
+    for kind, (_, meaning) in KINDS.items():
+        if kind not in drawn:
             continue
         width = 26 + int(len(meaning) * LETTER)
         if x + width > WIDTH:
