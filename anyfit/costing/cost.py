@@ -1,17 +1,16 @@
-"""The cost model: `cost(graphs, machine, batch_size) -> Profile`. Times are in times.py, bytes in memory.py."""
+"""The cost model: `cost(graphs, machine, batch_size) -> Profile`. Times are in times.py, bytes in memory.py, links in links.py."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from anyfit.values.graph import Graph
+from anyfit.values.graph import COSTLY_OPS, LEAST_OFFLOAD_BYTES, Graph
 from anyfit.values.layout import CHUNK_BYTES, Chunk
 from anyfit.values.machine import Machine, update_threads
 from anyfit.values.precision import PRECISIONS
-from anyfit.values.profile import BlockCost, HostRates, Layout, LoadedRates, Pass, Profile, UpdateCost
+from anyfit.values.profile import BlockCost, ChoiceCost, HostRates, Layout, LoadedRates, Pass, Profile, UpdateCost
 
-from .choices import choice_costs
 from .links import Links
 from .memory import chunk_costs, chunks_of, chunks_together, live_bytes, reserved_bytes, segments, state_bytes, temporary_bytes
 from .times import copy_seconds, device_seconds, measured_share, pass_seconds, rough_share, update_seconds
@@ -154,7 +153,7 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, share: int) -
     all_seconds = pass_seconds(graph, machine, -(-share // graph.micro_batch))
     device = machine.device
     look_seconds = device.calibration.selective_call_factor.value * device.host_seconds.value if device.kind == "cuda" else 0.0
-    choices = choice_costs(graph, all_seconds, _host_rates(machine), look_seconds)
+    choices = _choices(graph, all_seconds, _host_rates(machine), look_seconds)
     for op, took in zip(graph.ops, all_seconds, strict=True):
         flops[op.phase][op.block] += op.flops
         seconds[op.phase][op.block] += took
@@ -190,3 +189,50 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, share: int) -
         peak_at=graph.ops[peak].module or graph.model,
         reserved_bytes=reserved_bytes(graph, chunks, device, accumulating=accumulating) if device.kind == "cuda" else 0,
     )
+
+
+def _choices(graph: Graph, took: Sequence[float], host: HostRates, look_seconds: float) -> list[Mapping[str, ChoiceCost]]:
+    """What the activations of each block cost under each choice: bytes that stay for backward, bytes that move, seconds on top.
+
+    keep        all that forward leaves stays
+    recompute   what goes into the block stays; its forward runs again
+    selective   the results of COSTLY_OPS stay too, whether backward needs them or not; all other forward ops run again. Python
+                looks at every call of the block, in forward and again, which takes the host `look_seconds` each
+    offload     what is large enough moves to the host and back; only the rest stays. Of what other blocks save too, and of
+                buffers, a copy moves
+
+    A value that is kept counts where it is saved, not where it is made: a block's input is its own. What is outside blocks can
+    only be kept, and so is what nothing can come between. `took` are the seconds of every op.
+    """
+    count = len(graph.blocks)
+    kept, costly, large, last = ([0] * count for _ in range(4))
+    for value in graph.values:
+        maker = graph.ops[value.born]
+        if value.kind == "activation" and maker.phase == "forward" and _is_costly(maker.name):
+            costly[value.block] += value.bytes
+        if graph.kept(value):
+            home = graph.home(value)
+            kept[home] += value.bytes
+            large[home] += value.bytes if value.bytes >= LEAST_OFFLOAD_BYTES else 0
+            if value.dies < len(graph.ops) and graph.ops[value.dies].block == value.block:  # not the block's output
+                last[value.block] = max(last[value.block], value.born)
+    forward, cheap = [0.0] * count, [0.0] * count
+    for index, (op, seconds) in enumerate(zip(graph.ops, took, strict=True)):
+        if op.phase == "forward" and index <= last[op.block]:
+            forward[op.block] += seconds
+            cheap[op.block] += (0.0 if _is_costly(op.name) else seconds) + look_seconds * op.calls
+    costs: list[Mapping[str, ChoiceCost]] = []
+    for index, block in enumerate(graph.blocks):
+        choices: dict[str, ChoiceCost] = {"keep": ChoiceCost(kept[index], 0, 0.0)}
+        if block.name and not block.is_whole:
+            moved = block.offload_bytes
+            copies = moved / host.down_bytes_per_second + moved / host.up_bytes_per_second
+            choices["recompute"] = ChoiceCost(block.input_bytes, 0, forward[index])
+            choices["selective"] = ChoiceCost(block.input_bytes + costly[index], 0, cheap[index])
+            choices["offload"] = ChoiceCost(kept[index] - large[index], moved, copies)
+        costs.append(choices)
+    return costs
+
+
+def _is_costly(op: str) -> bool:
+    return op.partition(".")[0] in COSTLY_OPS

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import io
 import os
 import shutil
@@ -32,10 +33,10 @@ def writing_aside() -> Iterator[Aside]:
         patches: list[tuple[Any, str, Any]] = [
             (builtins, "open", aside.open),
             (io, "open", aside.open),
-            (os, "replace", aside.rename(os.replace)),
-            (os, "rename", aside.rename(os.rename)),
-            (os, "remove", aside.remove(os.remove)),
-            (os, "unlink", aside.remove(os.unlink)),
+            (os, "replace", functools.partial(aside.rename, os.replace)),
+            (os, "rename", functools.partial(aside.rename, os.rename)),
+            (os, "remove", functools.partial(aside.remove, os.remove)),
+            (os, "unlink", functools.partial(aside.remove, os.unlink)),
             (os, "mkdir", aside.mkdir),
             (torch, "save", aside.save),
         ]
@@ -95,24 +96,18 @@ class Aside:
         self._files[path] = place
         return place
 
-    def rename(self, really: Any) -> Any:
-        def rename(source: Any, target: Any, **kwargs: Any) -> Any:
-            path = os.path.realpath(source)
-            if self._is_ours() and path in self._files:
-                self._files[os.path.realpath(target)] = self._files.pop(path)
-                return None
-            return really(source, target, **kwargs)
+    def rename(self, really: Any, source: Any, target: Any, **kwargs: Any) -> None:
+        path = os.path.realpath(source)
+        if self._is_ours() and path in self._files:
+            self._files[os.path.realpath(target)] = self._files.pop(path)
+        else:
+            really(source, target, **kwargs)
 
-        return rename
-
-    def remove(self, really: Any) -> Any:
-        def remove(path: Any, **kwargs: Any) -> Any:
-            if self._is_ours() and not isinstance(path, int) and os.path.realpath(path) in self._files:
-                del self._files[os.path.realpath(path)]
-                return None
-            return really(path, **kwargs)
-
-        return remove
+    def remove(self, really: Any, path: Any, **kwargs: Any) -> None:
+        if self._is_ours() and not isinstance(path, int) and os.path.realpath(path) in self._files:
+            del self._files[os.path.realpath(path)]
+        else:
+            really(path, **kwargs)
 
     def mkdir(self, path: Any, *args: Any, **kwargs: Any) -> None:
         self._mkdir(path, *args, **kwargs)

@@ -80,7 +80,7 @@ class Job:
                 raise TypeError(f"Job({name}=) must be callable, got {_describe(value)}{_HINTS.get(name, '')}")
         if isinstance(self.optimizer, type):
             raise TypeError(
-                f"Job(optimizer=) takes a function of the model, got {_describe(self.optimizer)}" + _HINTS["optimizer"]
+                f"Job(optimizer=) takes a function of the model, got {_describe(self.optimizer)}{_HINTS['optimizer']}"
             )
         for name in ("batch_size", "micro_batch", "seed"):
             value = getattr(self, name)
@@ -224,8 +224,8 @@ class Job:
         return parts
 
     def rows(self, batch: Batch, expected: int | None = None) -> int | None:
-        """Samples in a batch, where as many as `expected` (when not given, batch_size) are looked for first; None where only the
-        user's `split` knows, or nobody."""
+        """Samples in a batch, `expected` (or batch_size) where they may be as many; None where only the user's `split` knows, or
+        nobody."""
         return rows_of(batch, expected or self.batch_size) if self.split is None else None
 
     def uncuttable(self, batch: Batch | None = None, share: int | None = None) -> str | None:
@@ -372,11 +372,8 @@ def _instead_of_a_loss(value: Any, total: Any) -> str:
         return f"{type(value).__name__}; return its .loss"
     if isinstance(value, list | tuple) and any(isinstance(each, torch.Tensor) for each in value):
         return f"{type(value).__name__} of {len(value)}; return the loss alone, or the sum of several"
-    return (
-        f"{_describe(value)}; return the tensor itself, without .item() or float()"
-        if isinstance(value, float)
-        else _describe(value)
-    )
+    instead = "; return the tensor itself, without .item() or float()" if isinstance(value, float) else ""
+    return _describe(value) + instead
 
 
 def _describe(value: object) -> str:

@@ -40,16 +40,12 @@ class BlockCost:
 
     def scaled(self, scale: float) -> Self:
         """The same where the device takes so many times as long; copies to the host take what they took."""
-        return replace(
-            self,
-            seconds_forward=self.seconds_forward * scale,
-            seconds_backward=self.seconds_backward * scale,
-            seconds_recompute=self.seconds_recompute * scale,
-            choices={
-                name: choice if choice.moved_bytes else replace(choice, seconds=choice.seconds * scale)
-                for name, choice in self.choices.items()
-            },
-        )
+        choices = {
+            name: choice if choice.moved_bytes else replace(choice, seconds=choice.seconds * scale)
+            for name, choice in self.choices.items()
+        }
+        seconds = {name: getattr(self, name) * scale for name in ("seconds_forward", "seconds_backward", "seconds_recompute")}
+        return replace(self, choices=choices, **seconds)
 
 
 @dataclass(frozen=True)
@@ -95,11 +91,8 @@ class Pass:
 
     def scaled(self, scale: float) -> Self:
         """The same where the device takes so many times as long."""
-        return replace(
-            self,
-            blocks=tuple(block.scaled(scale) for block in self.blocks),
-            segments=tuple(replace(segment, seconds=segment.seconds * scale) for segment in self.segments),
-        )
+        segments = tuple(replace(segment, seconds=segment.seconds * scale) for segment in self.segments)
+        return replace(self, blocks=tuple(block.scaled(scale) for block in self.blocks), segments=segments)
 
 
 @dataclass(frozen=True)
@@ -258,8 +251,7 @@ class Profile(Record):
 
     @property
     def ranks(self) -> int:
-        divisions = self.divisions or (() if self.division is None else (self.division,))
-        return divisions[0].ranks if divisions else 1
+        return self.divisions[0].ranks if self.divisions else self.rank_division.ranks
 
     @property
     def traced(self) -> str:
@@ -313,12 +305,8 @@ class Profile(Record):
         """The same with a margin as large as a run has shown to be needed."""
         if correction is None or correction.error <= min(self.reserved_error, self.offload_error):
             return self
-        return replace(
-            self,
-            reserved_error=max(self.reserved_error, correction.error),
-            offload_error=max(self.offload_error, correction.error),
-            correction=correction,
-        )
+        reserved, offload = (max(error, correction.error) for error in (self.reserved_error, self.offload_error))
+        return replace(self, reserved_error=reserved, offload_error=offload, correction=correction)
 
     def paced(self, pace: Pace | None) -> Self:
         """The same with passes that take as long as a check has measured."""

@@ -41,9 +41,7 @@ class Record:
     version: ClassVar[int]
 
     def to_json(self) -> dict[str, Any]:
-        body = encode(self)
-        assert isinstance(body, dict)
-        return {"anyfit": self.kind, "version": self.version, **body}
+        return {"anyfit": self.kind, "version": self.version, **encode(self)}
 
     @classmethod
     def from_json(cls, document: object, *, where: str = "") -> Self:
@@ -57,8 +55,7 @@ class Record:
                 f"{where}: version {document.get('version')!r} of the {cls.kind} format; this anyfit reads version {cls.version}"
             )
         body = {key: value for key, value in document.items() if key not in ("anyfit", "version")}
-        value = decode(cls, body, where)
-        assert isinstance(value, cls)
+        value: Self = decode(cls, body, where)
         return value
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -145,14 +142,10 @@ def decode(kind: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{where}: expected a list, got {_name_of(value)}")
-        if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return tuple(decode(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
-        if len(value) != len(arguments):
-            raise ValueError(f"{where}: expected {len(arguments)} items, got {len(value)}")
-        return tuple(
-            decode(item_kind, item, f"{where}[{index}]")
-            for index, (item_kind, item) in enumerate(zip(arguments, value, strict=True))
-        )
+        kinds = arguments[:1] * len(value) if len(arguments) == 2 and arguments[1] is Ellipsis else arguments
+        if len(value) != len(kinds):
+            raise ValueError(f"{where}: expected {len(kinds)} items, got {len(value)}")
+        return tuple(decode(kinds[index], item, f"{where}[{index}]") for index, item in enumerate(value))
     if origin in (Mapping, dict):
         if not isinstance(value, Mapping):
             raise ValueError(f"{where}: expected an object, got {_name_of(value)}")

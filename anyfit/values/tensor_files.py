@@ -2,9 +2,8 @@
 
 A file is eight bytes (the length of its header), the header (JSON: name, dtype, shape, and where the bytes are), and the bytes.
 Several files have an index, `model.safetensors.index.json`, that says which name is in which of them; it is not looked at where
-there is a `model.safetensors`, as `from_pretrained` does. None of it is trusted:
-files are named inside their folder alone, what a header promises is compared with the file's size before anything is made of
-it, and nothing is ever unpickled.
+there is a `model.safetensors`, as `from_pretrained` does. None of it is trusted: files are named inside their folder alone, what
+a header promises is compared with the file's size before anything is made of it, and nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class TensorFolder:
             raise FileNotFoundError(f"no folder {folder} with weights")
         index = folder / INDEX
         if (folder / SINGLE).is_file():  # where there are both, as `from_pretrained` has it
-            by_file: dict[str, set[str] | None] = {SINGLE: None}
+            by_file: Mapping[str, set[str] | None] = {SINGLE: None}
         elif index.is_file():
             by_file = _read_index(index)
         else:
@@ -106,7 +105,7 @@ def _nothing_in(folder: Path) -> str:
     )
 
 
-def _read_index(index: Path) -> dict[str, set[str] | None]:
+def _read_index(index: Path) -> dict[str, set[str]]:
     """By file, the names that are in it."""
     if index.stat().st_size > MOST_HEADER_BYTES:
         raise ValueError(f"{index}: {show_bytes(index.stat().st_size)} of JSON; at most {show_bytes(MOST_HEADER_BYTES)} are read")
@@ -115,16 +114,14 @@ def _read_index(index: Path) -> dict[str, set[str] | None]:
     if not isinstance(mapping, dict) or not mapping:
         raise ValueError(f"{index}: no 'weight_map' of names to files")
     _refuse_many(index, len(mapping), MOST_TENSORS, "tensors")
-    by_file: dict[str, set[str] | None] = {}
+    by_file: dict[str, set[str]] = {}
     for name, file in mapping.items():
         _refuse_name(index, name)
         if not isinstance(file, str) or not _is_inside(file):
             raise ValueError(f"{index}: {name!r} lies in {file!r}, which does not name a .safetensors file of this folder")
         if not (index.parent / file).is_file():
             raise FileNotFoundError(f"{index}: {name!r} lies in {file}, which is not there; fetch the folder again")
-        names = by_file.setdefault(file, set())
-        assert names is not None
-        names.add(name)
+        by_file.setdefault(file, set()).add(name)
     _refuse_many(index, len(by_file), MOST_FILES, "files")
     return by_file
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 
 _BYTE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def parse_bytes(text: str | int) -> int:
@@ -16,14 +18,10 @@ def parse_bytes(text: str | int) -> int:
     >>> parse_bytes("1.5 kB")
     1500
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        if text < 0:
-            raise ValueError(f"a size cannot be negative: {text}")
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text) if isinstance(text, str) else None
-    if match is None or match[2].lower() not in _BYTE_UNITS:
-        raise ValueError(f"{text!r} is not a size; write it like 24GiB, 512MiB or 8000000000")
-    return int(Decimal(match[1]) * _BYTE_UNITS[match[2].lower()])  # a float would make 1000 bytes of 1.001 kB
+    size = _parsed(text, _BYTE_UNITS, "a size; write it like 24GiB, 512MiB or 8000000000")
+    if size < 0:
+        raise ValueError(f"a size cannot be negative: {text}")
+    return size
 
 
 def parse_count(text: str | int) -> int:
@@ -31,12 +29,16 @@ def parse_count(text: str | int) -> int:
     >>> parse_count("10B")
     10000000000
     """
+    return _parsed(text, _COUNT_UNITS, "a count; write it like 500M, 10B or 1T")
+
+
+def _parsed(text: str | int, units: Mapping[str, int], wanted: str) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)\s*", text) if isinstance(text, str) else None
-    if match is None:
-        raise ValueError(f"{text!r} is not a count; write it like 500M, 10B or 1T")
-    return int(Decimal(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[match[2].lower()])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text) if isinstance(text, str) else None
+    if match is None or match[2].lower() not in units:
+        raise ValueError(f"{text!r} is not {wanted}")
+    return int(Decimal(match[1]) * units[match[2].lower()])  # a float would make 1000 bytes of 1.001 kB
 
 
 def show_bytes(size: float) -> str:
