@@ -59,12 +59,13 @@ class CachingAllocator:
             self._put(rest)
         return piece
 
-    def give(self, piece: Piece) -> None:
-        for neighbour in (piece.before, piece.after):
-            if neighbour is not None and neighbour.free:
-                self._drop(neighbour)
-                piece = _merged(piece, neighbour)
-        self._put(piece)
+    def give(self, *pieces: Piece) -> None:
+        for piece in pieces:
+            for neighbour in (piece.before, piece.after):
+                if neighbour is not None and neighbour.free:
+                    self._drop(neighbour)
+                    piece = _merged(piece, neighbour)
+            self._put(piece)
 
     def _new_segment(self, size: int, small: bool) -> Piece:
         if small:

@@ -1,4 +1,4 @@
-"""The cost model: `cost(graphs, machine, batch_size) -> Profile`. Times are in times.py, bytes in memory.py, links in links.py."""
+"""The cost model: `cost(graphs, machine, batch_size) -> Profile`. Times are in times.py, bytes in memory.py."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def reserved_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device, *, acc
         gradients = _play_pass(allocator, graph, device, library_bytes if step == 0 else 0, consumed=accumulating)
         if not is_in_one_pass(graph.update, device):
             _play_update(allocator, graph.update, chunks, used, first=step == 0)
-        _give(allocator, gradients)
+        allocator.give(*gradients)
     return allocator.reserved_bytes
 
 
@@ -211,7 +211,7 @@ def _place(allocator: CachingAllocator, graph: Graph, chunks: Sequence[Chunk], d
         sizes = [chunk.bytes] if in_one_pass else [4 * chunk.elements] * 2  # gradients as they are; or with masters, in fp32
         if chunk.is_updated and (not scratch or scratch[0].size < sizes[0]):  # it grows to what the largest wants
             outgrown, scratch = scratch, [allocator.take(size) for size in sizes]
-            _give(allocator, outgrown)
+            allocator.give(*outgrown)
 
 
 def _take_moments(allocator: CachingAllocator, rule: UpdateRule, chunk: Chunk) -> None:
@@ -236,7 +236,7 @@ def _play_pass(allocator: CachingAllocator, graph: Graph, device: Device, librar
         for identity in died:
             allocator.give(taken.pop(identity))
     gradients = [piece for identity, piece in taken.items() if graph.values[identity].kind == "gradient"]
-    _give(allocator, [piece for identity, piece in taken.items() if graph.values[identity].kind != "gradient"])
+    allocator.give(*[piece for identity, piece in taken.items() if graph.values[identity].kind != "gradient"])
     return gradients
 
 
@@ -289,14 +289,9 @@ def _play_update(allocator: CachingAllocator, rule: UpdateRule, chunks: Sequence
         for slot in slots:
             temporary += [allocator.take(4 * slot.elements) for _ in range(round(rule.scratch_bytes_per_element / 4))]
             if rule.scratch_is_shared:
-                _give(allocator, temporary)
+                allocator.give(*temporary)
                 temporary = []
-        _give(allocator, temporary)
+        allocator.give(*temporary)
         if made:  # what the optimizer made goes over into flat buffers
             _take_moments(allocator, rule, chunk)
-            _give(allocator, made)
-
-
-def _give(allocator: CachingAllocator, pieces: list[Piece]) -> None:
-    for piece in pieces:
-        allocator.give(piece)
+            allocator.give(*made)

@@ -112,9 +112,6 @@ def _stood_still(timeline: Timeline) -> str:
     return f"compute stood still {timeline.still:.0%} of the time" + (f" ({', '.join(shown)})" if shown else "")
 
 
-# ---------------------------------------------------------------------- the picture
-
-
 def draw(timeline: Timeline) -> str:
     """The timeline as an SVG document."""
     steps = timeline.lanes["steps"]

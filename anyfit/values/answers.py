@@ -14,7 +14,7 @@ ANSWERS = ("device limit", "host limit")  # decisions that say what would be oth
 
 
 def beside(outcomes: Mapping[str, Outcome]) -> dict[str, list[str]]:
-    """By label, what each of them has there: the forecasts, then what is not the same in all. Differences are to the first."""
+    """By label, what each outcome has: the forecasts, then what is not the same in all. Differences are to the first."""
     plans = [outcome if isinstance(outcome, Plan) else None for outcome in outcomes.values()]
     first = plans[0]
     rows = {
@@ -27,13 +27,12 @@ def beside(outcomes: Mapping[str, Outcome]) -> dict[str, list[str]]:
         "tokens/s": ["" if plan is None else show_count(plan.forecast.tokens_per_second) for plan in plans],
     }
     if first is not None:
-        differences = ["" if plan is None else _difference(first, plan) for plan in plans[1:]]
-        rows["difference"] = ["", *differences]
+        rows["difference"] = ["", *("" if plan is None else _difference(first, plan) for plan in plans[1:])]
     facts = [{} if plan is None else _facts(plan) for plan in plans]
     for label in dict.fromkeys(label for fact in facts for label in fact):
         values = [fact.get(label, "" if plan is None else "-") for fact, plan in zip(facts, plans, strict=True)]
-        there = {value for value, plan in zip(values, plans, strict=True) if plan is not None}
-        if len(there) > 1 or first is None:
+        distinct = {value for value, plan in zip(values, plans, strict=True) if plan is not None}
+        if len(distinct) > 1 or first is None:
             rows[label] = values
     return rows
 
@@ -59,7 +58,7 @@ def _facts(plan: Plan) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Ranked:
-    """What a machine makes of a job; seconds and cost are of so many tokens, None where it does not fit or has no price."""
+    """A job on one machine; seconds and cost are of a number of tokens, None where it does not fit or has no price."""
 
     machine: str
     outcome: Outcome
@@ -75,12 +74,12 @@ class Ranked:
 
 def ranked(outcomes: Mapping[str, Outcome], tokens: int, prices: Mapping[str, float]) -> list[Ranked]:
     """The machines, fastest first, those where nothing fits last; prices are an hour's."""
-    fits, others = [], []
+    found: list[tuple[tuple[bool, float], Ranked]] = []
     for name, outcome in outcomes.items():
         if isinstance(outcome, Plan):
             seconds = tokens / outcome.forecast.tokens_per_second
             cost = prices[name] * seconds / 3600 if name in prices else None
-            fits.append((seconds, Ranked(name, outcome, seconds, cost)))
+            found.append(((False, seconds), Ranked(name, outcome, seconds, cost)))
         else:
-            others.append((outcome.shortfall_bytes, Ranked(name, outcome, None, None)))
-    return [each for _, each in (*sorted(fits, key=lambda pair: pair[0]), *sorted(others, key=lambda pair: pair[0]))]
+            found.append(((True, outcome.shortfall_bytes), Ranked(name, outcome, None, None)))
+    return [each for _, each in sorted(found, key=lambda pair: pair[0])]

@@ -61,8 +61,7 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Any], depth: int = MOST_D
     """The same nest with every tensor changed, also in objects that hold some; what is not a tensor stays."""
     if is_tensor(batch):
         return change(batch)
-    fields = fields_of(batch)
-    if fields is not None:
+    if (fields := fields_of(batch)) is not None:
         changed = {key: map_tensors(item, change, depth) for key, item in fields.items() if not _stays(batch, key)}
         return _with_fields(batch, fields | changed)
     if _is_sequence(batch):
@@ -186,8 +185,8 @@ def reordered(batch: Any, order: Sequence[int]) -> Any:
 def with_rows(
     batch: Any, rows: int | None, wanted: int, of_samples: Callable[[Tensor], Tensor], of_all: Callable[[Tensor], Any]
 ) -> Any:
-    """A batch of `wanted` samples like one of `rows`: tensors with a row a sample and all others are what these make of them,
-    and lists and arrays hold their samples again and again. What is unclear stays as it is."""
+    """A batch of `wanted` samples made from one of `rows`: `of_samples` makes tensors with a row a sample, `of_all` all others;
+    lists and arrays repeat their samples. What is unclear stays as it is."""
 
     def again(value: Any) -> Any:
         if is_tensor(value):
@@ -207,8 +206,7 @@ def _changed(value: Any, rows: int, of_samples: Callable[[Any], Any], of_all: Ca
     kind = _kind(value, rows)
     if kind == "samples":
         return of_samples(value)
-    fields = fields_of(value)
-    if fields is not None:
+    if (fields := fields_of(value)) is not None:
         return _with_fields(value, {key: _changed(item, rows, of_samples, of_all) for key, item in fields.items()})
     if kind in ("fields", "either"):
         return _with_entries(value, [_changed(item, rows, of_samples, of_all) for item in value])
@@ -231,8 +229,8 @@ def _taken(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     import torch
 
     if tensor.is_nested:
-        parts = tensor.unbind()
-        return torch.nested.as_nested_tensor([parts[index] for index in rows], layout=tensor.layout)
+        samples = tensor.unbind()
+        return torch.nested.as_nested_tensor([samples[index] for index in rows], layout=tensor.layout)
     chosen = torch.tensor(list(rows), dtype=torch.long, device=tensor.device)
     if is_dense(tensor) or tensor.layout is torch.sparse_coo:
         return tensor.index_select(0, chosen)
@@ -249,8 +247,7 @@ def _kind(value: Any, rows: int) -> Kind:
         return "samples" if dim == rows and _can_be_sliced(value) else "unclear"
     if is_tensor(value) or is_array(value) or isinstance(value, FOR_ALL) or _is_torchs(value):
         return "all"
-    fields = fields_of(value)
-    if fields is not None:
+    if fields_of(value) is not None:
         return "fields" if not _is_by_sample(value, rows) else "unclear"
     if not _is_sequence(value):
         return "unclear"
@@ -352,8 +349,7 @@ def fields_of(value: Any) -> dict[Any, Any] | None:
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """By key, name or index, the fields or entries of a nest; None for anything else."""
-    fields = fields_of(value)
-    if fields is not None:
+    if (fields := fields_of(value)) is not None:
         return fields.items()
     return enumerate(value) if _is_sequence(value) else None
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 IMAGE_SIDE = 224  # where a configuration does not say
 PATIENCE_SECONDS = 3.0  # with a hub that may not be there
+# Of all these the batches can be imagined: what they read is in their configuration, and labels are tokens or one class a sample.
+HEADS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification")
+ENCODER_DECODER_HEADS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 
 
 def config_of(source: Any) -> Any:
@@ -107,9 +110,7 @@ def factory(config: Any) -> Factory:
     made_by: Any = getattr(transformers, str(named), None)
     if isinstance(made_by, type) and issubclass(made_by, transformers.PreTrainedModel):
         return Factory(config, made_by)
-    heads: tuple[str, ...] = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification")
-    if getattr(config, "is_encoder_decoder", False):
-        heads = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", *heads)
+    heads = (*(ENCODER_DECODER_HEADS if getattr(config, "is_encoder_decoder", False) else ()), *HEADS)
     for head in heads:
         if classes := _classes(getattr(transformers, head), config):
             return Factory(config, classes[0])
@@ -139,18 +140,11 @@ def pretrained_of(model: nn.Module) -> Any:
     return next((each for each in model.modules() if is_pretrained(each)), model)
 
 
-# Heads whose batches can be imagined: what they read is in their configuration, and labels are tokens or one class a sample.
-IMAGINED = (
-    "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq",
-    "AutoModelForImageClassification",
-)  # fmt: skip
-
-
 def refuse_to_imagine(config: Any, made_by: type) -> None:
     """Of a head whose labels have another form, or none."""
     import transformers
 
-    classes = tuple(made for head in IMAGINED for made in _classes(getattr(transformers, head), config))
+    classes = tuple(made for head in (*HEADS, *ENCODER_DECODER_HEADS) for made in _classes(getattr(transformers, head), config))
     is_single = getattr(config, "problem_type", None) in (None, "single_label_classification")
     is_classifier = "ImageClassification" in made_by.__name__
     if not issubclass(made_by, classes) or (is_classifier and (not is_single or getattr(config, "num_labels", 2) < 2)):

@@ -28,11 +28,9 @@ class _Changed(Exception):  # noqa: N818  (an answer, not a fault)
 
 
 def loss(model: nn.Module, batch: Mapping[str, Any]) -> LossValue:
-    """The model's own loss, as (sum, weight) where it is a mean over the labels that count: so padding may be cut anywhere.
-
-    A causal language model's logits are made in slices for it, and never exist whole. A loss of another kind, or several that do
-    not count the same labels, is the model's own mean: what routers add for all tokens together is in no sum.
-    """
+    """The model's own loss, as (sum, weight) where it is a mean over the labels that count: so padding may be cut anywhere. A
+    causal language model's logits are made in slices, and never exist whole. A loss of another kind, or several that do not count
+    the same labels, is the model's own mean: what routers add for all tokens together is in no sum."""
     from anyfit.losses import Means
 
     if not isinstance(batch, Mapping):
@@ -114,16 +112,14 @@ def _sliceable_head(model: Any) -> Any:
 
 @contextlib.contextmanager
 def _sliced(model: Any, head: Any, means: Means) -> Iterator[None]:
-    """Inside, the head makes no logits, and the loss function takes what the head was given in their place.
-
-    The model's own forward stays in charge: what it does before the head, its shift of labels and its other losses are its own.
-    """
+    """Inside, the head makes no logits, and the loss function takes what the head was given in their place. The model's own
+    forward stays in charge: what it does before the head, its shift of labels and its other losses are its own."""
     import torch
 
     from anyfit.losses import sliced_cross_entropy
 
-    config = model.config.get_text_config()
-    cap = next((value for name in CAPS if (value := getattr(config, name, None)) is not None), None)
+    caps = (getattr(model.config.get_text_config(), name, None) for name in CAPS)
+    cap = next((value for value in caps if value is not None), None)
     read: list[tuple[Tensor, Tensor]] = []  # by the head, and what it gave in return
 
     def no_logits(hidden: Tensor) -> Tensor:

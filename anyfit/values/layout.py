@@ -83,8 +83,8 @@ class Placeable:
 
 
 def lay_out(parameters: Iterable[Placeable], chunk_bytes: int, ranks: int = 1) -> tuple[Chunk, ...]:
-    """Parameters in the given order, packed into chunks of at most `chunk_bytes` (a larger one stands alone), which so many
-    ranks can divide."""
+    """Parameters in the given order, in chunks of at most `chunk_bytes` (a larger parameter stands alone) that so many ranks can
+    shard."""
     chunks: list[Chunk] = []
     open_chunks: dict[tuple[str, int, bool, int], list[Slot]] = {}
 

@@ -140,11 +140,9 @@ class Disk:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: seconds = latency + bytes / rate.
-
-    Bytes are those of the largest buffer that one rank holds: the gathered output of an all_gather, the input of a
-    reduce_scatter or an all_to_all, the tensor of an all_reduce or a send. A group across the cluster fills its nodes.
-    """
+    """One collective: seconds = latency + bytes / rate. Bytes are those of the largest buffer that one rank holds: the gathered
+    output of an all_gather, the input of a reduce_scatter or an all_to_all, the tensor of an all_reduce or a send. A group across
+    the cluster fills its nodes."""
 
     name: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
     across: Literal["node", "cluster"]

@@ -226,7 +226,9 @@ class Memento:
             if isinstance(item, torch.nn.Module):  # a compiled one holds the user's
                 self._wait(item._modules, path)
         elif isinstance(item, functools._lru_cache_wrapper):
-            self._cache(item, path)
+            before = item.cache_info()  # what was cached meanwhile may be a tensor without bytes: it is computed again
+            self._undo.append(lambda: None if item.cache_info() == before else item.cache_clear())
+            self._wait(getattr(item, "__wrapped__", None), path)
         elif _is_an_iterator(item):
             self._stands_for[id(item)] = copy.copy(item) if isinstance(item, COPIED_ITERATORS) else holders.Peeked(item, torch)
         else:
@@ -269,7 +271,7 @@ class Memento:
         if item.__dict__:
             self._wait(item.__dict__, path)
         else:
-            self._keep(None, lambda _: item.__dict__.clear())
+            self._undo.append(lambda: item.__dict__.clear())
         self._wait_all(enumerate(item.__closure__ or ()), path)
         self._wait_all(enumerate(item.__defaults__ or ()), path)
         self._wait_all((item.__kwdefaults__ or {}).items(), path)
@@ -331,28 +333,10 @@ class Memento:
                 return
             if item.writable():
                 item.flush()
-            position = item.tell()
-
-            def back() -> None:
-                with contextlib.suppress(Exception):
-                    if item.writable():
-                        item.flush()
-                    item.seek(position)
-                    if item.writable():
-                        item.truncate()
-
-            self._undo.append(back)
-
-    def _cache(self, item: Any, path: Path) -> None:
-        """What a function cached meanwhile may be a tensor without bytes: it is computed again."""
-        before = item.cache_info()
-        self._undo.append(lambda: None if item.cache_info() == before else item.cache_clear())
-        self._wait(getattr(item, "__wrapped__", None), path)
+            self._keep(item.tell(), functools.partial(_cut_off, item))
 
     def _keep(self, state: Any, put_back: Callable[[Any], object]) -> None:
         self._undo.append(functools.partial(put_back, state))
-
-    # ------------------------------------------------------------------ iterators
 
     def _moving(self, value: Any) -> Any:
         return self._stands_for.get(id(value), value) if self._stands_for else value
@@ -407,6 +391,15 @@ def _set_gradient(tensor: Any, needs: bool, gradient: Any) -> None:
 def _fill(torch: Any, tensor: Any, before: Any) -> None:
     if tensor.shape == before.shape and not torch.equal(tensor.detach(), before):
         tensor.data.copy_(before)
+
+
+def _cut_off(file: Any, position: int) -> None:
+    with contextlib.suppress(Exception):
+        if file.writable():
+            file.flush()
+        file.seek(position)
+        if file.writable():
+            file.truncate()
 
 
 def _name_of(item: Any) -> str:

@@ -21,7 +21,7 @@ class ChoiceCost:
 
     kept_bytes: int  # on the device, from forward to backward
     moved_bytes: int  # to the host, and back
-    seconds: float  # forward work done again, or copies both ways, before anything hides them
+    seconds: float  # of recomputing, or of copies both ways, before anything hides them
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BlockCost:
     flops_backward: int
     seconds_forward: float
     seconds_backward: float
-    seconds_recompute: float  # of backward: forward work done again
+    seconds_recompute: float  # of backward: forward work that is recomputed
     kept_bytes: int  # held from forward for backward
     # By plan.Activations, what could be done with that; nothing where it is no block, or outside all of them.
     choices: Mapping[str, ChoiceCost] = field(default_factory=dict)
@@ -84,10 +84,6 @@ class Pass:
     @property
     def seconds_recompute(self) -> float:
         return sum(block.seconds_recompute for block in self.blocks)
-
-    @property
-    def kept_bytes(self) -> int:
-        return sum(block.kept_bytes for block in self.blocks)
 
     def scaled(self, scale: float) -> Self:
         """The same where the device takes so many times as long."""
@@ -176,15 +172,15 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Division:
-    """How ranks could divide a model's state, and what they would exchange. `shards` neighbouring ranks divide the optimizer's
-    state (as ZeRO-1 does), the next so many hold the same."""
+    """How ranks could shard a model's state, and what they would exchange. `shards` neighbouring ranks hold one replica of the
+    optimizer's state, sharded (as ZeRO-1 does); the next so many hold the next replica."""
 
     ranks: int
     shards: int
     gradients: bool  # of every micro-batch are reduced, and add up sharded; else they add up whole, and the last reduces them
     weights: bool  # are sharded too, and all-gathered for each use
-    gather: Exchange  # over those that divide it
-    reduce: Exchange  # over those that divide it, and then over those that hold the same
+    gather: Exchange  # over the ranks of a replica
+    reduce: Exchange  # over the ranks of a replica, and then over replicas
     norm_seconds: float  # to exchange a few numbers among all
     shares_copies: bool  # it goes through the link by which a device reaches its host
 

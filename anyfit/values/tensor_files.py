@@ -144,22 +144,20 @@ def read_header(file: Path) -> dict[str, Entry]:
     document = _json(file, text)
     document.pop("__metadata__", None)
     _refuse_many(file, len(document), MOST_TENSORS, "tensors")
-    spans, entries = [], {}
-    for name, fields in document.items():
-        _refuse_name(file, name)
-        entries[name], span = _entry(file, name, fields, 8 + length)
-        spans.append((*span, name))
-    end = 0
-    for start, stop, name in sorted(spans):
+    data = end = 8 + length
+    entries = {name: _entry(file, name, fields, data) for name, fields in document.items()}
+    for start, bytes, name in sorted((entry.start, entry.bytes, name) for name, entry in entries.items()):
         if start != end:
-            raise ValueError(f"{file}: {name!r} starts at byte {start}, where byte {end} is next: tensors overlap or leave holes")
-        end = stop
-    if 8 + length + end != size:
-        raise ValueError(f"{file}: it has {size} bytes, and its header speaks of {8 + length + end}; fetch it again")
+            where = f"starts at byte {start - data}, where byte {end - data} is next"
+            raise ValueError(f"{file}: {name!r} {where}: tensors overlap or leave holes")
+        end += bytes
+    if end != size:
+        raise ValueError(f"{file}: it has {size} bytes, and its header speaks of {end}; fetch it again")
     return entries
 
 
-def _entry(file: Path, name: str, fields: Any, data: int) -> tuple[Entry, tuple[int, int]]:
+def _entry(file: Path, name: str, fields: Any, data: int) -> Entry:
+    _refuse_name(file, name)
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{file}: {name!r} is to have dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -172,7 +170,7 @@ def _entry(file: Path, name: str, fields: Any, data: int) -> tuple[Entry, tuple[
     entry = Entry(file, dtype, tuple(shape), data + offsets[0])
     if entry.bytes != offsets[1] - offsets[0]:
         raise ValueError(f"{file}: {name!r} of shape {shape} in {dtype} takes {entry.bytes} bytes, not {offsets[1] - offsets[0]}")
-    return entry, (offsets[0], offsets[1])
+    return entry
 
 
 def _are_counts(values: Any) -> bool:
@@ -197,9 +195,6 @@ def _json(file: Path, text: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError(f"{file}: expected a JSON object")
     return document
-
-
-# ---------------------------------------------------------------------- writing
 
 
 def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:

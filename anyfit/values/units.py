@@ -46,10 +46,7 @@ def show_bytes(size: float) -> str:
     >>> show_bytes(3 * 2**30)
     '3.00 GiB'
     """
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(size) >= unit:
-            return f"{_three_digits(size / unit)} {name}"
-    return f"{size:.0f} B"
+    return _shown(size, {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}) or f"{size:.0f} B"
 
 
 def show_seconds(seconds: float) -> str:
@@ -74,10 +71,12 @@ def show_count(count: float) -> str:
     >>> show_count(3_780_000_000)
     '3.78 B'
     """
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= unit:
-            return f"{_three_digits(count / unit)} {name}"
-    return f"{count:.0f}"
+    return _shown(count, {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}) or f"{count:.0f}"
+
+
+def _shown(value: float, units: Mapping[str, float]) -> str:
+    fitting = ((name, unit) for name, unit in units.items() if abs(value) >= unit)
+    return next((f"{_three_digits(value / unit)} {name}" for name, unit in fitting), "")
 
 
 def _three_digits(value: float) -> str:

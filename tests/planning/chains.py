@@ -37,7 +37,8 @@ def random_profile(random: Random, blocks: int) -> Profile:
     chunks = _chunks(random, blocks, 5 if is_gpu and accumulation == 1 else 8)
     elements = sum(chunk.elements for chunk in chunks)
     weight = 2 * elements / each.seconds  # bytes a second at which weights cross while the pass computes
-    crossing = Random(repr(weight)).choice([weight, weight, each.kept_bytes / each.seconds])  # or activations
+    kept = sum(block.kept_bytes for block in each.blocks)
+    crossing = Random(repr(weight)).choice([weight, weight, kept / each.seconds])  # or activations
     host = HostRates(
         updates_per_second=weight * _scale(random, 0.1, 3),
         up_bytes_per_second=crossing * _scale(random, 0.5, 20),
