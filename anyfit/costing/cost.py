@@ -195,9 +195,9 @@ def _choices(graph: Graph, took: Sequence[float], host: HostRates, look_seconds:
     """What the activations of each block cost under each choice: bytes that stay for backward, bytes that move, seconds on top.
 
     keep        all that forward leaves stays
-    recompute   what goes into the block stays; its forward runs again
-    selective   the results of COSTLY_OPS stay too, whether backward needs them or not; all other forward ops run again. Python
-                looks at every call of the block, in forward and again, which takes the host `look_seconds` each
+    recompute   its inputs stay; its forward is recomputed
+    selective   the results of COSTLY_OPS stay too, whether backward needs them or not; all other forward ops are recomputed.
+                Python looks at every call of the block, both times, which takes the host `look_seconds` each
     offload     what is large enough moves to the host and back; only the rest stays. Of what other blocks save too, and of
                 buffers, a copy moves
 

@@ -1,13 +1,13 @@
 """What ranks exchange, and what that takes, by the machine's links: for every way to shard a model's state over them.
 
-    shards    every number of neighbours that divides a node, or that fills nodes and divides them all
+    shards    every divisor of the ranks of a node, and every number of whole nodes that divides the nodes
     level     the optimizer's state alone is sharded; gradients too; weights too (as ZeRO 1, 2 and 3 do)
 
 A collective takes latency + bytes / rate, as measured or printed for groups of some sizes. Between these sizes, and beyond,
 latency grows with the group and seconds a byte with (group - 1) / group, as in a ring. What leaves a node also needs the nodes'
 network cards, one a device: they bound it where nodes have fewer devices than those of which the figures speak.
 
-Ranks that hold the same stretch sum it after those that divide it have: over all cards of the nodes, each of its own stretch.
+Each replica reduce-scatters first; then replicas all-reduce each shard, over all cards of the nodes at once.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Links:
         return tuple(found)
 
     def reduce(self, shards: int) -> Exchange:
-        """A sum over all ranks, of which each keeps its stretch."""
+        """A sum over all ranks, of which each keeps its shard."""
         first = self.cost("reduce_scatter", shards) if shards > 1 else NOTHING
         if shards == self.ranks:
             return first
         if self.nodes == 1:
             same, share = self.cost("all_reduce", self.ranks // shards), shards
-        else:  # every card has the bytes of one stretch, or, of a node that divides into fewer, its part of several
+        else:  # every card has the bytes of one shard, or its part of several where a node has fewer shards than cards
             same, share = self.cost("all_reduce", self.ranks), max(shards // self.node, 1)
         return Exchange(first.latency_seconds + same.latency_seconds, first.seconds_per_byte + same.seconds_per_byte / share)
 

@@ -163,8 +163,8 @@ def segments(graph: Graph, seconds: Sequence[float], live: Sequence[int]) -> tup
 
 
 def _with_parameters(graph: Graph, found: Sequence[Segment], modules: Sequence[set[str]]) -> Iterator[Segment]:
-    """Says of stretches between blocks which parameters they use: those of the modules that run there. One whose module runs
-    nowhere, as it is used by other code, counts everywhere."""
+    """Adds to segments between blocks the parameters of the modules that run in them. A parameter whose module runs in none, as
+    other code uses it, counts in all."""
     outside = [parameter for parameter in graph.parameters if not graph.blocks[parameter.block].name]
     homes = {parameter.name: {name.rpartition(".")[0] for name in parameter.names} for parameter in outside}
     between = [(each, ran) for each, ran in zip(found, modules, strict=True) if not graph.blocks[each.block].name]
@@ -241,7 +241,7 @@ def _play_pass(allocator: CachingAllocator, graph: Graph, device: Device, librar
 
 
 def _play_inputs(allocator: CachingAllocator, graph: Graph) -> dict[int, Piece]:
-    """Takes the batch. What is cast to bf16 is on the device for a moment in the fp32 that the host handed over."""
+    """Takes the batch. What is cast to bf16 is copied to the device in fp32, and freed after the cast."""
     taken = {identity: allocator.take(value.bytes) for identity, value in enumerate(graph.values) if value.kind == "input"}
     shrunk = graph.batch_bytes - sum(graph.values[identity].bytes for identity in taken)
     if shrunk > 0:
@@ -258,8 +258,8 @@ def _kept_by_libraries(bytes: int) -> dict[str, list[int]]:
 
 
 def _births_and_deaths(graph: Graph, *, consumed: bool) -> tuple[list[list[int]], list[list[int]]]:
-    """Of each op, in order: what it makes is there before what it used last goes. Inputs are there before the first, and
-    gradients stay for the update, unless they are `consumed` as they come."""
+    """What each op allocates, and then frees as its last user. Inputs are allocated before the first op; gradients stay for the
+    update, unless each is `consumed` at once."""
     births: list[list[int]] = [[] for _ in graph.ops]
     deaths: list[list[int]] = [[] for _ in graph.ops]
     for identity, value in enumerate(graph.values):

@@ -1,8 +1,8 @@
 """What a GPU's kernels take for themselves while they run: partial sums, copies in another layout, accumulators in fp32.
 
 The rules are torch's own where torch decides. For what cuDNN and cuBLAS decide they were read off the allocator's record of
-training steps on an H200 (torch 2.11): each says how well it did there. They weigh little in what is allocated, and much in
-what is reserved: a workspace a little larger than any hole takes a segment of its own, and that stays.
+training steps on an H200 (torch 2.11): each says how close it came. They are little of what is allocated, and much of what is
+reserved: a workspace a little larger than any hole takes a segment of its own, and that stays.
 """
 
 from __future__ import annotations

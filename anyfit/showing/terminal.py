@@ -160,7 +160,7 @@ def _add_costs(table: Table, name: str, group: Sequence[BlockCost]) -> None:
 
 
 def _looks(cost: BlockCost) -> tuple[Any, ...]:
-    """What blocks have in common that share a row. Not the seconds: a launch hidden here may be waited for there."""
+    """What blocks of one row have in common. Not the seconds: a launch that one hides may hold up the other."""
     return (cost.kind, cost.parameters, cost.flops_forward, cost.flops_backward, cost.kept_bytes)
 
 

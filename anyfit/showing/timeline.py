@@ -215,7 +215,7 @@ def _lightness(colour: str) -> float:
 
 
 def _legend(lanes: Mapping[str, Sequence[Box]], y: int) -> Iterator[tuple[int, str]]:
-    """(its line, the drawing) of each kind that is there."""
+    """(its line, the drawing) of each kind in the picture."""
     drawn = {box.kind if box.kind in KINDS else "other" for boxes in lanes.values() for box in boxes}
     x, line = LEFT, 0
     for kind, (_, meaning) in KINDS.items():

@@ -104,7 +104,7 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def rows_of(batch: Any, expected: int | None = None) -> int | None:
-    """How many samples there are, `expected` where they may be as many; None where that cannot be told."""
+    """How many samples a batch has: `expected` where that is possible; None where nothing tells."""
     if is_tensor(batch):
         return _first_dim(batch)
     refuse_iterators(batch)

@@ -15,8 +15,8 @@ class Correction:
     """Of the memory forecast for one model, after a run of it needed more."""
 
     model: str
-    where: str  # memory ended
-    needed_bytes: int  # there, at least
+    where: str  # the place at which memory ended
+    needed_bytes: int  # at that place, at least
     expected_bytes: int  # by the plan's forecast, in all
     error: float  # relative, of what is forecast to be reserved: the margin from then on
     date: str

@@ -1,4 +1,4 @@
-"""Whether an optimizer treats each parameter by itself: then it may be stepped chunk by chunk, here or there, to the same end.
+"""Whether an optimizer treats each parameter by itself: then chunks may be stepped one by one, on device or host, alike.
 
 Those of torch are known. Any other is stepped on small stand-ins for its parameters, once all together and once one by one: where
 the two differ, or it keeps something beside the state of each parameter, its parameters are coupled. Hooks, and a step that was
@@ -75,7 +75,7 @@ def _coupled_by_itself(optimizer: Optimizer) -> str | None:
 
 
 def _own_attributes() -> frozenset[str]:
-    """What every torch optimizer has, and its schedulers put there."""
+    """What every torch optimizer has, and what schedulers add to it."""
     from torch import nn, ones
     from torch.optim import SGD
 
@@ -159,7 +159,7 @@ def _parameter(values: Tensor, like: Tensor) -> nn.Parameter:
     from torch import nn
 
     made = nn.Parameter(values)
-    vars(made).update(vars(like))  # marks that user code has put there
+    vars(made).update(vars(like))  # marks that user code has set
     return made
 
 

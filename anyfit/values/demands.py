@@ -23,7 +23,7 @@ OWN = ("_parameters", "_buffers", "_modules")  # of a module, which names them i
 
 
 class StaysOnDevice(ValueError):  # noqa: N818  (what a model asks of a plan)
-    """A plan has state off the device that has to be there, for this reason."""
+    """A plan moves state off the device that has to stay on it, for this reason."""
 
     def __init__(self, reason: str, message: str, mirrored_bytes: int = 0) -> None:
         super().__init__(reason, message)

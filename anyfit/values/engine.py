@@ -1,8 +1,8 @@
 """What the engine does and the planner counts. Both import it from here, so that a forecast cannot drift from what runs."""
 
-GRADIENT_BUFFERS = 5  # staging buffers for gradients that go to the host: one fills while others go down, behind other copies
-REDUCTION_BUFFERS = 3  # staging buffers for gradients that ranks sum: one fills, one is reduced, one goes down
-STREAMED_DEPTH = 3  # streamed chunks at once: one comes up, one is updated, one goes down
+GRADIENT_BUFFERS = 5  # staging buffers for gradients of host updates: one fills while others are copied to the host
+REDUCTION_BUFFERS = 3  # staging buffers for gradients that ranks sum: one fills, one is reduced, one is copied to the host
+STREAMED_DEPTH = 3  # streamed chunks at once: one is copied to the device, one is updated, one is copied back
 LATER = 2**30  # order among the host's updates, of what can wait for all weights
 
 

@@ -27,7 +27,7 @@ class Holder:
 
 
 class Named(Holder):
-    """Entries that are got, set and deleted by name; MISSING stands for one that is not there."""
+    """Entries that are got, set and deleted by name; MISSING stands for one that does not exist."""
 
     def __init__(
         self, before: Mapping[str, Any], get: Change, set: Any, delete: Any, forgiven: type[Exception] | None = None

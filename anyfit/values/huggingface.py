@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 IMAGE_SIDE = 224  # where a configuration does not say
-PATIENCE_SECONDS = 3.0  # with a hub that may not be there
+PATIENCE_SECONDS = 3.0  # to wait for a hub that may not answer
 # Of all these the batches can be imagined: what they read is in their configuration, and labels are tokens or one class a sample.
 HEADS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification")
 ENCODER_DECODER_HEADS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")

@@ -73,7 +73,7 @@ def _own_loss(model: Any, batch: Mapping[str, Any], means: Means) -> LossValue:
 
 
 def _parts_of(model: nn.Module) -> list[nn.Module]:
-    """What a model is put together from and does not make the loss: the children of the outermost that transformers made."""
+    """The parts of a model that do not make the loss: the children of the outermost module that transformers made."""
     import transformers
 
     if isinstance(model, transformers.PreTrainedModel):
@@ -163,4 +163,4 @@ def _sliced(model: Any, head: Any, means: Means) -> Iterator[None]:
     try:
         yield
     finally:
-        del head.forward, model._loss_function  # what the classes have is there again
+        del head.forward, model._loss_function  # uncovers what the classes have

@@ -20,7 +20,7 @@ Renamed: TypeAlias = Callable[[str, list[Any], list[Any]], tuple[str, str | None
 
 @dataclass(frozen=True)
 class Recipe:
-    """How tensors of one side become those of the other: one under another name, or several put together or taken apart."""
+    """How tensors of one side become those of the other: one is renamed, or several are fused or split."""
 
     parts: tuple[str, ...]  # that it takes
     name: str  # of what it makes; of the first, where `make` makes several

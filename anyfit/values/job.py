@@ -10,7 +10,18 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from .batches import NO_SAMPLES, cut, map_tensors, refuse_iterators, reordered, repeated, rows_of, uncuttable, with_rows
+from .batches import (
+    NO_SAMPLES,
+    cut,
+    is_tensor,
+    map_tensors,
+    refuse_iterators,
+    reordered,
+    repeated,
+    rows_of,
+    uncuttable,
+    with_rows,
+)
 from .layout import Placeable
 from .loss_rule import AGREEMENTS
 from .precision import PRECISIONS
@@ -361,16 +372,14 @@ def _weight_of(weight: Any, total: Tensor) -> Tensor:
 
 def _instead_of_a_loss(value: Any, total: Any) -> str:
     """What a loss function returned in its place, and how to get at the loss."""
-    import torch
-
-    if isinstance(total, torch.Tensor):
+    if is_tensor(total):
         mended = "; take its .mean()" if total.numel() != 1 else ""
         return f"a {total.dtype} tensor of shape {tuple(total.shape)}{mended}"
     if isinstance(value, Mapping) and "loss" in value:
         return f"{type(value).__name__} with {', '.join(map(repr, value))[:60]}; return its ['loss']"
-    if isinstance(getattr(value, "loss", None), torch.Tensor):
+    if is_tensor(getattr(value, "loss", None)):
         return f"{type(value).__name__}; return its .loss"
-    if isinstance(value, list | tuple) and any(isinstance(each, torch.Tensor) for each in value):
+    if isinstance(value, list | tuple) and any(map(is_tensor, value)):
         return f"{type(value).__name__} of {len(value)}; return the loss alone, or the sum of several"
     instead = "; return the tensor itself, without .item() or float()" if isinstance(value, float) else ""
     return _describe(value) + instead

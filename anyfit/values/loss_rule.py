@@ -72,7 +72,7 @@ class Divisor:
 
     @property
     def most(self) -> int | None:
-        """All labels there are, where each counts for one."""
+        """The number of all labels, where each counts for one."""
         if self.counts != "labels" or getattr(self.node, "_saved_weight", None) is not None:
             return None
         return int(self.node.anyfit_labels if hasattr(self.node, "anyfit_labels") else self.node._saved_target.numel())

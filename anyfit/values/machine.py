@@ -214,14 +214,14 @@ class Machine(Record):
             "disk_bytes": (disk, self.disk.free_bytes.value if self.disk else 0, "the disk"),
         }
         limits = self.limits
-        for name, (given, there, owner) in wanted.items():
+        for name, (given, available, owner) in wanted.items():
             if given is None:
                 continue
             if name == "disk_bytes" and self.disk is None:
                 raise ValueError(f"no disk is known of {self.name!r}; measure it with: anyfit probe --full")
             size = parse_bytes(given)
-            if not 0 < size <= there:
-                raise ValueError(f"a limit of {show_bytes(size)} where {owner} has {show_bytes(there)}; it must lie between")
+            if not 0 < size <= available:
+                raise ValueError(f"a limit of {show_bytes(size)} where {owner} has {show_bytes(available)}; it must lie between")
             limits = replace(limits, **{name: size})
         return replace(self, limits=limits)
 
@@ -244,10 +244,10 @@ class Machine(Record):
 
     def rank_grid(self, ranks: int | None = None) -> tuple[int, int]:
         """(ranks per node, nodes) for so many ranks with a device each; None is as many as there are devices."""
-        there = self.device.count * self.nodes
-        ranks = there if ranks is None else ranks
-        if not 1 <= ranks <= there:
-            raise ValueError(f"{ranks} ranks on the {there} devices of {self.name!r}; each has one of its own")
+        devices = self.device.count * self.nodes
+        ranks = devices if ranks is None else ranks
+        if not 1 <= ranks <= devices:
+            raise ValueError(f"{ranks} ranks on the {devices} devices of {self.name!r}; each has one of its own")
         node = min(ranks, self.device.count)
         if ranks % node:
             raise ValueError(f"{ranks} ranks do not fill nodes of {node}; try {ranks // node * node}")
@@ -266,8 +266,8 @@ class Machine(Record):
         return self._limit(self.limits.disk_bytes, self.disk.free_bytes) if self.disk else 0
 
     @staticmethod
-    def _limit(limit: int | None, there: Figure) -> int:
-        return int(there.value) if limit is None else min(limit, int(there.value))
+    def _limit(limit: int | None, available: Figure) -> int:
+        return int(available.value) if limit is None else min(limit, int(available.value))
 
     @property
     def fingerprint(self) -> str:

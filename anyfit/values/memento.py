@@ -287,7 +287,7 @@ class Memento:
                 self._names(vars(named), names, path)
 
     def _names(self, names_of: dict[str, Any], names: Iterable[str], path: Path) -> None:
-        """The globals of these names; those that are not there yet too."""
+        """The globals of these names, also those that do not exist yet."""
         self._holders.append(holders.names(names_of, names))
         self._wait_all(((name, names_of.get(name)) for name in names), path)
 
@@ -359,10 +359,8 @@ def _is_the_users(module: str | None) -> bool:
 
 def _is_an_iterator(item: Any) -> bool:
     """One without attributes that could be put back, or whose work is done in other processes."""
-    kind = type(item)
-    if not hasattr(kind, "__next__") or not hasattr(kind, "__iter__"):
-        return False
-    return not hasattr(item, "__dict__") or kind.__name__ == "_MultiProcessingDataLoaderIter"
+    is_iterator = hasattr(type(item), "__next__") and hasattr(type(item), "__iter__")
+    return is_iterator and (not hasattr(item, "__dict__") or type(item).__name__ == "_MultiProcessingDataLoaderIter")
 
 
 @functools.lru_cache(4096)

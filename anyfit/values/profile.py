@@ -116,7 +116,7 @@ class UpdateCost:
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """What one chunk of the layout weighs, wherever it is placed."""
+    """The bytes of one chunk of the layout, wherever it is placed."""
 
     weights_bytes: int
     elements: int
@@ -275,7 +275,7 @@ class Profile(Record):
         return replace(self.unsharded(), state_stays=why, state=state)
 
     def unsharded(self) -> Self:
-        """The same with state whole on every rank, where there is a way to do that."""
+        """The same with state whole on every rank, where the ranks can do that."""
         whole = tuple(each for each in self.divisions if each.shards == 1 and not each.weights)
         return replace(self, divisions=whole or self.divisions)
 

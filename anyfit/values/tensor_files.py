@@ -62,7 +62,7 @@ class TensorFolder:
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder} with weights")
         index = folder / INDEX
-        if (folder / SINGLE).is_file():  # where there are both, as `from_pretrained` has it
+        if (folder / SINGLE).is_file():  # it goes before an index, as in `from_pretrained`
             by_file: Mapping[str, set[str] | None] = {SINGLE: None}
         elif index.is_file():
             by_file = _read_index(index)

@@ -91,7 +91,7 @@ class Match:
 
     folder: str
     matched: tuple[str, ...]  # of the model, that come from the folder
-    missing: tuple[str, ...]  # of the model, that should and are not there
+    missing: tuple[str, ...]  # of the model, that should come from the folder and are not in it
     left_out: tuple[str, ...]  # of the model, by a pattern
     unexpected: tuple[str, ...]  # in the folder, that the model has not
     digest: str  # of what the folder says that it holds
