@@ -7,7 +7,6 @@ to be told apart are drawn as one; pointing at a box says what it is.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 from rich.table import Table
 
+from anyfit.values.record import read_json
 from anyfit.values.units import show_seconds
 
 WIDTH, LEFT, RIGHT, TOP = 1200, 112, 16, 58
@@ -70,13 +70,7 @@ class Timeline:
 
 def read(path: str | Path) -> Timeline:
     """A file that `anyfit fit --timeline` wrote."""
-    path = Path(path)
-    try:
-        document = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no timeline at {path}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
+    document = read_json(Path(path), "timeline")
     about = document.get("metadata") if isinstance(document, dict) else None
     if not isinstance(about, dict) or about.get("anyfit") != "timeline":
         raise ValueError(f"{path}: not a timeline of anyfit; write one with anyfit fit --timeline {path}")

@@ -29,7 +29,7 @@ def writing_aside() -> Iterator[Aside]:
     import torch
 
     with tempfile.TemporaryDirectory(prefix="anyfit-") as folder:
-        aside = Aside(folder)
+        aside = Aside(folder, torch.save)
         patches: list[tuple[Any, str, Any]] = [
             (builtins, "open", aside.open),
             (io, "open", aside.open),
@@ -52,15 +52,13 @@ def writing_aside() -> Iterator[Aside]:
 
 
 class Aside:
-    def __init__(self, folder: str) -> None:
-        import torch
-
+    def __init__(self, folder: str, save: Any) -> None:
         self._folder, self._thread = os.path.realpath(folder), threading.get_ident()
         self._files: dict[str, str] = {}  # by real path, where it lies meanwhile
         self.read_again: str | None = None  # a file that was written meanwhile
         self._made = 0
         self._folders: list[str] = []  # made meanwhile
-        self._open, self._mkdir, self._save = io.open, os.mkdir, torch.save
+        self._open, self._mkdir, self._save = io.open, os.mkdir, save
 
     def _is_ours(self) -> bool:
         """The user's code in this thread asks, or a library for it: the first outside the standard library says."""

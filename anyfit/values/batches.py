@@ -30,12 +30,13 @@ import types
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["samples", "fields", "all", "either", "unclear"]
+Change: TypeAlias = Callable[[Any], Any]
 SEQUENCES = (list, tuple, collections.deque, range)
 FOR_ALL = (
     numbers.Number, str, bytes, type(None), enum.Enum, type, slice, types.FunctionType, types.BuiltinFunctionType,
@@ -166,7 +167,7 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
         raise ValueError(reason)
     parts, start = [], 0
     for size in sizes:
-        parts.append(_changed(batch, rows, functools.partial(_sliced, start, size), lambda other: other))
+        parts.append(_changed(batch, rows, functools.partial(_sliced, start, size)))
         start += size
     return parts
 
@@ -179,30 +180,27 @@ def reordered(batch: Any, order: Sequence[int]) -> Any:
             return _taken(value, order)
         return value[list(order)] if is_array(value) else _with_entries(value, [list(value)[index] for index in order])
 
-    return _changed(batch, len(order), taken, lambda other: other)
+    return _changed(batch, len(order), taken)
 
 
-def with_rows(
-    batch: Any, rows: int | None, wanted: int, of_samples: Callable[[Tensor], Tensor], of_all: Callable[[Tensor], Any]
-) -> Any:
+def with_rows(batch: Any, rows: int | None, wanted: int, of_samples: Change, of_all: Change = lambda tensor: tensor) -> Any:
     """A batch of `wanted` samples made from one of `rows`: `of_samples` makes tensors with a row a sample, `of_all` all others;
     lists and arrays repeat their samples. What is unclear stays as it is."""
+    if not rows:
+        return map_tensors(batch, of_all)
+    chosen = [index % rows for index in range(wanted)]
 
-    def again(value: Any) -> Any:
+    def repeat(value: Any) -> Any:
         if is_tensor(value):
             return of_samples(value)
-        assert rows is not None
-        chosen = [index % rows for index in range(wanted)]
         if is_array(value):
             return value[chosen]
         return _with_entries(value, [map_tensors(value[index], of_all) for index in chosen])
 
-    if not rows:
-        return map_tensors(batch, of_all)
-    return _changed(batch, rows, again, lambda other: map_tensors(other, of_all))
+    return _changed(batch, rows, repeat, lambda other: map_tensors(other, of_all))
 
 
-def _changed(value: Any, rows: int, of_samples: Callable[[Any], Any], of_all: Callable[[Any], Any]) -> Any:
+def _changed(value: Any, rows: int, of_samples: Change, of_all: Change = lambda other: other) -> Any:
     kind = _kind(value, rows)
     if kind == "samples":
         return of_samples(value)
@@ -255,7 +253,7 @@ def _kind(value: Any, rows: int) -> Kind:
         return "all"
     if len(value) != rows:
         return "fields" if any(not isinstance(each, FOR_ALL) for each in value) else "unclear"
-    as_samples = _are_alike(value)
+    as_samples = len({_likeness(each) for each in value if each is not None}) == 1  # None stands for one that is missing
     if not as_samples or not isinstance(value[0], FOR_ALL):
         as_fields = all(not _unclear(each, rows) for each in value) and any(_has_samples(each, rows) for each in value)
         if as_fields:
@@ -281,12 +279,8 @@ def _has_samples(value: Any, rows: int) -> bool:
     return kind == "samples" or (kind == "fields" and any(_has_samples(item, rows) for _, item in _parts(value) or ()))
 
 
-def _are_alike(entries: Sequence[Any]) -> bool:
-    """Whether these may be one sample each: of one kind, as samples are. None stands for one that is missing."""
-    return len({_likeness(each) for each in entries if each is not None}) == 1
-
-
 def _likeness(value: Any) -> Any:
+    """What the samples of a batch have in common."""
     if is_tensor(value):
         return "tensor", value.dtype, value.dim()
     if isinstance(value, numbers.Number):

@@ -17,8 +17,6 @@ from .record import Record
 
 @dataclass(frozen=True)
 class Figure:
-    """One number about the hardware."""
-
     former_keys: ClassVar = {"spread": "measurement_error"}
 
     value: float

@@ -155,17 +155,18 @@ class Partial(Holder):
 class Peeked:
     """An iterator that cannot be copied: what it gives is remembered, and given again afterwards."""
 
-    def __init__(self, iterator: Any, torch: Any) -> None:
-        self._iterator, self._torch = iterator, torch
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
         self._given: list[Any] = []
 
     def __iter__(self) -> Any:
         return self
 
     def __next__(self) -> Any:
+        from torch._C import DisableTorchFunction
         from torch.utils._python_dispatch import _disable_current_modes
 
-        with _disable_current_modes(), self._torch._C.DisableTorchFunction():  # it gives real tensors, not those of a trace
+        with _disable_current_modes(), DisableTorchFunction():  # it gives real tensors, not those of a trace
             item = next(self._iterator)
         self._given.append(item)
         return item

@@ -10,18 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from .batches import (
-    NO_SAMPLES,
-    cut,
-    is_tensor,
-    map_tensors,
-    refuse_iterators,
-    reordered,
-    repeated,
-    rows_of,
-    uncuttable,
-    with_rows,
-)
+from . import batches
 from .layout import Placeable
 from .loss_rule import AGREEMENTS
 from .precision import PRECISIONS
@@ -123,7 +112,7 @@ class Job:
         if self.sample is None:
             raise TypeError("Job(sample=) is None; give a batch like those to come, for example next(iter(loader))")
         for name in ("sample", "max_sample"):
-            refuse_iterators(getattr(self, name), name)
+            batches.refuse_iterators(getattr(self, name), name)
 
     def build(self) -> nn.Module:
         """The model itself, or what the factory makes."""
@@ -228,7 +217,7 @@ class Job:
     def cut(self, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
         """The batch as consecutive micro-batches of these sizes: by `split`, or sample by sample; one is the batch as it is."""
         if self.split is None:
-            return cut(batch, sizes)
+            return batches.cut(batch, sizes)
         parts = list(self.split(batch, sizes))
         if len(parts) != len(sizes):
             raise ValueError(f"Job(split=) made {len(parts)} micro-batches where {len(sizes)} were asked for")
@@ -237,7 +226,7 @@ class Job:
     def rows(self, batch: Batch, expected: int | None = None) -> int | None:
         """Samples in a batch, `expected` (or batch_size) where they may be as many; None where only the user's `split` knows, or
         nobody."""
-        return rows_of(batch, expected or self.batch_size) if self.split is None else None
+        return batches.rows_of(batch, expected or self.batch_size) if self.split is None else None
 
     def uncuttable(self, batch: Batch | None = None, share: int | None = None) -> str | None:
         """Why batches like this one (the sample) cannot be cut where they have `share` samples (batch_size), and what to type;
@@ -247,19 +236,19 @@ class Job:
         batch = self.sample if batch is None else batch
         rows, share = self.rows(batch), share or self.batch_size
         if rows is None:
-            return NO_SAMPLES
-        reason = uncuttable(batch, rows)
+            return batches.NO_SAMPLES
+        reason = batches.uncuttable(batch, rows)
         if reason is None and rows != share:
-            reason = uncuttable(self.with_rows(batch, share), share)
+            reason = batches.uncuttable(self.with_rows(batch, share), share)
         return reason
 
     def reordered(self, batch: Batch, order: Sequence[int]) -> Batch:
         """The samples of a batch, which are as many as these, in another order."""
-        return reordered(batch, order)
+        return batches.reordered(batch, order)
 
     def with_rows(self, batch: Batch, wanted: int) -> Batch:
         """As many samples of a batch, its own again where it has fewer."""
-        return with_rows(batch, self.rows(batch), wanted, lambda tensor: repeated(tensor, wanted), lambda tensor: tensor)
+        return batches.with_rows(batch, self.rows(batch), wanted, lambda tensor: batches.repeated(tensor, wanted))
 
     def prepare(self, batch: Batch, device: torch.device, send: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Batch:
         """The batch on the device; `send` may bring its tensors there first. In bf16 those of fp32 are cast to it. All others
@@ -268,7 +257,7 @@ class Job:
 
         weight: torch.dtype = getattr(torch, PRECISIONS[self.precision].weight)
         cast = {torch.float32: weight}
-        return map_tensors(batch, lambda tensor: send(tensor).to(device, cast.get(tensor.dtype, tensor.dtype)))
+        return batches.map_tensors(batch, lambda tensor: send(tensor).to(device, cast.get(tensor.dtype, tensor.dtype)))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The loss as (mean, None), or (sum, weight) where the user's function says so; refuses what cannot be trained on."""
@@ -372,14 +361,14 @@ def _weight_of(weight: Any, total: Tensor) -> Tensor:
 
 def _instead_of_a_loss(value: Any, total: Any) -> str:
     """What a loss function returned in its place, and how to get at the loss."""
-    if is_tensor(total):
+    if batches.is_tensor(total):
         mended = "; take its .mean()" if total.numel() != 1 else ""
         return f"a {total.dtype} tensor of shape {tuple(total.shape)}{mended}"
     if isinstance(value, Mapping) and "loss" in value:
         return f"{type(value).__name__} with {', '.join(map(repr, value))[:60]}; return its ['loss']"
-    if is_tensor(getattr(value, "loss", None)):
+    if batches.is_tensor(getattr(value, "loss", None)):
         return f"{type(value).__name__}; return its .loss"
-    if isinstance(value, list | tuple) and any(map(is_tensor, value)):
+    if isinstance(value, list | tuple) and any(map(batches.is_tensor, value)):
         return f"{type(value).__name__} of {len(value)}; return the loss alone, or the sum of several"
     instead = "; return the tensor itself, without .item() or float()" if isinstance(value, float) else ""
     return _describe(value) + instead

@@ -230,7 +230,7 @@ class Memento:
             self._undo.append(lambda: None if item.cache_info() == before else item.cache_clear())
             self._wait(getattr(item, "__wrapped__", None), path)
         elif _is_an_iterator(item):
-            self._stands_for[id(item)] = copy.copy(item) if isinstance(item, COPIED_ITERATORS) else holders.Peeked(item, torch)
+            self._stands_for[id(item)] = copy.copy(item) if isinstance(item, COPIED_ITERATORS) else holders.Peeked(item)
         else:
             self._object(item, path)
 

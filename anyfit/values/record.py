@@ -64,15 +64,18 @@ class Record:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         file = Path(path)
-        try:
-            document = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=each_key_once)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"no {cls.kind} file at {file}") from None
-        except OSError as error:
-            raise OSError(f"cannot read the {cls.kind} file {file}: {error.strerror}") from None
-        except ValueError as error:
-            raise ValueError(f"{file}: not JSON ({error})") from None
-        return cls.from_json(document, where=str(file))
+        return cls.from_json(read_json(file, f"{cls.kind} file"), where=str(file))
+
+
+def read_json(file: Path, what: str) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=each_key_once)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no {what} at {file}") from None
+    except OSError as error:
+        raise OSError(f"cannot read the {what} {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: not JSON ({error})") from None
 
 
 def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
