@@ -48,8 +48,8 @@ class Written:
         self.events.append(("take", size))
         return size
 
-    def give(self, size: int) -> None:
-        self.events.append(("give", size))
+    def give(self, *sizes: int) -> None:
+        self.events += [("give", size) for size in sizes]
 
 
 def played(graph: Graph, library_bytes: int = 0, *, consumed: bool = False) -> tuple[list[tuple[str, int]], list[int]]:
