@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 import anyfit
 from anyfit.placing import place
+from anyfit.placing.place import Placed
 from anyfit.running.run import Run
 from anyfit.values.plan import Placement, Plan
 from benchmarks.by_hand import hand_written as hand_written
@@ -28,6 +28,11 @@ def started(job: anyfit.Job, plan: Plan, delay: Callable[[], None] | None = None
     return Run(job, plan, place(job, plan, job.build(), torch.device(device), delay))
 
 
+def placed_of(run: Run) -> Placed:
+    """What a run has placed: the room's interface, for tests that look inside."""
+    return run._engine.placed
+
+
 def random_delays(seed: int, longest_seconds: float = 0.0005) -> Callable[[], None]:
     generator = random.Random(seed)
 
@@ -41,5 +46,4 @@ def random_delays(seed: int, longest_seconds: float = 0.0005) -> Callable[[], No
 def chunk_count(job: anyfit.Job, chunk_bytes: int) -> int:
     """How many chunks the job's model makes."""
     with started(job, hand_written(job, chunk_bytes=chunk_bytes)) as run:
-        placed: Any = run._placed
-        return len(placed.state.chunks)
+        return len(placed_of(run).state.chunks)

@@ -18,6 +18,7 @@ import anyfit
 from anyfit.values.loss_rule import LossRule
 from anyfit.values.plan import Placement
 from anyfit.values.weights import Weights
+from tests.plans import placed_of
 from tests.machines import small_machine
 from tests.plans import hand_written
 
@@ -77,7 +78,7 @@ def start_and_measure(small: Path, large: Path, placement: Placement, chunk_byte
         plan = hand_written(job, placement, chunk_bytes=chunk_bytes, ranks=2)
         plan = replace(plan, loss=LossRule("weighted", "", proved=True))  # nothing is left to try, by a forward
         with PeakMemory() as peak, anyfit.start(job, plan, small_machine()) as run:
-            chunks = run._placed.state.chunks
+            chunks = placed_of(run).state.chunks
             share = sum(each.weights.nbytes + each.low.nbytes for each in chunks)
             everything = sum(4 * slot.elements for each in chunks for slot in each.chunk.slots)
     return {"peak": peak.bytes, "share": share, "everything": everything}

@@ -24,6 +24,7 @@ from anyfit.running import checkpoint, saving
 from anyfit.running.run import Run
 from anyfit.running.storage import Reader, Writer
 from anyfit.values.plan import Placement
+from tests.plans import placed_of
 from tests.conftest import FULL
 from tests.oracle import assert_bit_equal, assert_close
 from tests.plans import AWAY, ON_HOST, STREAMED
@@ -84,7 +85,7 @@ class State:
 
 
 def state_of(run: Run) -> State:
-    placed: Any = run._placed
+    placed: Any = placed_of(run)
     weights, moments, counts = run.state_dict(), {}, {}
     for each in placed.updates.chunks:
         for key, flat in each.moments.items():
@@ -178,13 +179,13 @@ def save_beside(way: Way, folder: Path) -> bool:
         train_on(run, batches[:BEFORE])
         run.make_room_to_save()
         copies: Any = run.saves.copies
-        room, held = copies._memory, run._placed.host_bytes
+        room, held = copies._memory, placed_of(run).host_bytes
         run.save(folder, wait=False)
         assert run.saving is not None
         train_on(run, batches[BEFORE:])
         run.finish_saving()
         assert copies._memory is room
-        assert run._placed.host_bytes - held <= 0.4 * copies._held  # as these few tensors can be divided
+        assert placed_of(run).host_bytes - held <= 0.4 * copies._held  # as these few tensors can be divided
         return run.saving is None
 
 

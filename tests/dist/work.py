@@ -15,6 +15,7 @@ from anyfit.placing.ranks import Ranks
 from anyfit.running.run import Run
 from anyfit.values.layout import Chunk, lay_out
 from anyfit.values.plan import Activations, Placement, Plan
+from tests.plans import placed_of
 from tests.models import (
     Branching,
     Convolutional,
@@ -172,10 +173,10 @@ def train(case: Case, steps: int = STEPS) -> Trained:
     before, activations.LEAST_BYTES = activations.LEAST_BYTES, 256
     try:
         with started(case) as run:
-            losses, held, host_bytes = [], [], run._placed.host_bytes
+            losses, held, host_bytes = [], [], placed_of(run).host_bytes
             for batch in case.batches(steps):
                 losses.append(float(run.step(part_of(batch, run.ranks.index, run.ranks.count))))
-                held.append(run._placed.device_bytes)
+                held.append(placed_of(run).device_bytes)
             return told(run, losses, held, host_bytes)
     finally:
         activations.LEAST_BYTES = before

@@ -17,7 +17,7 @@ from anyfit.placing.updates import Updates
 from anyfit.values.plan import Placement, Plan
 from tests.oracle import assert_bit_equal, assert_close
 from tests.placing.test_engine import MODELS, batches_for, job_for
-from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, chunk_count, hand_written, random_delays, started
+from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, chunk_count, hand_written, placed_of, random_delays, started
 
 pytestmark = pytest.mark.gpu
 STEPS = 10
@@ -89,7 +89,7 @@ def test_resident_updates_are_the_same_whether_or_not_the_host_knows_the_norm(
         asked.clear()
         begun: set[int] = set()
         with started(replace(job, loss=loss), plan, device="cuda") as run:
-            updates: Any = run._placed.updates
+            updates: Any = placed_of(run).updates
             apply = updates.apply
 
             def seen(factor: float | None) -> None:
@@ -119,7 +119,7 @@ def test_a_step_that_ends_before_the_norm_is_known_is_not_gone_on_from(monkeypat
         def interrupted() -> torch.Tensor:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(run._placed.lanes, "reading", lambda _tensor: interrupted)
+        monkeypatch.setattr(placed_of(run).lanes, "reading", lambda _tensor: interrupted)
         with pytest.raises(KeyboardInterrupt):
             run.step(batch)
         monkeypatch.undo()
@@ -135,7 +135,7 @@ def test_lanes_are_given_more_while_the_host_waits_for_the_norm() -> None:
         aside = torch.empty_like(far)
         torch.cuda.synchronize()
         torch.cuda._sleep(2_000_000_000)  # about a second
-        known = run._placed.lanes.reading(far.sum())
+        known = placed_of(run).lanes.reading(far.sum())
         waiting = threading.Thread(target=known)
         waiting.start()
         with torch.cuda.stream(torch.cuda.Stream()):

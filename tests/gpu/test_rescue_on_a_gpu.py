@@ -19,6 +19,7 @@ from anyfit.probing.cache import corrections_of
 from anyfit.values.profile import Profile
 from tests.models import VOCABULARY, byte_batches, next_byte_loss
 from tests.oracle import assert_close
+from tests.plans import placed_of
 
 pytestmark = pytest.mark.gpu
 ROWS, LENGTH, STEPS = 8, 1025, 5
@@ -177,7 +178,7 @@ def test_memory_that_goes_in_the_middle_of_a_run_is_made_up_for(at: int) -> None
         assert run.rescues >= 1
         weights = run.state_dict()
         held = torch.cuda.memory_allocated() - ballast.nbytes
-        assert held < run._placed.device_bytes + 256 * MIB  # nothing of the placing before
+        assert held < placed_of(run).device_bytes + 256 * MIB  # nothing of the placing before
     check(losses, weights, precision)
 
 

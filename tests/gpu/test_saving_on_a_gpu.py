@@ -15,7 +15,18 @@ from anyfit.running.run import Run
 from anyfit.values.plan import Placement
 from tests.models import Tangled, byte_batches, tiny_gpt
 from tests.oracle import assert_bit_equal
-from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, RESIDENT, STREAMED, chunk_count, hand_written, random_delays, started
+from tests.plans import (
+    AWAY,
+    AWAY_STREAMED,
+    ON_HOST,
+    RESIDENT,
+    STREAMED,
+    chunk_count,
+    hand_written,
+    placed_of,
+    random_delays,
+    started,
+)
 from tests.running.test_checkpoint import ROWS, job_for
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +39,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def state_of(run: Run) -> dict[str, Tensor]:
     """All that a checkpoint holds, read in another way."""
-    placed: Any = run._placed
+    placed: Any = placed_of(run)
     weights = run.state_dict()
     found = {name: weights[name] for name, _ in [*run.model.named_parameters(), *run.model.named_buffers()]}
     for each in placed.updates.chunks:

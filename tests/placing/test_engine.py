@@ -30,7 +30,7 @@ from tests.models import (
     tiny_llama,
 )
 from tests.oracle import assert_bit_equal, train_plainly
-from tests.plans import chunk_count, hand_written, random_delays, started
+from tests.plans import chunk_count, hand_written, placed_of, random_delays, started
 from tests.values.strategies import placements
 
 ROWS, STEPS = 4, 30
@@ -116,7 +116,7 @@ def test_any_plan_gives_the_losses_and_weights_of_plain_pytorch(data: st.DataObj
     activations.LEAST_BYTES = 256
     try:
         with started(job, plan, delay) as run:
-            placed = run._placed
+            placed = placed_of(run)
             losses, held = [], set()
             for batch in batches_for(model):
                 losses.append(float(run.step(batch)))

@@ -21,7 +21,7 @@ from anyfit.running.run import Run
 from anyfit.values.plan import Plan
 from tests.models import Normalised, Tangled, byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
-from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, RESIDENT, STREAMED, hand_written, random_delays, started
+from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, RESIDENT, STREAMED, hand_written, placed_of, random_delays, started
 
 ROWS = 4
 PLACEMENTS = [
@@ -65,7 +65,7 @@ def plans(draw: st.DrawFn, job: anyfit.Job, accumulation: int) -> Plan:
 
 def started_chunks(job: anyfit.Job, chunk_bytes: int) -> list[Any]:
     with started(job, hand_written(job, chunk_bytes=chunk_bytes)) as run:
-        return run._placed.state.chunks
+        return placed_of(run).state.chunks
 
 
 @given(
@@ -100,12 +100,12 @@ def test_a_move_that_fails_leaves_the_state_for_the_next(data: st.DataObject, se
     batches = byte_batches(4, ROWS)
     plan = hand_written(job, second, slots=8)
     with started(job, plan) as run:
-        needed = run._placed.host_bytes
+        needed = placed_of(run).host_bytes
     short = replace(plan, limit_bytes={**plan.limit_bytes, "host": data.draw(st.integers(0, needed - 1))})
     with started(job, hand_written(job)) as run:
         run.step(batches[0])
         run.step(batches[1])
-        engine, carried, device, before = run._engine, run._placed.lift(), run._placed.device, run.plan
+        engine, carried, device, before = run._engine, placed_of(run).lift(), placed_of(run).device, run.plan
         del engine.placed
         with pytest.raises(MemoryError, match="host memory"):
             place(job, short, run.model, device, None, carried)
@@ -133,7 +133,7 @@ def test_a_move_holds_little_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_for(lambda: GPT(width=64, layers=6, heads=2, length=16))
     with started(job, hand_written(job, AWAY, slots=8, chunk_bytes=8192)) as run:
         run.step(byte_batches(1, ROWS)[0])
-        run._placed.residency.settle_all()
+        placed_of(run).residency.settle_all()
         gc.collect()
         before, most[0] = sum(held.values()), 0
         moved(run, hand_written(job, AWAY, slots=8, chunk_bytes=16384))

@@ -16,7 +16,7 @@ from anyfit.placing.lanes import Ended, Label
 from anyfit.placing.updates.route import LESS, MORE
 from tests.models import byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
-from tests.plans import AWAY, ON_HOST, RESIDENT, hand_written, started
+from tests.plans import AWAY, ON_HOST, RESIDENT, hand_written, placed_of, started
 
 ROWS, STEPS = 4, 12
 ONE_CHUNK = 2**26
@@ -35,7 +35,7 @@ def watch(run: anyfit.Run, called: Callable[[str], None]) -> None:
         called(str(label))
         return lambda _times: None
 
-    run._placed.lanes.host.tracks[0].mark = mark
+    placed_of(run).lanes.host.tracks[0].mark = mark
 
 
 @pytest.mark.parametrize("placement", [ON_HOST, AWAY])
@@ -45,7 +45,7 @@ def test_moments_come_after_weights_and_are_plain_pytorchs(placement: Any, preci
     with started(job, hand_written(job, placement, chunk_bytes=8192, slots=8)) as run:
         watch(run, labels.append)
         run.step(batches[0])
-        run._placed.residency.settle_all()
+        placed_of(run).residency.settle_all()
         chunks = {label.split()[-1] for label in labels}
         assert len(chunks) > 3
         assert sorted(labels) == sorted(f"{what} chunk {chunk}" for what in ("update", "finish") for chunk in chunks)
@@ -70,7 +70,7 @@ def test_adams_own_weight_decay_is_not_parted() -> None:
 def test_fewer_chunks_are_parted_while_the_host_is_not_through_in_time() -> None:
     job, batches, gate = job_for(precision="bf16"), byte_batches(12, ROWS), threading.Event()
     with started(job, hand_written(job, ON_HOST, chunk_bytes=ONE_CHUNK)) as run:
-        pace = run._placed.updates.pace
+        pace = placed_of(run).updates.pace
         watch(run, lambda label: (label.startswith("finish") and gate.wait()) or None)
         run.step(batches[0])  # parted, and its second part kept from its end
         assert pace.two_phase_share == 1.0
@@ -80,7 +80,7 @@ def test_fewer_chunks_are_parted_while_the_host_is_not_through_in_time() -> None
         assert pace.two_phase_share == 1 - LESS
         for batch in batches[2:]:  # not parted, as the share of one chunk is none, until nothing has been late for long enough
             run.step(batch)
-            run._placed.residency.settle_all()
+            placed_of(run).residency.settle_all()
         assert pace.two_phase_share == pytest.approx(min(1.0, 1 - LESS + 10 * MORE))
         assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
         opening.join()

@@ -16,7 +16,7 @@ from anyfit.placing.lanes import Ended, Label, Track
 from anyfit.placing.updates.route import Integrity
 from anyfit.values.plan import Placement
 from tests.models import byte_batches, next_byte_loss, tiny_gpt
-from tests.plans import ON_HOST, RESIDENT, STREAMED, hand_written, started
+from tests.plans import ON_HOST, RESIDENT, STREAMED, hand_written, placed_of, started
 
 ROWS, ONE_CHUNK = 4, 2**26
 
@@ -42,7 +42,7 @@ def run_of(placement: Placement, optimizer: Any = torch.optim.AdamW, clip_norm: 
 
 
 def phases(run: anyfit.Run) -> set[UpdatePhase]:
-    return {chunk.update.phase for chunk in run._placed.updates.chunks}
+    return {chunk.update.phase for chunk in placed_of(run).updates.chunks}
 
 
 @contextmanager
@@ -73,21 +73,21 @@ def test_a_resident_chunk_is_settled_after_its_step() -> None:
 @pytest.mark.parametrize("placement", [ON_HOST, STREAMED])
 def test_a_chunk_is_updating_until_its_weights_are_asked_for(placement: Placement) -> None:
     with run_of(placement) as run:
-        lanes = run._placed.lanes
+        lanes = placed_of(run).lanes
         with held_before((lanes.host if placement is ON_HOST else lanes.streamed).tracks[0], ""):
             run.step(byte_batches(1, ROWS)[0])
             assert phases(run) == {UpdatePhase.UPDATING}
-        run._placed.residency.settle_all()
+        placed_of(run).residency.settle_all()
         assert phases(run) == {UpdatePhase.SETTLED}
 
 
 def test_a_chunk_of_a_two_phase_update_is_finishing_while_its_moments_are_pending() -> None:
     with run_of(ON_HOST) as run:
-        with held_before(run._placed.lanes.host.tracks[0], "finish"):
+        with held_before(placed_of(run).lanes.host.tracks[0], "finish"):
             run.step(byte_batches(1, ROWS)[0])
-            run._placed.residency.settle_weights()
+            placed_of(run).residency.settle_weights()
             assert phases(run) == {UpdatePhase.FINISHING}
-        run._placed.residency.settle_all()
+        placed_of(run).residency.settle_all()
         assert phases(run) == {UpdatePhase.SETTLED}
 
 
@@ -97,7 +97,7 @@ def test_a_chunk_is_speculated_on_before_the_norm_or_lifted_where_steps_clip(upd
     placement = Placement(gradients="host", optimizer="host", update=update, speculates=True)
     lifted = UpdatePhase.LIFTED if update == "device" else UpdatePhase.SETTLED
     with run_of(placement, clip_norm=1e-3 if is_clipped else 1e9) as run:
-        updates: Any = run._placed.updates
+        updates: Any = placed_of(run).updates
         apply, seen = updates.apply, list[set[UpdatePhase]]()
 
         def watched(factor: float | None) -> None:
@@ -107,7 +107,7 @@ def test_a_chunk_is_speculated_on_before_the_norm_or_lifted_where_steps_clip(upd
         updates.apply = watched
         for batch in byte_batches(10, ROWS):
             run.step(batch)
-            run._placed.residency.settle_all()
+            placed_of(run).residency.settle_all()
         assert seen[0] == {UpdatePhase.SPECULATED}
         assert seen[-1] == {lifted if is_clipped else UpdatePhase.SPECULATED}
         assert phases(run) == {UpdatePhase.SETTLED}
@@ -117,13 +117,13 @@ def test_a_failed_update_is_started_again_by_whoever_asks_next() -> None:
     batches = byte_batches(2, ROWS)
     with run_of(ON_HOST, Failing) as run:
         run.step(batches[0])
-        run._placed.residency.settle_all()
+        placed_of(run).residency.settle_all()
         Failing.fails = True
         run.step(batches[1])
         with pytest.raises(ArithmeticError):
-            run._placed.residency.settle_all()
+            placed_of(run).residency.settle_all()
         assert phases(run) == {UpdatePhase.FAILED}
-        run._placed.residency.settle_all()
+        placed_of(run).residency.settle_all()
         assert phases(run) == {UpdatePhase.SETTLED}
 
 

@@ -25,7 +25,7 @@ from anyfit.placing.cells import equal
 from anyfit.placing.trial import rehearsing
 from tests.models import Experts, byte_batches, next_byte_loss
 from tests.oracle import assert_bit_equal, train_plainly
-from tests.plans import AWAY, RESIDENT, hand_written, started
+from tests.plans import AWAY, RESIDENT, hand_written, placed_of, started
 
 ROWS, WIDTH, STEPS = 4, 16, 8
 CALLS = {"count": 0}
@@ -436,7 +436,7 @@ def test_a_rehearsal_passes_all_others_and_leaves_no_trace(kind: str) -> None:
 
 def test_a_rehearsal_fetches_what_is_away() -> None:
     job = job_for(lambda: Stack(Adapted))
-    with started(job, recomputed(job, "recompute")) as run, run._placed.watching():
+    with started(job, recomputed(job, "recompute")) as run, placed_of(run).watching():
         assert rehearsed(run.model) == {}
 
 

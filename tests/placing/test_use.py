@@ -22,7 +22,7 @@ from anyfit.placing.slots import Saved
 from anyfit.values.plan import Placement
 from tests.models import Experts, Tangled, byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
-from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, random_delays, started
+from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, placed_of, random_delays, started
 
 ROWS = 4
 ALL = [STREAMED, ON_HOST, AWAY, AWAY_STREAMED]
@@ -128,7 +128,7 @@ def test_weights_may_be_read_and_copied_at_any_time() -> None:
 def test_weights_that_user_code_keeps_hold_their_slot_and_others_get_one_more() -> None:
     job = job_for()
     with started(job, hand_written(job, AWAY, slots=2, chunk_bytes=1)) as run, torch.no_grad():
-        parameters, residency = list(run.model.parameters()), run._placed.residency
+        parameters, residency = list(run.model.parameters()), placed_of(run).residency
         kept = [parameters[0].view(-1), parameters[1].view(-1)]
         before = residency.device_bytes
         parameters[2].sum()
@@ -165,8 +165,8 @@ def test_ops_that_need_more_chunks_than_there_are_slots_get_more_within_the_limi
     with started(job, plan) as run:
         assert [float(run.step(batch)) for batch in batches] == losses
         assert_bit_equal(run.state_dict(), weights)
-        assert run._placed.residency.slots.added == 4
-        least = run._placed.device_bytes
+        assert placed_of(run).residency.slots.added == 4
+        least = placed_of(run).device_bytes
     tight = replace(plan, limit_bytes={**plan.limit_bytes, "device": least - 1})
     with started(job, tight) as run, pytest.raises(MemoryError, match="of device memory are needed"):
         run.step(batches[0])
@@ -214,13 +214,13 @@ def test_adapters_train_beside_a_frozen_base_on_the_host(precision: Any) -> None
     batches = byte_batches(30, ROWS)
     bare = hand_written(job)
     with started(job, bare) as run:
-        trained = [state.chunk.trainable for state in run._placed.state.chunks]
+        trained = [state.chunk.trainable for state in placed_of(run).state.chunks]
     frozen = Placement(weights="host", optimizer="host")
     plan = hand_written(job, *(Placement() if each else frozen for each in trained), slots=6)
     with started(job, plan) as run:
         losses = [float(run.step(batch)) for batch in batches]
         weights = run.state_dict()
-        placed = run._placed
+        placed = placed_of(run)
         base_bytes = sum(state.chunk.bytes for state in placed.state.chunks if not state.chunk.trainable)
         rounding = 4096 * len(placed.state.chunks)
         assert placed.host_bytes <= base_bytes + rounding  # the weights of the base, and nothing else of it
@@ -295,12 +295,12 @@ def test_forwards_without_a_backward_take_no_host_memory_for_good(monkeypatch: p
     with started(job, plan) as run:
         run.step(batch)
         run.step(batch)
-        before = run._placed.host_bytes
+        before = placed_of(run).host_bytes
         for _ in range(5):
             run.loss(batch)  # and no backward
             run._step.abandon()
             run.step(batch)
-        assert run._placed.host_bytes == before
+        assert placed_of(run).host_bytes == before
 
 
 def test_hooks_of_the_user_see_what_they_would() -> None:
@@ -512,7 +512,7 @@ def test_after_the_end_the_model_is_plain_and_the_state_is_gone(placement: Place
     batch = byte_batches(1, ROWS)[0]
     with started(job, hand_written(job, placement, slots=8, accumulation=accumulation)) as run:
         run.step(batch)
-    model, state, lanes = run.model, weakref.ref(run._placed.state), run._placed.lanes.all
+    model, state, lanes = run.model, weakref.ref(placed_of(run).state), placed_of(run).lanes.all
     del run
     gc.collect()
     assert state() is None

@@ -45,7 +45,7 @@ from anyfit.values.profile import Profile
 from tests.machines import small_machine
 from tests.models import VOCABULARY, byte_batches, next_byte_loss
 from tests.oracle import assert_bit_equal, train_plainly
-from tests.plans import random_delays
+from tests.plans import placed_of, random_delays
 
 ROWS, LENGTH = 8, 33
 AGREED = ("batch-norm-of-micro-batches", "mean-of-micro-batches")
@@ -588,7 +588,7 @@ def test_a_run_with_little_host_memory_left_has_less_there_from_the_next_step_on
     batches = byte_batches(6, ROWS, LENGTH)
     watch = watch_of(free)
     with run_of(job, limited(job, 0.45), watch=watch) as run:
-        before = run._placed.host_bytes
+        before = placed_of(run).host_bytes
         for index, batch in enumerate(batches):
             if index == 2:
                 free.left = watch.floor_bytes - 1
@@ -596,7 +596,7 @@ def test_a_run_with_little_host_memory_left_has_less_there_from_the_next_step_on
             if index == 3:
                 free.left = 2**32
             run.step(batch)
-        after, weights = run._placed.host_bytes, run.state_dict()
+        after, weights = placed_of(run).host_bytes, run.state_dict()
     assert run.rescues == 1
     assert after <= before - watch.floor_bytes
     assert "of host memory are left; planned anew with" in capfd.readouterr().err

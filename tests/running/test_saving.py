@@ -27,7 +27,7 @@ from tests.conftest import FULL
 from tests.machines import small_machine
 from tests.models import Convolutional, Tangled, byte_batches, image_batches, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
-from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, random_delays, started
+from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, placed_of, random_delays, started
 
 from .test_checkpoint import OPTIMIZERS, ROWS, job_for
 
@@ -165,15 +165,15 @@ def test_the_copy_is_of_what_updates_change_and_its_memory_is_taken_once(tmp_pat
     job = job_for(Tangled, precision="bf16", optimizer=adamw)
     with started(job, hand_written(job, AWAY, slots=16)) as run:
         run.step(byte_batches(1, ROWS)[0])
-        before = run._placed.host_bytes
+        before = placed_of(run).host_bytes
         begun(run, tmp_path / "1")
         run.finish_saving()
-        taken = run._placed.host_bytes - before
+        taken = placed_of(run).host_bytes - before
         trained = sum(each.numel() for each in run.model.parameters() if each.requires_grad)
         assert 12 * trained <= taken <= 12.5 * trained
         begun(run, tmp_path / "2")
         run.finish_saving()
-        assert run._placed.host_bytes == before + taken
+        assert placed_of(run).host_bytes == before + taken
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -197,9 +197,9 @@ def test_room_is_made_once_and_a_save_uses_it(optimizer: str, tmp_path: Path, mo
     batches = byte_batches(3, ROWS)
     with started(job, hand_written(job, AWAY, slots=16)) as run:
         run.step(batches[0])
-        before = run._placed.host_bytes
+        before = placed_of(run).host_bytes
         run.make_room_to_save()
-        taken = run._placed.host_bytes - before
+        taken = placed_of(run).host_bytes - before
         assert taken > 0
         run.make_room_to_save()
         monkeypatch.setattr(saving, "in_huge_pages", lambda _size: pytest.fail("taken again"))
@@ -207,7 +207,7 @@ def test_room_is_made_once_and_a_save_uses_it(optimizer: str, tmp_path: Path, mo
             begun(run, tmp_path / str(run.steps))
             run.step(batch)
             run.finish_saving()
-            assert run._placed.host_bytes == before + taken
+            assert placed_of(run).host_bytes == before + taken
         assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
     for steps in (1, 2):
         weights = {name: each for name, each in tensors_in(tmp_path / str(steps)).items() if "/" not in name}
@@ -219,9 +219,9 @@ def test_room_is_made_once_and_a_save_uses_it(optimizer: str, tmp_path: Path, mo
 def test_a_launch_that_will_save_has_room_made_after_the_first_step(save_every: int, tmp_path: Path) -> None:
     job, batches = job_for(precision="bf16", optimizer=adamw), byte_batches(2, ROWS)
     with launched(Launch(tmp_path, save_every=save_every)), anyfit.start(job, machine=small_machine()) as run:
-        before = run._placed.host_bytes
+        before = placed_of(run).host_bytes
         run.step(batches[0])
-        taken = run._placed.host_bytes - before
+        taken = placed_of(run).host_bytes - before
         parameters = sum(each.numel() for each in run.model.parameters())
         assert (12 * parameters <= taken <= 13 * parameters) if save_every else not taken
         run._replacing.move(hand_written(job, AWAY, slots=16))  # and again, where it is planned anew
@@ -233,10 +233,10 @@ def test_a_launch_that_will_save_has_room_made_after_the_first_step(save_every: 
 def test_no_room_is_made_where_there_is_none(tmp_path: Path) -> None:
     job = job_for(precision="bf16", optimizer=adamw)
     with started(job, hand_written(job, AWAY, slots=16)) as run:
-        needed = run._placed.host_bytes
+        needed = placed_of(run).host_bytes
     with started(job, hand_written(job, AWAY, slots=16, host_bytes=needed + 2**16)) as run:
         run.make_room_to_save()
-        assert run._placed.host_bytes == needed
+        assert placed_of(run).host_bytes == needed
         run.step(byte_batches(1, ROWS)[0])
         assert not begun(run, tmp_path / "1").is_beside
 
@@ -267,11 +267,11 @@ def test_a_state_that_has_grown_since_gets_more_room(tmp_path: Path) -> None:
     job = job_for(precision="bf16", optimizer=OPTIMIZERS["sgd"])  # which makes its state in the first step
     with started(job, hand_written(job)) as run:
         run.make_room_to_save()
-        small = run._placed.host_bytes
+        small = placed_of(run).host_bytes
         run.step(byte_batches(1, ROWS)[0])
         assert begun(run, tmp_path / "1").is_beside
         run.finish_saving()
-        assert run._placed.host_bytes > small
+        assert placed_of(run).host_bytes > small
         run.save(tmp_path / "2")
     assert_bit_equal(tensors_in(tmp_path / "1"), tensors_in(tmp_path / "2"))
 
@@ -279,13 +279,13 @@ def test_a_state_that_has_grown_since_gets_more_room(tmp_path: Path) -> None:
 def test_without_room_for_a_copy_it_is_written_at_once(tmp_path: Path) -> None:
     job = job_for(precision="bf16", optimizer=adamw)
     with started(job, hand_written(job, AWAY, slots=16)) as run:
-        needed = run._placed.host_bytes
+        needed = placed_of(run).host_bytes
     with started(job, hand_written(job, AWAY, slots=16, host_bytes=needed + 2**16)) as run:
         run.step(byte_batches(1, ROWS)[0])
         under_way = begun(run, tmp_path / "1")
         assert under_way.is_done
         assert not under_way.is_beside
-        assert run._placed.host_bytes == needed
+        assert placed_of(run).host_bytes == needed
         checkpoint.check(tmp_path / "1")
 
 
@@ -356,7 +356,7 @@ def test_a_copy_that_fails_is_the_saves_concern_and_not_the_updates(tmp_path: Pa
     monkeypatch.setattr(HostSlabs, "has_room", lambda slabs, size: slabs.bytes + size <= 2**18)  # told so, and then there is not
     with started(job, hand_written(job)) as run:
         run.step(batches[0])
-        assert run._placed.slabs.has_room(2**17)
+        assert placed_of(run).slabs.has_room(2**17)
         monkeypatch.setattr(saving.Copies, "has_room", lambda _copies, _content: True)
         run.save(tmp_path / "1", wait=False)
         with pytest.raises(OSError, match=r"could not write .*MemoryError: the plan's host memory"):

@@ -16,7 +16,7 @@ from anyfit.placing.timeline import FIRST, LAST
 from anyfit.values.plan import Placement
 from tests.models import byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal
-from tests.plans import AWAY, ON_HOST, RESIDENT, STREAMED, hand_written, random_delays, started
+from tests.plans import AWAY, ON_HOST, RESIDENT, STREAMED, hand_written, placed_of, random_delays, started
 
 ROWS, STEPS = 4, LAST + 2
 SPECULATES = Placement(weights="host", gradients="host", optimizer="host", update="host", speculates=True)
@@ -107,7 +107,7 @@ def test_a_recorded_run_gives_the_same_weights_and_shows_every_lane_that_worked(
     assert {name: {span["cat"] for span in of} - MAY_BE for name, of in spans.items()} == KINDS[placement]
     if placement is AWAY:
         with started(job, plan) as run:
-            chunks = len(run._placed.state.chunks)
+            chunks = len(placed_of(run).state.chunks)
         labels = {span["name"] for of in spans.values() for span in of}
         for index in range(chunks):
             assert {f"fetch chunk {index}", f"gradients of chunk {index}", f"update chunk {index}"} <= labels
@@ -137,7 +137,7 @@ def test_a_run_that_ends_early_shows_what_it_has_and_nobody_is_marked_afterwards
     plan = hand_written(job_for(), AWAY, chunk_bytes=8192, slots=8)
     with started(job_for(), plan) as run:
         timeline = run.record()
-        lanes = run._placed.lanes
+        lanes = placed_of(run).lanes
         for step, batch in enumerate(byte_batches(FIRST, ROWS), 1):
             assert not timeline.has_steps
             run.step(batch)
