@@ -2,14 +2,14 @@
 
     python -m benchmarks.calibrate [--write]
 
-Forecasts the cases of tests/golden from the machine recorded with them, and compares with the measured steps:
+Forecasts the cases of benchmarks/profiler.py from the machine recorded with them, and compares with the measured steps:
 
 - A fitted figure is varied by itself around its value. The best value is where the worst case that calibrates is nearest to its
   forecast; the range is where it is at most a point of percent further off. A figure that no case bounds has a wide range.
   Convolutions are left out of it where the curves price them: they are rough.
 - An error figure is the worst of all cases, rounded up to a percent.
 
-`--write` puts the ranges and the error figures into the calibration of GPUs; values are changed by hand, with new goldens.
+`--write` puts the ranges and the error figures into the calibration of GPUs; values are changed by hand, with new recordings.
 Figures that come from elsewhere (timelines, starts, planned runs) say so in their source.
 """
 
@@ -20,7 +20,6 @@ import json
 import math
 from dataclasses import fields, replace
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,13 @@ from anyfit.values.graph import Graph
 from anyfit.values.machine import Machine
 from anyfit.values.plan import Forecast
 
-from .cases import Case, job_of
+from . import record
+from .cases import Case, is_alike, job_of
 
-GOLDEN = Path(__file__).parent.parent / "tests" / "golden" / "h200"
 FILE = Path(__file__).parent.parent / "anyfit" / "values" / "calibrations" / "cuda.json"
 FITTED = ("curve_slowdown", "call_slowdown", "host_call_factor", "update_calls", "split_update_bytes")
 TIMES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 2.0)  # of a figure's value, that are tried
 WORSE = 0.01
-ROUGH = ("resnet", "convnext", "mixtral")  # kinds of cases whose passes the curves price badly
 Row = dict[str, Any]
 
 
@@ -80,7 +78,7 @@ def fitted(name: str, rows: list[Row], machine: Machine) -> tuple[float, float, 
     """The best value, and the ends of its range."""
     figure: Figure = getattr(machine.device.calibration, name)
     how = "calls" if name == "call_slowdown" else "curves"
-    rows = [row for row in rows if how == "calls" or row["case"]["kind"] not in ROUGH]
+    rows = [row for row in rows if how == "calls" or "rough" not in row]
     tried = {}
     for times in TIMES:
         changed = replace(figure, value=figure.value * times)
@@ -92,7 +90,7 @@ def fitted(name: str, rows: list[Row], machine: Machine) -> tuple[float, float, 
 
 def errors(rows: list[Row], machine: Machine) -> dict[str, float]:
     """By error figure, the worst of the cases that it speaks of, rounded up."""
-    found = [(row["case"]["kind"] in ROUGH, off(row, machine)) for row in rows]
+    found = [("rough" in row, off(row, machine)) for row in rows]
     worst_of = {
         "time_error": [abs(each["curves"]) for is_rough, each in found if not is_rough],
         "rough_time_error": [abs(each["curves"]) for is_rough, each in found if is_rough],
@@ -108,10 +106,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
 
-    machine = Machine.load(GOLDEN / "machine.json")
-    document = json.loads((GOLDEN / "cases.json").read_text())
-    alike = document["from"].get("transformers") == version("transformers")
-    rows = [row for row in document["cases"] if alike or row["case"]["kind"] != "t5"]  # which newer versions lay out otherwise
+    recorded = record.recordings("profiler")[-1]
+    machine, rows = recorded.machine, [row for row in recorded.rows if is_alike(row)]
     calibrating = [row for row in rows if row["case"].get("calibrates")]
     changes: dict[str, Figure] = {}
     for name in FITTED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -27,9 +28,21 @@ class Case:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def roughness(self) -> dict[str, str]:
+        """What a recorded row says of a case whose passes the curves price badly: why."""
+        return {"rough": ROUGH[self.kind]} if self.kind in ROUGH else {}
+
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Case:
         return cls(**document)
+
+
+ROUGH = {
+    "resnet": "convolutions, which no curve knows well",
+    "convnext": "convolutions, which no curve knows well",
+    "mixtral": "routed experts, which no curve knows well",
+}
 
 
 def llama(layers: int, hidden: int, heads: int, **more: Any) -> dict[str, Any]:
@@ -90,8 +103,14 @@ CASES = (
 )
 
 
+def is_alike(row: Mapping[str, Any]) -> bool:
+    """Whether a recorded row's model is the same under this version of transformers."""
+    needs = row.get("only_with")
+    return needs is None or bool(needs["transformers"] == version("transformers"))
+
+
 def models_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    """With whole logits, as the recordings in tests/golden were made, and not in slices as `Job.from_huggingface` has it."""
+    """With whole logits, as the recordings of benchmarks/profiler.py were made, and not in slices as `Job.from_huggingface` has it."""
     value: torch.Tensor = model(**batch).loss
     return value
 

@@ -1,6 +1,6 @@
 """What does saving cost a run that does not fit on its GPU?
 
-    python -m benchmarks.checkpoint [--model 1b] [--cap-gib 12] [--repeats 3] [--folder FOLDER] [--record NAME]
+    python -m benchmarks.checkpoint [--model 1b] [--cap-gib 12] [--repeats 3] [--folder FOLDER] [--record]
 
 A GPT-2 of about a billion parameters, bf16 with exact masters and AdamW, as it is planned for a part of the GPU's memory, which
 is also a hard cap. Two questions, each asked `--repeats` times; the file is written anew after every answer:
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--threads-beside", type=int, default=saves.WRITERS, help="that write beside the steps")
     parser.add_argument("--cap-gib", type=float, default=12)
     parser.add_argument("--folder", type=Path, help="on the disk that is meant; the current one")
-    parser.add_argument("--record", metavar="NAME")
+    parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     saves.WRITERS = options.threads_beside
     if torch.cuda.is_available():
@@ -292,7 +292,7 @@ def main() -> None:
 
     def keep(figures: Figures) -> None:
         if options.record:
-            record.write(options.record, figures)
+            record.write("checkpoint", figures)
 
     with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd(), prefix=".checkpoint-") as folder:
         cap = options.cap_gib * GIB

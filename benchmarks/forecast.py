@@ -46,14 +46,14 @@ def main() -> None:
             measured, peak = statistics.median(seconds[WARM_UP:]), run.metrics.peak_bytes["device"]
             expected = run.plan.forecast
         off = {"step": measured / expected.step_seconds - 1, "peak": peak / expected.peak_bytes["device"] - 1}
-        rows.append({"case": case.name, "step_seconds": measured, "peak_bytes": peak, "off": off})
+        rows.append({"case": case.name, "step_seconds": measured, "peak_bytes": peak, "off": off, **case.roughness})
         print(
             f"{case.name:18} step {measured * 1e3:8.1f} ms ({off['step']:+6.1%} of the forecast)  peak {peak / 2**20:7.1f} MiB "
             f"({off['peak']:+6.1%})",
             flush=True,
         )
     if options.record:
-        print(record.write("forecast-cpu", {"machine": machine.to_json(), "cases": rows}))
+        print(record.write("forecast", {"rows": rows}, machine))
 
 
 if __name__ == "__main__":

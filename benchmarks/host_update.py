@@ -1,6 +1,6 @@
 """How many parameters a second does the host update, by threads: the C++ kernel, its twin, and torch's fused AdamW?
 
-    python -m benchmarks.host_update [--elements N] [--threads 1 2] [--rounds 7] [--while-copying] [--record NAME]
+    python -m benchmarks.host_update [--elements N] [--threads 1 2] [--rounds 7] [--while-copying] [--record]
 
 The kernel works on split masters with bf16 gradients, in place and into a second generation: 26 bytes of memory traffic a
 parameter; and in place on masters or moments alone: 18 bytes. The twin does the same in several passes. torch's fused AdamW
@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--while-copying", action="store_true")
-    parser.add_argument("--record", metavar="NAME")
+    parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     if options.while_copying and not torch.cuda.is_available():
         parser.error("--while-copying needs a GPU to copy to")
@@ -212,7 +212,7 @@ def main() -> None:
             show(row)
             figures["rows"].append(row)
     if options.record:
-        print(record.write(options.record, figures))
+        print(record.write("host-update", figures))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast does a model train in a fraction of the memory it takes, with the same losses?
 
-    python -m benchmarks.mixed [--only NAME ...] [--steps 10] [--set KEY=VALUE ... | --planned] [--timeline FILE] [--record NAME]
+    python -m benchmarks.mixed [--only NAME ...] [--steps 10] [--set KEY=VALUE ... | --planned] [--timeline FILE] [--record]
 
 (a GPU, and as much host memory as a configuration says.) Each configuration is a plan written by hand and runs in a process of
 its own, under a hard cap on the GPU's memory; with --planned the planner's own plan for that cap runs instead. By hand, the
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other values of a configuration")
     parser.add_argument("--planned", action="store_true", help="the planner's plans, not those written by hand")
     parser.add_argument("--timeline", type=Path)
-    parser.add_argument("--record", metavar="NAME")
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -244,7 +244,7 @@ def main() -> None:
         rows.append(row)
         print(line_of(row), flush=True)
         if options.record:
-            record.write(options.record, {"rows": rows})
+            record.write("mixed", {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """How fast does a model train that does not fit: anyfit, FSDP2, DeepSpeed and Colossal-AI under the same cap, and the bound?
 
-    python -m benchmarks.offload [--jobs ...] [--systems ...] [--steps 10] [--warmup 3] [--repeats 1] [--record NAME] [--add]
-    python -m benchmarks.offload --picture [--record NAME]
+    python -m benchmarks.offload [--jobs ...] [--systems ...] [--steps 10] [--warmup 3] [--repeats 1] [--record] [--add FILE]
+    python -m benchmarks.offload --picture FILE
 
 Each system runs each job in a process of its own, in turns when there are repeats; the figure is the median over them. A peer
 takes part when it can be imported: a folder with it on PYTHONPATH is enough. A job that does not fit is tried again as
-`benchmarks.peers` says. The file under benchmarks/results is written anew after every process; --add keeps the rows it has of
-other systems and jobs. --picture draws docs/offload.svg from it.
+`benchmarks.peers` says. --record writes its file anew after every process; --add FILE begins with what another results file has of
+other systems and jobs. --picture draws docs/offload.svg from such a file.
 
 The bound is what no schedule on this machine could beat: see `bound_seconds`.
 """
@@ -315,8 +315,8 @@ def free_host_bytes() -> int:
 def run_all(options: argparse.Namespace) -> Row:
     """Every system on every job, `repeats` times around; the figures as they are recorded."""
     turns = [(system, name) for name in options.jobs for system in systems_for(JOBS[name], options.systems)]
-    rows = [row for row in _recorded(options.record)["rows"] if (row["system"], row["job"]) not in turns] if options.add else []
-    versions = _recorded(options.record)["versions"] if options.add else {}
+    before = record.Recording(options.add).figures if options.add else {"rows": [], "versions": {}}
+    rows, versions = [row for row in before["rows"] if (row["system"], row["job"]) not in turns], before["versions"]
     works: dict[tuple[str, str], int] = {}  # the attempt that fitted
     figures = figures_of(rows, versions)
     for repeat in range(options.repeats):
@@ -331,15 +331,8 @@ def run_all(options: argparse.Namespace) -> Row:
             rows.append(row | {"repeat": repeat})
             print(line_of(row), flush=True)
             figures = figures_of(rows, versions | peers.versions())
-            record.write(options.record, figures)
-    return figures
-
-
-def _recorded(name: str) -> Row:
-    file = record.RESULTS / f"{name}.json"
-    if not file.exists():
-        return {"rows": [], "versions": {}}
-    figures: Row = json.loads(file.read_text())["figures"]
+            if options.record:
+                record.write("offload", figures)
     return figures
 
 
@@ -507,11 +500,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--record", metavar="NAME", default="offload")
-    parser.add_argument("--add", action="store_true", help="keep what the results file has of other systems and jobs")
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="begin with what it has of other systems and jobs")
     parser.add_argument("--timeout", type=float, default=400, help="seconds a process may take")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--picture", action="store_true", help="draw the results file and measure nothing")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw a results file and measure nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--attempt", type=int, default=0, help=argparse.SUPPRESS)
@@ -529,8 +522,8 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(0)  # process groups and engines that are torn down late may hang
     if options.picture:
-        document = json.loads((record.RESULTS / f"{options.record}.json").read_text())
-        PICTURE.write_text(draw(document["figures"], document["from"]))
+        recorded = record.Recording(options.picture)
+        PICTURE.write_text(draw(recorded.figures, recorded.about))
         print(PICTURE.relative_to(ROOT))
         return
     for name, system in SYSTEMS.items():

@@ -1,6 +1,6 @@
 """Are the planner's plans as fast and as large as it says, and is any other plan faster?
 
-    python -m benchmarks.planned [--jobs NAME ...] [--regret NAME ...] [--machine FILE] [--seconds 500] [--record NAME]
+    python -m benchmarks.planned [--jobs NAME ...] [--regret NAME ...] [--machine FILE] [--seconds 500] [--record]
     python -m benchmarks.planned --write-calls FILE
 
 (a GPU and its host.) Every job is planned for a part of the GPU's memory, as `anyfit.start` would, and trained for a few steps
@@ -388,6 +388,7 @@ def run_all(options: argparse.Namespace) -> None:
         plans = {name: future.result() for name, future in planning.items()}
     print(f"{time.perf_counter() - BEGAN:4.0f} s  all is planned", flush=True)
     rows: list[Row] = []
+    question = "regret" if {job.name for job in jobs} <= {*options.regret} else "planned"
     for job in jobs:
         found = plans[job.name]
         if isinstance(found, str):
@@ -405,8 +406,7 @@ def run_all(options: argparse.Namespace) -> None:
                 continue
             print(f"{time.perf_counter() - BEGAN:4.0f} s  {line_of(rows[-1])}", flush=True)
             if options.record:
-                record.write(options.record, {"rows": rows})
-                machine.save(record.RESULTS / f"{options.record}-machine.json")
+                record.write(question, {"rows": rows}, machine)
 
 
 def write_calls(file: Path) -> None:
@@ -432,7 +432,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so long")
     parser.add_argument("--arena-gib", type=int, default=96, help="of host memory, for all plans one after another")
     parser.add_argument("--workers", type=int, default=8, help="processes that plan")
-    parser.add_argument("--record", metavar="NAME")
+    parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     if options.write_calls:
         write_calls(options.write_calls)

@@ -1,12 +1,12 @@
 """How far are forecasts of peak memory and step time from real training steps on a GPU?
 
-    python -m benchmarks.profiler --machine machine.json --out tests/golden/h200 [--only NAME ...] [--ops FOLDER] [--calls FILE]
+    python -m benchmarks.profiler --machine machine.json [--only NAME ...] [--ops FOLDER] [--calls FILE] [--record]
     python -m benchmarks.profiler --write-calls FILE
 
 Every case of benchmarks/cases.py is trained for a few steps with `run.step` on random weights and batches: allocated peak,
-reserved peak and median step time go to <out>/cases.json with the machine file beside it; a table compares them with the
-forecast. Before that the case's own calls are measured, and go to the machine file. `--ops` also writes where the time of one
-step went, kernel by kernel, for whoever improves the cost model.
+reserved peak and median step time stand beside the forecast. Before that the case's own calls are measured, and go to the machine
+file that is recorded with the rows. `--ops` also writes where the time of one step went, kernel by kernel, for whoever improves
+the cost model.
 
 Another version of torch or transformers makes slightly other calls of the same case. So that a forecast made there finds its
 calls measured, `--write-calls` lists those of all cases, on any computer, and `--calls` measures them as well.
@@ -129,7 +129,7 @@ def measure(case: Case, machine: Machine, ops: Path | None) -> dict[str, Any]:
     if ops is not None:
         write_ops(run, batch, ops / f"{case.name}.json")
     run.close()
-    return {"case": case.to_json(), "measured": measured, "predicted_then": predicted}
+    return {"case": case.to_json(), "measured": measured, "predicted_then": predicted, **case.roughness}
 
 
 def quickly_built(job: anyfit.Job) -> anyfit.Job:
@@ -177,18 +177,18 @@ def write_ops(run: anyfit.Run, batch: Batch, file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--ops", type=Path)
     parser.add_argument("--calls", type=Path, help="calls traced elsewhere, from --write-calls, to be measured as well")
     parser.add_argument("--write-calls", type=Path, help="write the calls of all cases to this file, and do nothing else")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this long")
+    parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     if options.write_calls is not None:
         write_calls(options.write_calls)
         return
-    if options.machine is None or options.out is None:
-        parser.error("give --machine and --out, or --write-calls")
+    if options.machine is None:
+        parser.error("give --machine or --write-calls")
     machine = Machine.load(options.machine)
     elsewhere = {row["case"]: row["calls"] for row in json.loads(options.calls.read_text())} if options.calls else {}
     began, rows = time.time(), []
@@ -216,10 +216,8 @@ def main() -> None:
             f"reserved {real['reserved_bytes'] / 2**30:7.2f} GiB {off['reserved_bytes']}",
             flush=True,
         )
-        options.out.mkdir(parents=True, exist_ok=True)
-        document = {"from": record.provenance(), "cases": rows}
-        (options.out / "cases.json").write_text(json.dumps(document, indent=1) + "\n")
-        machine.save(options.out / "machine.json")
+        if options.record:
+            record.write("profiler", {"rows": rows}, machine)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Do two ranks train a model, divided among them and offloaded, as one does alone?
 
-    python -m benchmarks.shared_gpu [--model 1b] [--ranks 2] [--steps 5] [--record NAME]
+    python -m benchmarks.shared_gpu [--model 1b] [--ranks 2] [--steps 5] [--record]
 
 A GPT-2 of 1.1 billion parameters in fp32 with AdamW and clipping. One process trains it with everything on the device, each batch
 in two passes. Then two ranks, which share the one GPU and meet over gloo, train it on the same batches, half of each: weights,
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(CONFIGURATIONS), default="1b")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--record", metavar="NAME")
+    parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     found = compared(options.model, options.ranks, options.steps)
     for name in ("alone", "together"):
@@ -153,7 +153,7 @@ def main() -> None:
         print(f"{name:9} {row['step_seconds']:7.3f} s a step, {held} a rank, losses {[round(loss, 6) for loss in row['losses']]}")
     print(f"losses apart by {found['losses_apart']:.2e}, weights by {found['weights_apart']:.2e} at most ({found['worst']})")
     if options.record:
-        record.write(options.record, found)
+        print(record.write("shared-gpu", found))
 
 
 if __name__ == "__main__":

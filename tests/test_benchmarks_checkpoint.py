@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -15,12 +14,12 @@ def test_it_saves_beside_the_steps_with_room_and_waits_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    arguments = ["--model", "tiny", "--batch", "4", "--steps", "2", "--repeats", "2", "--folder", str(tmp_path), "--record", "it"]
+    arguments = ["--model", "tiny", "--batch", "4", "--steps", "2", "--repeats", "2", "--folder", str(tmp_path), "--record"]
     monkeypatch.setattr(sys, "argv", ["benchmarks/checkpoint.py", *arguments])
     checkpoint.main()
-    document = json.loads((tmp_path / "it.json").read_text())
-    figures = document["figures"]
-    assert {"commit", "command", "date", "gpu"} <= document["from"].keys()
+    (recorded,) = record.recordings("checkpoint")
+    figures = recorded.figures
+    assert {"commit", "command", "date", "gpu"} <= recorded.about.keys()
     assert [each["is_beside"] for each in figures["beside"]] == [True, True]
     assert [each["is_beside"] for each in figures["waiting"]] == [False, False]
     assert figures["copy_bytes"] == pytest.approx(12 * figures["parameters"], rel=0.1)
@@ -35,5 +34,5 @@ def test_it_saves_beside_the_steps_with_room_and_waits_without(
     assert "through the page cache, 1" in ways
     assert figures["disk_bytes_per_second"] > min(figures["waiting"][0]["disk"].values())
     assert figures["share_of_disk"] == pytest.approx(figures["bytes_per_second"] / figures["disk_bytes_per_second"])
-    assert [path.name for path in tmp_path.iterdir()] == ["it.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     assert capsys.readouterr().out.count("waiting: ") == 2

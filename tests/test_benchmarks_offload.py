@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,7 +160,7 @@ def test_table_and_picture_show_figures_errors_and_bounds() -> None:
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    common = {"steps": 2, "warmup": 1, "repeats": 1, "device": "cpu", "timeout": 120.0, "record": "offload", "add": False}
+    common = {"steps": 2, "warmup": 1, "repeats": 1, "device": "cpu", "timeout": 120.0, "record": True, "add": None}
     return argparse.Namespace(**common | changes)
 
 
@@ -169,8 +168,10 @@ def test_plain_and_fsdp2_train_the_same_model_in_processes_of_their_own(tmp_path
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     systems = ["plain fp32 masters", "fsdp2"]
     offload.run_all(options(jobs=["tiny clipping"], systems=["plain"]))
-    figures = offload.run_all(options(jobs=["tiny clipping"], systems=systems, add=True))
-    assert json.loads((tmp_path / "offload.json").read_text())["figures"]["rows"] == figures["rows"]
+    (first,) = record.recordings("offload")
+    figures = offload.run_all(options(jobs=["tiny clipping"], systems=systems, add=first.file))
+    (recorded,) = record.recordings("offload")
+    assert recorded.rows == figures["rows"]
     rows = {row["system"]: row for row in figures["rows"]}
     assert list(rows) == ["plain", *systems]
     for each in rows.values():

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import pytest
 
-from benchmarks import shared_gpu
-
-RECORD = Path(__file__).parents[1] / "benchmarks/results/shared-gpu.json"
+from benchmarks import record, shared_gpu
 
 
 def test_two_ranks_train_as_one() -> None:
@@ -18,8 +15,9 @@ def test_two_ranks_train_as_one() -> None:
     assert found["together"]["held_bytes"]["host"] > 0 == found["alone"]["held_bytes"]["host"]
 
 
-def test_two_ranks_of_a_gpu_trained_as_one() -> None:
-    found = json.loads(RECORD.read_text())["figures"]
+@pytest.mark.parametrize("recorded", record.recordings("shared-gpu"), ids=lambda each: each.name)
+def test_two_ranks_of_a_gpu_trained_as_one(recorded: record.Recording) -> None:
+    found = recorded.figures
     assert found["model"] == "1b"
     assert found["losses_apart"] < 1e-5
     assert found["weights_apart"] < 1e-5

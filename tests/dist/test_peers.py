@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from typing import Any
 
 import pytest
@@ -38,7 +37,8 @@ def test_the_losses_are_those_of_the_peer(name: str, ranks: int) -> None:
         assert ours[rank].losses == pytest.approx(theirs[rank], rel=1e-5)
 
 
-def test_a_recorded_step_takes_no_longer_than_the_peers() -> None:
-    rows = json.loads((record.RESULTS / "ranks.json").read_text())["figures"]
+@pytest.mark.parametrize("recorded", record.recordings("ranks"), ids=lambda each: each.name)
+def test_a_recorded_step_takes_no_longer_than_the_peers(recorded: record.Recording) -> None:
+    rows = recorded.rows
     assert {(row["ranks"], row["peer"]) for row in rows} == {(2, "DDP"), (2, "FSDP2"), (4, "DDP"), (4, "FSDP2")}
     assert all(row["ratio"] <= 1.05 for row in rows)

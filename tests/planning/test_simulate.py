@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,16 +23,15 @@ from anyfit.planning.simulation import Simulated, simulate
 from anyfit.planning.space import Space
 from anyfit.tracing import trace
 from anyfit.values.calibration import Calibration
-from anyfit.values.machine import Machine
 from anyfit.values.plan import Placement
 from anyfit.values.profile import HostRates, LoadedRates, Profile
 from anyfit.values.units import show_seconds
-from benchmarks import mixed, peers
+from benchmarks import mixed, peers, record
 from tests.planning.profiles import candidates
 
-ROOT = Path(__file__).parents[2]
-ROWS = {row["job"]: row for row in json.loads((ROOT / "benchmarks/results/mixed.json").read_text())["figures"]["rows"]}
-# Of that box, as benchmarks/results/host-update-h200.json has it.
+RECORDED = {f"{each.name} {row['job']}": (each, row) for each in record.recordings("mixed") for row in each.rows}
+ROWS = {name: row for name, (_, row) in RECORDED.items()}
+# Of that box, as benchmarks/results/host-update/2026-11-15-h200-82c8ed8.json has it.
 CALIBRATION = Calibration.of("cuda")
 H200 = Rates(
     HostRates(5.25e9, 48.5e9, 50.4e9, overlaps=True, loaded=LoadedRates(3.44e9, 29.3e9, 46.8e9)),
@@ -46,11 +43,12 @@ EASY = Rates(HostRates(1e9, 1e9, 1e9, overlaps=True), norm_seconds=1e-12, update
 
 
 @cache
-def predicted(job_name: str) -> tuple[Footprint, Simulated]:
-    row, job = ROWS[job_name], peers.JOBS[job_name]
+def predicted(name: str) -> tuple[Footprint, Simulated]:
+    recording, row = RECORDED[name]
+    job = peers.JOBS[row["job"]]
     configuration = mixed.Configuration(**row["configuration"])
     graph = trace(mixed.job_of(job), job.batch, "cuda")
-    profile = cost([graph], Machine.load(ROOT / "tests/golden/h200/machine.json"), job.batch)
+    profile = cost([graph], recording.machine, job.batch)
     layout = chunks_of(graph, configuration.chunk_mib * 2**20)
     each = profile.passes[0]
 
@@ -139,7 +137,7 @@ def test_where_host_and_device_share_cores_all_adds_up(candidate: Candidate, slo
 def profile_in_little() -> Profile:
     """GPT-2 of 4 billion parameters in 24 GiB."""
     job = peers.JOBS["4b batch 8 cap 24"]
-    machine = Machine.load(ROOT / "tests/golden/h200/machine.json").with_limits(device_memory=24 * 2**30)
+    machine = record.recordings("profiler")[0].machine.with_limits(device_memory=24 * 2**30)
     return cost([trace(mixed.job_of(job), job.batch, "cuda")], machine, job.batch)
 
 

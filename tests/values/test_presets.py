@@ -7,12 +7,12 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from anyfit.values.calibration import Figure
 from anyfit.values.machine import Curve, Machine
+from benchmarks import record
 
 GIB = 2**30
 SINGLE = ("rtx-3090", "rtx-4090", "rtx-5090", "l4", "a100-40", "a100-80", "h100", "h200")
@@ -84,7 +84,7 @@ def test_rates_are_sane(name: str) -> None:
 
 def test_the_h200_is_the_machine_that_forecasts_are_held_to() -> None:
     machine = Machine.load("h200")
-    measured = Machine.load(Path(__file__).parent.parent / "golden" / "h200" / "machine.json")
+    measured = record.recordings("profiler")[0].machine
     assert machine.device.measured == {}, "the calls of models are measured where they are planned"
     assert measured.device.processors.value == machine.device.processors.value, "which files from before do not say"
     device = dataclasses.replace(measured.device, measured={}, processors=machine.device.processors)
