@@ -102,6 +102,14 @@ CASES = (
     Case("plain-gpt-fp32", "demo", 64, 256, "fp32", options={"width": 512, "layers": 8, "heads": 8}),
 )
 
+GEMMA3_1B = {"num_hidden_layers": 26, "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4}
+GEMMA3_1B |= {"num_key_value_heads": 1, "vocab_size": 262144, "sliding_window": 512, "max_position_embeddings": 32768}
+# Steps that are many small ops, which the launching host bounds. benchmarks/planned.py has them, and no constant is held to them.
+SMALL_OPS = (
+    Case("gpt2-xl-short", "gpt2", 4, 512, options=gpt2(48, 1600, 25, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)),
+    Case("gemma3-1b", "gemma3_text", 4, 1024, options=GEMMA3_1B),
+)
+
 
 def is_alike(row: Mapping[str, Any]) -> bool:
     """Whether a recorded row's model is the same under this version of transformers."""
@@ -110,7 +118,7 @@ def is_alike(row: Mapping[str, Any]) -> bool:
 
 
 def models_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    """With whole logits, as the recordings of benchmarks/profiler.py were made, and not in slices as `Job.from_huggingface` has it."""
+    """With whole logits, as benchmarks/profiler.py recorded it, and not in slices as `Job.from_huggingface` has it."""
     value: torch.Tensor = model(**batch).loss
     return value
 

@@ -5,7 +5,7 @@
 
 Each system runs each job in a process of its own, in turns when there are repeats; the figure is the median over them. A peer
 takes part when it can be imported: a folder with it on PYTHONPATH is enough. A job that does not fit is tried again as
-`benchmarks.peers` says. --record writes its file anew after every process; --add FILE begins with what another results file has of
+`benchmarks.peers` says. --record writes its file anew after every process; --add FILE begins with what a results file has of
 other systems and jobs. --picture draws docs/offload.svg from such a file.
 
 The bound is what no schedule on this machine could beat: see `bound_seconds`.

@@ -55,7 +55,7 @@ from anyfit.values.plan import Placement, Plan
 from anyfit.values.profile import Pass, Profile
 
 from . import record
-from .cases import CASES, job_of
+from .cases import CASES, SMALL_OPS, Case, job_of
 from .peers import ALWAYS, CONTEXT_BYTES, GIB, MODELS, NEVER, with_norms
 from .peers import Job as Peer
 from .profiler import CALLS_SECONDS, quickly_built, varied, weighty_calls
@@ -70,7 +70,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    case: str  # of benchmarks/cases.py, or a model of benchmarks/peers.py
+    case: str  # the name of one in benchmarks/cases.py, or a model of benchmarks/peers.py
     batch: int
     cap_gib: float | None = None
     clips: bool = False  # at every step
@@ -82,23 +82,26 @@ class Job:
         parts = "" if self.micro_batch is None else f" in {self.batch // self.micro_batch}"
         return f"{self.case} batch {self.batch}{parts} {cap}{' clipping' * self.clips}"
 
-    def training(self) -> anyfit.Job:
-        """As a user has it, with the loss of a language model in slices."""
-        options: dict[str, Any] = {"micro_batch": self.micro_batch, "clip_norm": ALWAYS if self.clips else NEVER}
+    @property
+    def whole_case(self) -> Case:
         if self.case in MODELS:
-            from transformers import AutoConfig
+            return Peer(self.case, self.batch).case
+        return replace(next(each for each in (*CASES, *SMALL_OPS) if each.name == self.case), batch=self.batch)
 
-            config = AutoConfig.for_model("gpt2", **MODELS[self.case])
-            length = Peer(self.case, self.batch).case.length
-            job = anyfit.Job.from_huggingface(config, batch_size=self.batch, length=length, precision="bf16")
-            return replace(job, **options)
-        case = replace(next(each for each in CASES if each.name == self.case), batch=self.batch)
-        return replace(job_of(case), **options)
+    def training(self) -> anyfit.Job:
+        """As a user has it, with the loss of a language model in slices; cases of benchmarks/profiler.py as they are there."""
+        case = self.whole_case
+        options: dict[str, Any] = {"micro_batch": self.micro_batch, "clip_norm": ALWAYS if self.clips else NEVER}
+        if self.case in {each.name for each in CASES}:
+            return replace(job_of(case), **options)
+        from transformers import AutoConfig
+
+        config = AutoConfig.for_model(case.kind, **case.options)
+        job = anyfit.Job.from_huggingface(config, batch_size=self.batch, length=case.length, precision="bf16")
+        return replace(job, **options)
 
     def batch_for(self, training: anyfit.Job) -> Any:
-        if self.case in MODELS:
-            return varied(Peer(self.case, self.batch).case, training.sample)
-        return varied(replace(next(each for each in CASES if each.name == self.case), batch=self.batch), training.sample)
+        return varied(self.whole_case, training.sample)
 
 
 JOBS = {
@@ -112,6 +115,8 @@ JOBS = {
         Job("4b", 32, 24, clips=True),
         Job("4b", 8, 24, micro_batch=4),
         Job("10b", 8, 24),
+        Job("gpt2-xl-short", 4, 8),
+        Job("gemma3-1b", 4, 8),
     )
 }
 REGRET = ("4b batch 8 cap 24", "4b batch 8 cap 12", "llama-1b batch 4 cap 12")
