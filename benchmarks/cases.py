@@ -61,7 +61,8 @@ def gpt2(layers: int, hidden: int, heads: int, **more: Any) -> dict[str, Any]:
     return {"n_layer": layers, "n_embd": hidden, "n_head": heads, **more}
 
 
-GPT2_4B = gpt2(32, 3072, 24, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GPT2_4B = gpt2(32, 3072, 24, **NO_DROPOUT)
 LLAMA_1B = llama(16, 2048, 32)
 QWEN3 = {"num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
 QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
@@ -106,7 +107,7 @@ GEMMA3_1B = {"num_hidden_layers": 26, "hidden_size": 1152, "intermediate_size": 
 GEMMA3_1B |= {"num_key_value_heads": 1, "vocab_size": 262144, "sliding_window": 512, "max_position_embeddings": 32768}
 # Steps that are many small ops, which the launching host bounds. benchmarks/planned.py has them, and no constant is held to them.
 SMALL_OPS = (
-    Case("gpt2-xl-short", "gpt2", 4, 512, options=gpt2(48, 1600, 25, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)),
+    Case("gpt2-xl-short", "gpt2", 4, 512, options=gpt2(48, 1600, 25, n_positions=512, **NO_DROPOUT)),
     Case("gemma3-1b", "gemma3_text", 4, 1024, options=GEMMA3_1B),
 )
 

@@ -1,5 +1,5 @@
-"""Forecasts beside recorded measurements: every case of benchmarks/profiler.py is predicted from the machine recorded with it, once
-with the calls that were measured on the machine, and once by its curves alone, as for a machine that is not at hand.
+"""Forecasts beside recorded measurements: every case of benchmarks/profiler.py is predicted from the machine recorded with it,
+once with the calls that were measured on the machine, and once by its curves alone, as for a machine that is not at hand.
 
 What cannot run here, a GPU, was measured there; what can be wrong here, the forecast, is checked on every commit.
 """
