@@ -85,3 +85,19 @@ def test_a_run_writes_one_file_and_another_of_the_same_day_and_commit_a_second(
 )
 def test_a_machine_has_a_short_name(gpu: str | None, stem: str) -> None:
     assert record.stem_of({"date": "2026-11-15", "gpu": gpu, "cores": 8, "commit": "b1d785c+"}) == stem
+
+
+def test_every_result_that_is_named_somewhere_is_there() -> None:
+    root = record.RESULTS.parent.parent
+    texts = [
+        *root.glob("*.md"),
+        *(file for folder in ("docs", "anyfit", "benchmarks", "tests") for file in (root / folder).rglob("*")),
+    ]
+    named = {
+        path
+        for file in texts
+        if file.suffix in (".md", ".py", ".json") and record.RESULTS not in file.parents
+        for path in re.findall(r"benchmarks/results/[\w/.-]*\w", file.read_text())
+    }
+    assert len(named) >= 10
+    assert [path for path in sorted(named) if not (root / path).exists()] == []

@@ -13,7 +13,7 @@ or offload activations or have part of the state on the host (space.py) are comp
 
 All m are searched in chunks of the usual size, then the knobs of the best are tried in chunks of the others, which are searched
 only where they are ahead by TIE. Steps of one job in chunks of 40, 80 and 160 MiB were measured within 5 % of each other
-(benchmarks/results/planned.json, planned-regret.json): less is no reason to leave the usual size.
+(benchmarks/results/planned and regret, 2026-11-15): less is no reason to leave the usual size.
 """
 
 from __future__ import annotations
