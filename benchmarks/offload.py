@@ -34,6 +34,7 @@ import torch
 
 from . import peers, record
 from .peers import CONTEXT_BYTES, GIB, JOBS, MODELS, SYSTEMS, Job
+from .picture import framed
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "offload.svg"
@@ -427,6 +428,11 @@ def table(figures: Row) -> str:
 WIDTH, LEFT, RIGHT, TOP = 900, 170, 230, 44
 ROW, BAR, GAP = 22, 15, 34
 COLOURS = {"anyfit": "ours", "plain": "all", "plain fp32 masters": "all"}
+LIGHT = (
+    ".ours { fill: #0072b2; } .peer { fill: #e69f00; } .all { fill: #8b9097; } "
+    ".exact { stroke: #1f2328; stroke-width: 1.5; } .free { stroke: #1f2328; stroke-width: 1.5; stroke-dasharray: 3 3; }"
+)
+DARK = ".ours { fill: #4aa3df; } .exact, .free { stroke: #e6edf3; }"
 
 
 def draw(figures: Row, about: Row) -> str:
@@ -458,14 +464,7 @@ def draw(figures: Row, about: Row) -> str:
         parts.append(f'<line class="{name}" x1="{x}" y1="{y}" x2="{x}" y2="{y + 14}"/>')
         parts.append(f'<text class="ink" x="{x + 8}" y="{y + 11}">{meaning}</text>')
     title = f"Training under a cap on GPU memory, tokens a second, {about['gpu'] or about['processor']}"
-    opening = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">',
-        f"<title>{escape(title)}</title>",
-        f"<style>{_style()}</style>",
-        f'<rect class="paper" width="{WIDTH}" height="{height}"/>',
-        f'<text class="ink big" x="8" y="20">{escape(title)}</text>',
-    ]
-    return "\n".join([*opening, *parts, "</svg>", ""])
+    return framed(title, WIDTH, height, parts, LIGHT, DARK)
 
 
 def _bar(row: Row, y: int, scale: float) -> Iterator[str]:
@@ -479,18 +478,6 @@ def _bar(row: Row, y: int, scale: float) -> Iterator[str]:
     written = f"{row['tokens_per_second']:,.0f} tokens/s, {row['step_seconds']:.2f} s, {row['reserved_bytes'] / GIB:.1f} GiB"
     x = max(LEFT + width, 0) + 6
     yield f'<text class="ink halo" x="{x:.1f}" y="{y + 12}">{escape(written)}</text>'
-
-
-def _style() -> str:
-    return (
-        "text { font: 11px ui-sans-serif, system-ui, sans-serif; } .big { font-size: 13px; font-weight: 600; } "
-        ".paper { fill: #ffffff; } .ink { fill: #1f2328; } .faint { fill: #59636e; } "
-        ".halo { paint-order: stroke; stroke: #ffffff; stroke-width: 4px; } "
-        ".ours { fill: #0072b2; } .peer { fill: #e69f00; } .all { fill: #8b9097; } "
-        ".exact { stroke: #1f2328; stroke-width: 1.5; } .free { stroke: #1f2328; stroke-width: 1.5; stroke-dasharray: 3 3; } "
-        "@media (prefers-color-scheme: dark) { .paper { fill: #0d1117; } .ink { fill: #e6edf3; } .faint { fill: #9198a1; } "
-        ".halo { stroke: #0d1117; } .ours { fill: #4aa3df; } .exact, .free { stroke: #e6edf3; } }"
-    )
 
 
 def main() -> None:
