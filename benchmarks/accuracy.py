@@ -130,7 +130,7 @@ def draw(found: list[Point]) -> str:
     parts = [*_grid(axis), *_band(axis), *(_mark(point, axis) for point in ordered), *_legend(kinds, found)]
     light = " ".join(f".{kind} {{ fill: {FAMILIES[kind][2]}; stroke: {FAMILIES[kind][2]}; }}" for kind in kinds)
     dark = " ".join(f".{kind} {{ fill: {FAMILIES[kind][3]}; stroke: {FAMILIES[kind][3]}; }}" for kind in kinds)
-    title = "Seconds a step on an H200: forecast before it ran, against measured"
+    title = "Seconds a step on a GPU: forecast before it ran, against measured"
     return framed(title, WIDTH, TOP + SIDE + 48, parts, f"{LIGHT} {light}", f"{DARK} {dark}")
 
 
