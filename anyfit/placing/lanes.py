@@ -57,7 +57,7 @@ class Task(Enum):
     UPLOAD = "upload"
     LIFT = "lift state of"
     LOWER = "lower state of"
-    SPREAD = "spread"
+    ALL_GATHER = "all-gather"  # of fresh weights, once a step; GATHER is for one use of sharded ones
     OTHER = "other work"
 
 
@@ -83,7 +83,7 @@ class Label:
 
 _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
 SWITCH_SECONDS = 1e-4
-TOGETHER = ("gathering", "reducing", "spreading")
+TOGETHER = ("gathering", "reducing", "all-gathering")
 HOST_DEPTH = 2  # one is updated; the next is there when the first of the threads is done with it
 UNNAMED = Label()
 MOST_AT_ONCE = 192 * 2**20  # bytes of a copy that yields
@@ -320,10 +320,10 @@ class Lanes:
         self.streamed = Lane(delay, *tracks, depth=STREAMED_DEPTH)
         self.all = [self.up, self.down, self.host, self.fresh, self.streamed]
         # What ranks do together, in the order that they are asked to and not behind anything else; nobody asks one that is alone.
-        self.gather, self.reduce, self.spread = self.up, self.down, self.fresh
+        self.gather, self.reduce, self.all_gather = self.up, self.down, self.fresh
         if several:
-            self.gather, self.reduce, self.spread = (Lane(delay, Track(name, stream())) for name in TOGETHER)
-            self.all += [self.gather, self.reduce, self.spread]
+            self.gather, self.reduce, self.all_gather = (Lane(delay, Track(name, stream())) for name in TOGETHER)
+            self.all += [self.gather, self.reduce, self.all_gather]
         # A thread that wants Python's lock gets it after 5 ms if its holder does not rest: an age for a lane, and for backward.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         # Threads that are still there when Python ends are torn out of whatever C++ they are in, which ends the process badly.

@@ -24,8 +24,8 @@ from anyfit.values.mesh import Mesh, Sharding
 
 from .lanes import Label, Task
 
-Kind = Literal["gather", "reduce", "spread", "small"]
-KINDS: tuple[Kind, ...] = ("gather", "reduce", "spread", "small")
+Kind = Literal["gather", "reduce", "all_gather", "small"]
+KINDS: tuple[Kind, ...] = ("gather", "reduce", "all_gather", "small")
 HANG_SECONDS = 600.0  # a rank that waits longer for the others gives up
 
 _dist: Any = dist

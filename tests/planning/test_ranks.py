@@ -217,7 +217,7 @@ def test_exchanges_that_take_no_time_leave_the_computation_alone(level: int, acc
 @pytest.mark.parametrize("accumulation", [1, 3, 7])
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_each_level_exchanges_what_it_says(level: int, accumulation: int) -> None:
-    """A chunk is reduced once a step, or for every micro-batch; spread once a step, or put together for forward and backward."""
+    """A chunk is reduced once a step, or for every micro-batch; all-gathered once a step, or for forward and backward."""
     gather, reduce = 1e-5, 1e-3
     candidate = resident(level, accumulation, Exchange(gather, 0.0), Exchange(reduce, 0.0))
     simulated = simulate(candidate, EASY)

@@ -247,16 +247,16 @@ class Updates:
         self._residency.drop(state)
         if not state.is_replicated:
             return
-        label, ranks, lanes = Label(Task.SPREAD, state.index), state.ranks, self._context.lanes
-        ranks.ask("spread", label)
+        label, ranks, lanes = Label(Task.ALL_GATHER, state.index), state.ranks, self._context.lanes
+        ranks.ask("all_gather", label)
 
         def all_gather() -> None:
             whole, own = state.on_device, state.own_on_device
             assert whole is not None
             assert own is not None
-            ranks.gather("spread", state.sharding, whole, own, label)
+            ranks.gather("all_gather", state.sharding, whole, own, label)
 
-        state.update.fresh = lanes.spread.run(all_gather, (lanes.so_far(), before, state.update.fresh), label)
+        state.update.fresh = lanes.all_gather.run(all_gather, (lanes.so_far(), before, state.update.fresh), label)
         self._residency.part(state)
 
     def forget(self) -> None:

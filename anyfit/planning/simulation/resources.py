@@ -29,7 +29,7 @@ class Resources:
         host_rates = rates.host
         up = Server(clock, "fetch", "fresh", "activations", yields="lift")
         down = Server(clock, "gradients", "lower", "activations")
-        link = Server(clock, "gather", "reduce", "spread")
+        link = Server(clock, "gather", "reduce", "all_gather")
         host = HostServer(clock, host_rates, up, down, rates.calibration.download_weight.value)
         self.servers: dict[Resource, Server] = {"up": up, "down": down, "link": link, "host": host}
         self.servers["compute"] = Server(clock, "work")

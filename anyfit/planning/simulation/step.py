@@ -87,7 +87,7 @@ class Exchanges:
             return
         if chunk.fresh.happened:
             chunk.fresh = Signal()
-        self._exchange("spread", self._gather_seconds[chunk.index], chunk.fresh.fire)
+        self._exchange("all_gather", self._gather_seconds[chunk.index], chunk.fresh.fire)
 
     def _exchange(self, queue: str, seconds: float, done: Call) -> None:
         self._ledger.seconds["link"] += seconds
