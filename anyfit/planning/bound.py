@@ -37,8 +37,7 @@ from typing import Literal, NamedTuple
 
 from anyfit.values.precision import SUM_BYTES
 
-from .candidate import Candidate
-from .rates import ADDED, ONE_PHASE, Rates
+from .candidate import ADDED, ONE_PHASE, Candidate, Rates
 from .simulation.clock import DONE
 
 

@@ -10,10 +10,9 @@ from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.profile import Profile
 
 from .bound import least_seconds
-from .candidate import Candidate
+from .candidate import Candidate, rates_of
 from .footprint import Footprint, footprint_of, live_of
 from .knobs import Candidates, Knobs
-from .rates import rates_of
 from .simulation import Simulated, simulate
 
 # Of the host, besides the plan's: of a process with a GPU, and of each byte of the plan's, which the kernel keeps pinned. With

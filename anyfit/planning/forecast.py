@@ -18,8 +18,8 @@ from dataclasses import replace
 from anyfit.values.plan import Forecast
 from anyfit.values.profile import Pass, Profile
 
+from .candidate import add_seconds
 from .evaluation import Offer
-from .rates import add_seconds
 from .space import Space
 
 

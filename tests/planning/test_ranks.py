@@ -15,12 +15,11 @@ from anyfit.costing.links import Links
 from anyfit.planning import search
 from anyfit.planning.answers import answered
 from anyfit.planning.bound import least_seconds
-from anyfit.planning.candidate import Candidate
+from anyfit.planning.candidate import Candidate, Rates
 from anyfit.planning.divisions import RANKS_TIE, described
 from anyfit.planning.fastest import fastest
 from anyfit.planning.found import Found
 from anyfit.planning.knobs import Knobs
-from anyfit.planning.rates import Rates
 from anyfit.planning.reasons import settled
 from anyfit.planning.simulation import computation, simulate
 from anyfit.planning.space import WORTH_LEAVING, Space

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from anyfit.costing import cost
 from anyfit.costing.memory import chunk_costs, chunks_of
 from anyfit.planning import search
-from anyfit.planning.candidate import Candidate
+from anyfit.planning.candidate import Candidate, Rates
 from anyfit.planning.footprint import Footprint, footprint_of
 from anyfit.planning.forecast import start_seconds
-from anyfit.planning.rates import Rates
 from anyfit.planning.simulation import Simulated, simulate
 from anyfit.planning.space import Space
 from anyfit.tracing import trace

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
-from anyfit.planning.candidate import Candidate
-from anyfit.planning.rates import Rates
+from anyfit.planning.candidate import Candidate, Rates
 
-from .activations import OffloadedActivations
 from .clock import Signal, Work
-from .fetches import Fetches
+from .fetches import Fetches, OffloadedActivations
 from .gradients import Gradients
 from .step import KINDS, Chunk, Step, Waits
 from .updates import Updates

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from functools import partial
 
-from anyfit.planning.rates import ADDED
+from anyfit.planning.candidate import ADDED
 from anyfit.values.engine import GRADIENT_BUFFERS, REDUCTION_BUFFERS
 
 from .clock import Call, Signal, Work

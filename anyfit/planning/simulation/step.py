@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from anyfit.planning.candidate import Candidate
-from anyfit.planning.rates import Rates
+from anyfit.planning.candidate import Candidate, Rates
 from anyfit.values.plan import Placement
 from anyfit.values.precision import SUM_BYTES
 from anyfit.values.profile import ChunkCost
 
-from .clock import Call, Clock, Signal, Work
-from .resources import Resources
+from .clock import Call, Clock, Resources, Signal, Work
 
 Waits = Literal["fetch", "update", "gradients", "activations", "exchange"]
 Kind = Waits | Literal["link"]

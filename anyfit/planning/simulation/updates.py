@@ -12,13 +12,11 @@ import heapq
 from collections.abc import Iterator
 from functools import partial
 
-from anyfit.planning.candidate import Candidate
-from anyfit.planning.rates import ONE_PHASE, WIDER, Rates
+from anyfit.planning.candidate import ONE_PHASE, WIDER, Candidate, Rates
 from anyfit.values.engine import LATER, STREAMED_DEPTH, is_two_phase
 
-from .clock import Call, Signal
+from .clock import Call, Resource, Signal
 from .fetches import Fetches
-from .resources import Resource
 from .step import Chunk, Step
 
 PARTS = 3  # moments and low halves are copies of their own: others come in between
