@@ -10,13 +10,15 @@ import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from anyfit.kernels.across import Sender
+from anyfit.values.machine import Copies
 
 from .cuda import new_stream, pinned, seconds_between, timing_event
 from .meters import Effort, Ladder, Meter
@@ -46,18 +48,18 @@ class Direction:
 
 @dataclass(frozen=True)
 class CopyLadders:
-    up: Ladder
-    down: Ladder
-    up_both: Ladder
-    down_both: Ladder
-    up_loaded: Meter
-    down_loaded: Meter
-    pageable: Meter
+    """By field of Copies."""
+
+    ladders: Mapping[str, Ladder]  # of copies from and to pinned memory
+    others: Mapping[str, Meter]
 
     @property
     def meters(self) -> list[Meter]:
-        pinned_ones = (self.up, self.down, self.up_both, self.down_both)
-        return [meter for ladder in pinned_ones for meter in ladder.meters] + [self.up_loaded, self.down_loaded, self.pageable]
+        return [*(meter for ladder in self.ladders.values() for meter in ladder.meters), *self.others.values()]
+
+    def copies(self) -> Copies:
+        found: dict[str, Any] = {name: ladder.curve() for name, ladder in self.ladders.items()}
+        return Copies(**found | {name: meter.figure() for name, meter in self.others.items()})
 
 
 @contextlib.contextmanager
@@ -73,15 +75,14 @@ def copy_ladders(
         def loaded(ours: Direction, other: Direction) -> Meter:
             return Meter("copies beside updates", functools.partial(_rate_beside, updating, ours, other, max(effort.copy_bytes)))
 
-        yield CopyLadders(
-            up=ladder("copies to the device", up, None),
-            down=ladder("copies from the device", down, None),
-            up_both=ladder("copies both ways", up, down),
-            down_both=ladder("copies both ways", down, up),
-            up_loaded=loaded(up, down),
-            down_loaded=loaded(down, up),
-            pageable=_pageable_meter(device),
-        )
+        ladders = {
+            "up": ladder("copies to the device", up, None),
+            "down": ladder("copies from the device", down, None),
+            "up_both": ladder("copies both ways", up, down),
+            "down_both": ladder("copies both ways", down, up),
+        }
+        beside = {"up_loaded": loaded(up, down), "down_loaded": loaded(down, up)}
+        yield CopyLadders(ladders, beside | {"pageable": _pageable_meter(device)})
 
 
 @contextlib.contextmanager

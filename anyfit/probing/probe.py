@@ -1,8 +1,7 @@
-"""The whole probe: every subject sets up its meters, all meters are read in rounds, and the readings become a
-Machine.
+"""The whole probe: every subject sets up its meters, all meters are read in rounds, and the readings become a Machine.
 
-Torch's thread count and random state are put back, and the disk's file and the pinned buffers are
-gone when `measure` returns. Run it in one process of a node at a time: two probes side by side measure each other.
+When `measure` returns, torch's thread count and random state are what they were, and the disk's file and the pinned buffers are
+gone. Run it in one process of a node at a time: two probes side by side measure each other.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ import torch
 
 from anyfit.values.calibration import Calibration, Figure
 from anyfit.values.folder import cache_folder
-from anyfit.values.machine import Collective, Copies, Curve, Device, Disk, Host, Limits, Machine
+from anyfit.values.machine import Collective, Copies, Device, Disk, Host, Limits, Machine
 
-from . import compute, dispatch, host, memory, operations
+from . import compute, host, memory, operations
 from .copies import CopyLadders, copy_ladders
 from .disk import DiskLadders, disk_ladders
 from .links import LinksFailed, measure_links
@@ -42,12 +41,12 @@ def measure(effort: Literal["quick", "full"], report: Report | None = None) -> M
     """This machine: `quick` looks at few sizes and leaves the disk out, `full` takes its time."""
     if effort not in EFFORTS:
         raise ValueError(f'no effort {effort!r}: write "quick" or "full"')
-    level, tell = EFFORTS[effort], report or _silence
+    level, tell = EFFORTS[effort], report or (lambda _label, _done: None)
     memory.gpus_before_use()  # while this process holds nothing on the GPU
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     tell("setting up", 0.0)
     others, started = host.seconds_of_others(), time.perf_counter()
-    rates = _measure_rates(device, level, tell)
+    own, beside, copies, disk = _measured(device, level, tell)
     busy_cores = (host.seconds_of_others() - others) / (time.perf_counter() - started)
     remarks = [f"{effort} probe"]
     if busy_cores > QUIET_CORES:
@@ -57,14 +56,13 @@ def measure(effort: Literal["quick", "full"], report: Report | None = None) -> M
     tell("links between GPUs", SETUP_SHARE + READING_SHARE)
     collectives, trouble = _links(device, level)
     tell("done", 1.0)
-    count = rates.device.count
     return Machine(
-        name=rates.device.name if count == 1 else f"{count} x {rates.device.name}",
+        name=own.name if own.count == 1 else f"{own.count} x {own.name}",
         nodes=1,
-        device=rates.device,
-        host=rates.host,
-        copies=rates.copies,
-        disk=rates.disk,
+        device=own,
+        host=beside,
+        copies=copies,
+        disk=disk,
         collectives=collectives,
         limits=Limits(),
         date=datetime.date.today().isoformat(),
@@ -74,26 +72,11 @@ def measure(effort: Literal["quick", "full"], report: Report | None = None) -> M
 
 
 @dataclass(frozen=True)
-class Rates:
-    """The parts of a Machine that are measured in this process."""
-
-    device: Device
-    host: Host
-    copies: Copies | None
-    disk: Disk | None
-
-
-@dataclass(frozen=True)
 class Subjects:
     """Everything that is read in rounds."""
 
-    matmul: Mapping[str, Ladder]
-    matmul_unaligned: Mapping[str, Ladder]
-    attention: Mapping[str, Ladder]
-    attention_backward: Mapping[str, Ladder]
-    convolution: Mapping[str, Ladder]
+    ladders: Mapping[str, Mapping[str, Ladder]]  # by field of Device, and there by dtype or op
     elementwise: Ladder
-    operations: Mapping[str, Ladder]
     launch: Meter
     training: Meter
     bandwidth: Meter
@@ -104,14 +87,14 @@ class Subjects:
 
     @property
     def meters(self) -> list[Meter]:
-        products = (self.matmul, self.matmul_unaligned, self.attention, self.attention_backward, self.convolution)
-        named = [ladder for ladders in (*products, self.operations) for ladder in ladders.values()]
+        named = [ladder for ladders in self.ladders.values() for ladder in ladders.values()]
         ladders = [*named, self.elementwise, self.update, self.update_loaded]
         alone = [meter for ladder in ladders for meter in ladder.meters] + [self.launch, self.training, self.bandwidth]
         return alone + (self.copies.meters if self.copies else []) + (self.disk.meters if self.disk else [])
 
 
-def _measure_rates(device: torch.device, level: Effort, tell: Report) -> Rates:
+def _measured(device: torch.device, level: Effort, tell: Report) -> tuple[Device, Host, Copies | None, Disk | None]:
+    """All that is measured in this process. What the meters hold is free again when it returns."""
     patience = level.patience_seconds * (GPU_PATIENCE if device.type == "cuda" else 1)
     deadline = time.perf_counter() + patience
     threads = torch.get_num_threads()
@@ -123,12 +106,8 @@ def _measure_rates(device: torch.device, level: Effort, tell: Report) -> Rates:
             read_in_rounds(subjects.meters, level, deadline, lambda label, done: tell(label, SETUP_SHARE + READING_SHARE * done))
     finally:
         torch.set_num_threads(threads)
-    return Rates(
-        _device(device, subjects),
-        _host(subjects),
-        _copies(subjects.copies) if subjects.copies else None,
-        subjects.disk.disk() if subjects.disk else None,
-    )
+    copies = subjects.copies.copies() if subjects.copies else None
+    return _device(device, subjects), _host(subjects), copies, subjects.disk.disk() if subjects.disk else None
 
 
 def _set_up(device: torch.device, level: Effort, stack: ExitStack, tell: Report) -> Subjects:
@@ -136,39 +115,23 @@ def _set_up(device: torch.device, level: Effort, stack: ExitStack, tell: Report)
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     room = WORKING_SHARE * free
-    tell("products", 0.0)
-    matmul = compute.matmul_ladders(device, level, room)
-    matmul_unaligned = compute.unaligned_ladders(device, level.brief, room)
-    tell("attention and convolutions", 0.3)
-    attention = compute.attention_ladders(device, level, room)
-    attention_backward = compute.attention_backward_ladders(device, level.brief, room)
-    convolution = compute.convolution_ladders(device, level.brief, room)
+    ladders: dict[str, Mapping[str, Ladder]] = {}
+    for name, subject in compute.SUBJECTS.items():
+        tell(subject.label, 0.1 * len(ladders))
+        ladders[name] = subject.ladders(device, level, room)
     tell("device memory", 0.5)
     elementwise = memory.elementwise_ladder(device, level, room)
-    named = operations.operation_ladders(device, level.brief, room)
-    launch = compute.launch_meter(device, level)
-    training = dispatch.host_meter(device, level)
+    ladders["operations"] = operations.operation_ladders(device, level.brief, room)
+    launch, training = compute.launch_meter(device, level), compute.host_meter(device, level)
     tell("host memory", 0.7)
     bandwidth = host.bandwidth_meter(level)
     load = stack.enter_context(device_loads(device)) if on_gpu else host_load
-    update, update_loaded = update_ladders(host.cores(), level, load)
+    updates = update_ladders(host.cores(), level, load)
     tell("copies and disk", 0.8)
-    return Subjects(
-        matmul,
-        matmul_unaligned,
-        attention,
-        attention_backward,
-        convolution,
-        elementwise,
-        named,
-        launch,
-        training,
-        bandwidth,
-        update,
-        update_loaded,
-        copies=stack.enter_context(copy_ladders(device, level, updating(host.cores(), level))) if on_gpu else None,
-        disk=stack.enter_context(disk_ladders(_disk_folders(), level)) if level.disk_bytes else None,
-    )
+    copies = stack.enter_context(copy_ladders(device, level, updating(host.cores(), level))) if on_gpu else None
+    folders = (cache_folder(), Path(tempfile.gettempdir()))
+    disk = stack.enter_context(disk_ladders(folders, level)) if level.disk_bytes else None
+    return Subjects(ladders, elementwise, launch, training, bandwidth, *updates, copies, disk)
 
 
 def _device(device: torch.device, subjects: Subjects) -> Device:
@@ -188,24 +151,15 @@ def _device(device: torch.device, subjects: Subjects) -> Device:
         count=count,
         memory_bytes=usable,
         context_bytes=context,
-        matmul=_curves(subjects.matmul),
-        matmul_unaligned=_curves(subjects.matmul_unaligned),
-        attention=_curves(subjects.attention),
-        attention_backward=_curves(subjects.attention_backward),
-        convolution=_curves(subjects.convolution),
         memory=subjects.elementwise.curve(),
-        operations=_curves(subjects.operations),
         launch_seconds=subjects.launch.figure(),
         host_seconds=subjects.training.figure(),
         workspace_bytes=memory.workspace_figure(device),
         measured={},
         processors=Figure(processors, 0.0, "measured"),
         calibration=Calibration.of(device.type),
+        **{name: {key: ladder.curve() for key, ladder in ladders.items()} for name, ladders in subjects.ladders.items()},
     )
-
-
-def _curves(ladders: Mapping[str, Ladder]) -> dict[str, Curve]:
-    return {name: ladder.curve() for name, ladder in ladders.items()}
 
 
 def _host(subjects: Subjects) -> Host:
@@ -220,18 +174,6 @@ def _host(subjects: Subjects) -> Host:
     )
 
 
-def _copies(ladders: CopyLadders) -> Copies:
-    return Copies(
-        up=ladders.up.curve(),
-        down=ladders.down.curve(),
-        up_both=ladders.up_both.curve(),
-        down_both=ladders.down_both.curve(),
-        up_loaded=ladders.up_loaded.figure(),
-        down_loaded=ladders.down_loaded.figure(),
-        pageable=ladders.pageable.figure(),
-    )
-
-
 def _links(device: torch.device, level: Effort) -> tuple[tuple[Collective, ...], list[str]]:
     """The collectives, and what is to be said where they could not be measured: the rest is still of use."""
     if device.type == "cpu" or torch.cuda.device_count() == 1:
@@ -242,10 +184,6 @@ def _links(device: torch.device, level: Effort) -> tuple[tuple[Collective, ...],
         return (), [f"links between GPUs were not measured: {failure}"]
 
 
-def _disk_folders() -> list[Path]:
-    return [cache_folder(), Path(tempfile.gettempdir())]
-
-
 def _versions(device: torch.device) -> dict[str, str]:
     versions = {"python": platform.python_version(), "torch": str(torch.__version__), "system": platform.platform()}
     if device.type == "cuda":
@@ -254,7 +192,3 @@ def _versions(device: torch.device) -> dict[str, str]:
         if drivers:
             versions["driver"] = ", ".join(sorted(drivers))
     return versions
-
-
-def _silence(label: str, done: float) -> None:
-    """Nobody watches."""

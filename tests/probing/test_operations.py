@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyfit.probing import cuda, operations
-from anyfit.probing.dispatch import host_meter
+from anyfit.probing.compute import host_meter
 from anyfit.probing.meters import QUICK
 from anyfit.probing.operations import CALLS, Material, touched_bytes
 from anyfit.tracing.recorder import _touched_bytes
