@@ -55,7 +55,7 @@ class Traced:
 
     def profile(self, machine: Machine, batch_size: int | None = None) -> Profile:
         """On all devices of any machine; of a smaller batch, by the passes there are."""
-        from .profiling import profiled, ruled, traced
+        from .profiling import profiled, traced
 
         size, rank_grid = batch_size or self.job.batch_size, machine.rank_grid()
         kind: Literal["cpu", "cuda"] = machine.device.kind
@@ -63,7 +63,7 @@ class Traced:
         if key not in self._graphs:
             self._graphs[key] = traced(self.job, *key)
         graphs = [graph for graph in self._graphs[key] if graph.micro_batch * ranks <= size]
-        return ruled(self.job, profiled(graphs, machine, size, rank_grid))
+        return profiled(graphs, machine, size, rank_grid)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ CALLS_SECONDS = 8.0  # for timing the ops of a model that is planned for this ma
 
 def profile_of(job: Job, machine: Machine, rank_grid: tuple[int, int]) -> Profile:
     """`rank_grid`: (ranks per node, nodes)."""
-    return ruled(job, profiled(traced(job, machine.device.kind, math.prod(rank_grid)), machine, job.batch_size, rank_grid))
+    return profiled(traced(job, machine.device.kind, math.prod(rank_grid)), machine, job.batch_size, rank_grid)
 
 
 def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph]:
@@ -36,22 +36,11 @@ def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph
 
 
 def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int, rank_grid: tuple[int, int] = (1, 1)) -> Profile:
-    """What these passes cost on a machine, with what runs on it have shown."""
+    """What these passes cost on a machine, with what runs on it have shown, and without what the job's loss does not allow."""
     made = cost(graphs, with_calls(machine, graphs), batch_size, rank_grid)
     known = cache.corrections_of(machine)
-    return made.corrected(known.of(made.model)).paced(known.pace_of(made.model, made.parameters, made.precision))
-
-
-def ruled(job: Job, profile: Profile) -> Profile:
-    """The profile without what the job's loss does not allow: a batch that must not be cut, by micro-batches or by ranks."""
-    rule = profile.loss
-    if rule.may_be_cut:
-        return profile
-    if profile.ranks > 1:
-        raise ValueError(f"{profile.ranks} ranks cut the batch among them, and {rule.why}; {rule.ways_out}")
-    if job.micro_batch not in (None, job.batch_size):
-        raise ValueError(f"Job(micro_batch={job.micro_batch}) cuts the batch, and {rule.why}; {rule.ways_out}")
-    return profile.ruled(rule)
+    paced = made.corrected(known.of(made.model)).paced(known.pace_of(made.model, made.parameters, made.precision))
+    return paced.ruled(paced.loss)
 
 
 def with_calls(machine: Machine, graphs: Sequence[Graph]) -> Machine:

@@ -12,7 +12,7 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from .placing.mirrors import mirrored_bytes
 from .placing.ranks import ALONE, HANG_SECONDS, Ranks
 from .placing.weights import Opened, opened
 from .planning import search
-from .planning.evaluation import beside_bytes
 from .probing import host
 from .probing.cache import cached, keep_correction
 from .probing.memory import gpus_before_use
@@ -138,7 +137,7 @@ class Start:
         profile, model, team = self._known_profile(), self._job.model, self._team
         ranks = 1 if team is None else ranks_of_node(team.places, 0)
         kept = sum(each.nbytes for each in model.parameters() if each.is_cpu) if isinstance(model, nn.Module) else 0
-        beside = _beside_bytes(self._machine)
+        beside = self._machine.device.calibration.beside_bytes
         found = search(profile)
         needed = found.forecast.peak_bytes["host"] + beside(found.forecast.peak_bytes["host"])
         free = int(host.left_memory_bytes()) // ranks + min(max(host.own_memory_bytes() - kept, 0), beside(0)) + kept
@@ -153,11 +152,7 @@ class Start:
 
     def _refuse_for_another_job(self, plan: Plan) -> None:
         job = self._job
-        if plan.batch_size != job.batch_size or plan.precision != job.precision:
-            raise ValueError(
-                f"the plan is for batch_size {plan.batch_size} in {plan.precision}, the job is {job.batch_size} in "
-                f"{job.precision}; plan again with anyfit.plan(job)"
-            )
+        plan.refuse_for_another_job(job.batch_size, job.precision, "anyfit.plan(job)")
         if job.micro_batch not in (None, plan.micro_batch):
             raise ValueError(f"Job(micro_batch={job.micro_batch}), but the plan's micro_batch is {plan.micro_batch}")
         if plan.ranks != self._count:
@@ -285,11 +280,6 @@ def _placed_again(job: Job, plan: Plan, placed: Placed, found: Opened) -> Placed
     return place(job, plan, model, device, ranks=ranks, elements=found.elements)
 
 
-def _beside_bytes(machine: Machine) -> Callable[[int], int]:
-    """The host memory that a process takes besides its plan's."""
-    return beside_bytes if machine.device.kind == "cuda" else lambda _host_bytes: 0
-
-
 def _loaded(plan: Plan | str | Path | None) -> Plan | None:
     return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
 
@@ -325,5 +315,5 @@ def rescue_for(job: Job, machine: Machine, known: Profile | None, placed: Placed
         search=search,
         keep=lambda correction: keep_correction(machine, correction),
         context_bytes=int(machine.device.context_bytes.value),
-        beside_bytes=_beside_bytes(machine),
+        beside_bytes=machine.device.calibration.beside_bytes,
     )

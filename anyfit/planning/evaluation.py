@@ -15,9 +15,6 @@ from .footprint import Footprint, footprint_of, live_of
 from .knobs import Candidates, Knobs
 from .simulation import Simulated, simulate
 
-# Of the host, besides the plan's: of a process with a GPU, and of each byte of the plan's, which the kernel keeps pinned. With
-# 120 GiB 1.4 GiB and 0.8 % were seen on an H200; the rest stays free.
-PROCESS_BYTES, PINNED_SHARE = 2 * 2**30, 0.02
 PAGES_BYTES = 10 * PAGE_BYTES  # of the host, at most, for a chunk's arrays to begin on pages
 
 
@@ -37,11 +34,6 @@ class Offer:
     @property
     def uses_host(self) -> bool:
         return self.footprint.host_bytes > 0
-
-
-def beside_bytes(host_bytes: int) -> int:
-    """That a process with a GPU takes of the host besides what its plan does."""
-    return PROCESS_BYTES + int(PINNED_SHARE * host_bytes)
 
 
 class Evaluation:
@@ -88,7 +80,8 @@ class Evaluation:
     def host_bytes(self, footprint: Footprint) -> int:
         """That must be there, with what the process takes besides."""
         pages = PAGES_BYTES * len(self.profile.chunks) if footprint.host_bytes else 0
-        return footprint.host_bytes + pages + (beside_bytes(footprint.host_bytes) if self.candidates.is_gpu else 0)
+        beside = self.profile.calibration.beside_bytes(footprint.host_bytes) if self.candidates.is_gpu else 0
+        return footprint.host_bytes + pages + beside
 
     def fits(self, footprint: Footprint) -> bool:
         return self.fits_device(footprint) and self.host_bytes(footprint) <= self.profile.host_limit_bytes

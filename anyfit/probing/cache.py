@@ -27,14 +27,14 @@ from .meters import Report
 from .probe import measure
 
 
-def cached(effort: Literal["quick", "full"] = "quick", report: Report | None = None) -> Machine:
+def cached(effort: Literal["quick", "full"] = "quick") -> Machine:
     """This machine as it was measured last, or else now. For a quick measurement a full one does as well."""
     efforts = ("full",) if effort == "full" else ("full", "quick")
     files = [file for file in map(machine_file, efforts) if file.exists()]
     for file in sorted(files, key=_written, reverse=True):
         with contextlib.suppress(OSError, ValueError):
             return Machine.load(file)
-    return remeasured(effort, report)
+    return remeasured(effort)
 
 
 def remeasured(effort: Literal["quick", "full"] = "quick", report: Report | None = None) -> Machine:

@@ -10,8 +10,7 @@ import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from anyfit.kernels.across import Sender
 from anyfit.values.machine import Copies
 
 from .cuda import new_stream, pinned, seconds_between, timing_event
-from .meters import Effort, Ladder, Meter
+from .meters import Effort, Ladder, Load, Meter, beside
 
 READING_BYTES = 128 * 2**20  # copied in one burst
 BURSTS = 3
@@ -63,9 +62,7 @@ class CopyLadders:
 
 
 @contextlib.contextmanager
-def copy_ladders(
-    device: torch.device, effort: Effort, updating: Callable[[], AbstractContextManager[None]]
-) -> Iterator[CopyLadders]:
+def copy_ladders(device: torch.device, effort: Effort, updating: Load) -> Iterator[CopyLadders]:
     """Bytes/s by bytes of one copy. The buffers live as long as the context; `updating` keeps the host busy."""
     with directions(device, max(effort.copy_bytes)) as (up, down):
 
@@ -73,7 +70,8 @@ def copy_ladders(
             return Ladder({float(size): Meter(label, functools.partial(_rate, ours, other, size)) for size in effort.copy_bytes})
 
         def loaded(ours: Direction, other: Direction) -> Meter:
-            return Meter("copies beside updates", functools.partial(_rate_beside, updating, ours, other, max(effort.copy_bytes)))
+            read = functools.partial(_rate, ours, other, max(effort.copy_bytes))
+            return Meter("copies beside updates", functools.partial(beside, updating, read))
 
         ladders = {
             "up": ladder("copies to the device", up, None),
@@ -81,8 +79,8 @@ def copy_ladders(
             "up_both": ladder("copies both ways", up, down),
             "down_both": ladder("copies both ways", down, up),
         }
-        beside = {"up_loaded": loaded(up, down), "down_loaded": loaded(down, up)}
-        yield CopyLadders(ladders, beside | {"pageable": _pageable_meter(device)})
+        others = {"up_loaded": loaded(up, down), "down_loaded": loaded(down, up), "pageable": _pageable_meter(device)}
+        yield CopyLadders(ladders, others)
 
 
 @contextlib.contextmanager
@@ -91,10 +89,7 @@ def directions(device: torch.device, size: int) -> Iterator[tuple[Direction, Dir
     with pinned(size) as sent, pinned(size) as received:
         on_device = [torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2)]
         torch.cuda.synchronize(device)  # the fills run on another stream than the copies
-        yield (
-            Direction(new_stream(device), sent, on_device[0]),
-            Direction(new_stream(device), on_device[1], received),
-        )
+        yield Direction(new_stream(device), sent, on_device[0]), Direction(new_stream(device), on_device[1], received)
 
 
 def _pageable_meter(device: torch.device) -> Meter:
@@ -116,11 +111,6 @@ def _rate(ours: Direction, other: Direction | None, size: int) -> float:
     ours.copy(1)  # wakes the link from its power-saving state
     times = max(2, min(256, READING_BYTES // size))
     return statistics.median(_burst_rate(ours, other and other.first(size), times) for _ in range(BURSTS))
-
-
-def _rate_beside(load: Callable[[], AbstractContextManager[None]], ours: Direction, other: Direction, size: int) -> float:
-    with load():
-        return _rate(ours, other, size)
 
 
 def _burst_rate(ours: Direction, other: Direction | None, times: int) -> float:

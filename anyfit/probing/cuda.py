@@ -4,8 +4,7 @@ There are two clocks. `kernel_seconds` is the device's own time: all launches ar
 that it then runs without ever waiting for the host. `paced_seconds` is what a stream of launches takes, with the host
 setting the pace where it is the slower one.
 
-Pinned memory is registered here, not taken from torch's host allocator, which would keep it pinned for the rest of the
-process.
+Pinned memory is registered here, not taken from torch's host allocator, which would keep it pinned for the rest of the process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Disk rates by requests in flight, past the page cache (O_DIRECT), as chunks of model state will be read and
-written.
+"""Disk rates by requests in flight, past the page cache (O_DIRECT), as chunks of model state will be read and written.
 
-Requests are 4 MiB, aligned, one thread for each in flight. The file is unlinked as soon as it is open, so that
-nothing is left behind whatever happens, and written once before it is measured, so that writes are overwrites: what
-training does from its second step on. A file system that refuses O_DIRECT is measured through the page cache, and its
-source says so.
+Requests are 4 MiB, aligned, one thread for each in flight. The file is unlinked as soon as it is open, so that nothing is left
+behind whatever happens, and written once before it is measured, so that writes are overwrites: what training does from its second
+step on. A file system that refuses O_DIRECT is measured through the page cache, and its source says so.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from anyfit.values.machine import Disk
 
 from .meters import Effort, Ladder, Meter
 
+Way = Literal["read", "write"]
 REQUEST_BYTES = 4 * 2**20
 DEPTHS = (1, 4, 8)
 LEAST_REQUESTS = 2 * max(DEPTHS)
@@ -59,21 +58,20 @@ class DiskLadders:
 def disk_ladders(folders: Iterable[Path], effort: Effort) -> Iterator[DiskLadders | None]:
     """Measures the first folder that can be written; None where none can, or none has room."""
     for folder in folders:
-        opened = _open_scratch(folder)
+        opened = _opened(folder)
         if opened is None:
             continue
-        descriptor, source = opened
-        scratch = _Scratch(descriptor, source)
+        scratch = _Scratch(*opened)
         try:
             if scratch.fill(min(effort.disk_bytes, FREE_SHARE * shutil.disk_usage(folder).free)):
-                yield DiskLadders(folder, scratch.ladder("read"), scratch.ladder("write"), source)
+                yield DiskLadders(folder, scratch.ladder("read"), scratch.ladder("write"), scratch.source)
                 return
         finally:
             scratch.close()
     yield None
 
 
-def _open_scratch(folder: Path) -> tuple[int, str] | None:
+def _opened(folder: Path) -> tuple[int, str] | None:
     """A descriptor of a file that no longer has a name, and how its rates are to be marked."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,8 +91,7 @@ class _Scratch:
     """An open file, and as many aligned buffers as requests may be in flight."""
 
     def __init__(self, descriptor: int, source: str) -> None:
-        self.descriptor = descriptor
-        self.source = source
+        self.descriptor, self.source = descriptor, source
         self.requests = 0  # that the file holds
         self.buffers = [mmap.mmap(-1, REQUEST_BYTES) for _ in range(max(DEPTHS))]
         content = os.urandom(REQUEST_BYTES)  # some drives compress
@@ -120,10 +117,10 @@ class _Scratch:
                 self.requests += 1
         return self.requests >= LEAST_REQUESTS
 
-    def ladder(self, way: Literal["read", "write"]) -> Ladder:
+    def ladder(self, way: Way) -> Ladder:
         return Ladder({depth: Meter(f"disk {way}", functools.partial(self._bytes_per_second, way, depth)) for depth in DEPTHS})
 
-    def _bytes_per_second(self, way: Literal["read", "write"], depth: int) -> float:
+    def _bytes_per_second(self, way: Way, depth: int) -> float:
         if way == "read" and self.source != DIRECT and hasattr(os, "posix_fadvise"):
             os.fsync(self.descriptor)
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -142,7 +139,7 @@ class _Scratch:
             os.fsync(self.descriptor)
         return requests * REQUEST_BYTES / (time.perf_counter() - start)
 
-    def _transfer(self, way: Literal["read", "write"], lane: int, request: int) -> None:
+    def _transfer(self, way: Way, lane: int, request: int) -> None:
         operation = os.preadv if way == "read" else os.pwritev
         moved = operation(self.descriptor, [self.buffers[lane]], request * REQUEST_BYTES)
         if moved != REQUEST_BYTES:

@@ -1,8 +1,8 @@
 """The host beside the devices: its cores, its memory and what really limits it, and how fast that memory is.
 
-What may be pinned is an estimate, because trying it would take most of the machine's memory away from everyone for a
-minute: three quarters of the limit (on the H200 box 90 of 125 GiB could be pinned). RLIMIT_MEMLOCK bounds it only
-where the driver counts pinned pages against it; one slab larger than the limit tells.
+What may be pinned is an estimate, three quarters of the limit: on the H200 machine 90 of 125 GiB could be pinned, and to try it
+would take most memory from everyone for a minute. RLIMIT_MEMLOCK bounds it only where the driver counts pinned pages against it;
+one slab larger than the limit tells.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from anyfit.values.calibration import Figure
 
 from . import cgroups
 from .cuda import pinned
-from .meters import Effort, Meter, host_seconds, rate_meter, torch_threads
+from .meters import Effort, Meter, host_seconds, on_threads, rate_meter
 
 PINNABLE_SHARE, PINNABLE_ERROR = 0.75, 0.1
 TRIAL_BYTES = 64 * 2**20
@@ -72,14 +72,9 @@ def pinnable_figure(memory_bytes: float) -> Figure:
 def bandwidth_meter(effort: Effort) -> Meter:
     """Bytes/s, read and written, of a copy on all cores that is too large for most caches."""
     source, target = (torch.ones(effort.host_bytes // 4, dtype=torch.float32, device="cpu") for _ in range(2))
-    with torch_threads(cores()):
-        meter, _ = rate_meter("host memory", lambda: target.copy_(source), 2.0 * effort.host_bytes, host_seconds, effort)
-
-    def read_on_all_cores() -> float:
-        with torch_threads(cores()):
-            return meter.read()
-
-    return Meter(meter.label, read_on_all_cores)
+    touched = 2.0 * effort.host_bytes
+    rate, _ = on_threads(cores(), lambda: rate_meter("host memory", lambda: target.copy_(source), touched, host_seconds, effort))
+    return Meter(rate.label, lambda: on_threads(cores(), rate.read))
 
 
 def processor_name() -> str:

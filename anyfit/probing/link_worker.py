@@ -1,8 +1,8 @@
 """One rank of the link measure: `python -m anyfit.probing.link_worker '{"rank": 0, …}'`, started by links.py.
 
-A collective is timed on a small and on a large message. The small one is the latency; the rate is what the rest of
-the large one adds. Bytes are those of the largest buffer that one rank holds: the gathered output, the input to be
-scattered, the tensor reduced, all that one rank hands out.
+A collective is timed on a small and on a large message. The small one is the latency; the rate is what the rest of the large one
+adds. Bytes are those of the largest buffer that one rank holds: the gathered output, the input to be scattered, the tensor
+reduced, all that one rank sends.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ SMALL_BYTES = 16 * 2**10
 SMALL_TIMES = 20
 LARGE_TIMES = 4
 NAMES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+TRIPS = {"send": 2}  # there and back: a sender may be done before anything has arrived, so its own clock says nothing
+Exchange = Callable[[], object]
 
 # The first names came with torch 2.13 and made the second ones warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,12 +48,6 @@ class Team:
     size: int
     rank: int
     device: torch.device
-
-
-@dataclass(frozen=True)
-class Exchange:
-    run: Callable[[], object]
-    trips: int = 1
 
 
 def main(setting: Setting) -> None:
@@ -95,8 +91,9 @@ def measure(team: Team, setting: Setting) -> list[dict[str, object]]:
         timed(exchange, 2, team)  # connections and buffers are made at first use
     for _ in range(setting.rounds):
         for name in names:
-            latency = timed(small[name], SMALL_TIMES, team)
-            whole = timed(large[name], LARGE_TIMES, team)
+            trips = TRIPS.get(name, 1)
+            latency = timed(small[name], SMALL_TIMES, team) / trips
+            whole = timed(large[name], LARGE_TIMES, team) / trips
             latencies[name].append(latency)
             rates[name].append((setting.bytes - SMALL_BYTES) / max(whole - latency, 0.1 * whole))
     return [
@@ -111,7 +108,6 @@ def prepare(name: str, team: Team, size_bytes: int) -> Exchange:
     group = team.group
 
     def there_and_back() -> None:
-        """A sender may be done before anything has arrived, so its own clock says nothing."""
         if team.rank == 0:
             dist.send(whole, 1, group=group)
             dist.recv(other, 1, group=group)
@@ -119,25 +115,25 @@ def prepare(name: str, team: Team, size_bytes: int) -> Exchange:
             dist.recv(other, 0, group=group)
             dist.send(whole, 0, group=group)
 
-    exchanges = {
-        "all_gather": Exchange(lambda: _all_gather(whole, part, group=group)),
-        "reduce_scatter": Exchange(lambda: _reduce_scatter(part, whole, group=group)),
-        "all_reduce": Exchange(lambda: dist.all_reduce(whole, group=group)),
-        "all_to_all": Exchange(lambda: dist.all_to_all_single(other, whole, group=group)),
-        "send": Exchange(there_and_back, trips=2),
+    exchanges: dict[str, Exchange] = {
+        "all_gather": lambda: _all_gather(whole, part, group=group),
+        "reduce_scatter": lambda: _reduce_scatter(part, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "send": there_and_back,
     }
     return exchanges[name]
 
 
 def timed(exchange: Exchange, times: int, team: Team) -> float:
-    """Seconds of one trip, all ranks starting together."""
+    """Seconds of one exchange, all ranks starting together."""
     dist.barrier(team.group)
     _finish(team.device)
     start = time.perf_counter()
     for _ in range(times):
-        exchange.run()
+        exchange()
     _finish(team.device)
-    return (time.perf_counter() - start) / (times * exchange.trips)
+    return (time.perf_counter() - start) / times
 
 
 def _finish(device: torch.device) -> None:

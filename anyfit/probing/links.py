@@ -51,27 +51,13 @@ def measure_links(backend: Literal["nccl", "gloo"], ranks: int, effort: Effort) 
 def _run_ranks(folder: Path, backend: str, ranks: int, effort: Effort) -> None:
     package_root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([package_root, os.environ.get("PYTHONPATH", "")])}
+    shared = {"folder": str(folder), "backend": backend, "ranks": ranks, "rounds": effort.rounds, "bytes": effort.link_bytes}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            setting = {
-                "folder": str(folder),
-                "backend": backend,
-                "rank": rank,
-                "ranks": ranks,
-                "rounds": effort.rounds,
-                "bytes": effort.link_bytes,
-            }
+            command, quiet = [sys.executable, "-m", WORKER, json.dumps({**shared, "rank": rank})], subprocess.DEVNULL
             with (folder / f"rank-{rank}.log").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", WORKER, json.dumps(setting)],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=environment,
-                    )
-                )
+                processes.append(subprocess.Popen(command, stdin=quiet, stdout=log, stderr=log, env=environment))
         _await(processes, folder)
     finally:
         for process in processes:

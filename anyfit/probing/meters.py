@@ -1,18 +1,17 @@
 """What is measured again and again, and what its repeats say.
 
-A `Meter` is one quantity; a `Ladder` is one quantity by size. All meters of a probe are read in rounds, each round
-reading every meter once, so that the repeats of one meter lie seconds apart: what the neighbours on the machine do,
-and how its clocks drift, then shows up in the error instead of hiding in a quiet tenth of a second. The value is the
-median of the rounds; the measurement error is the widest distance of a round from it.
+A `Meter` is one quantity; a `Ladder` is one quantity by size. All meters of a probe are read in rounds, each round reading every
+meter once, so that the repeats of one meter lie seconds apart: what the neighbours on the machine do, and how its clocks drift,
+then shows up in the error. The value is the median of the rounds; the measurement error is the widest distance of a round from it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -26,10 +25,12 @@ from .cuda import kernel_seconds, paced_seconds
 Report = Callable[[str, float], None]  # what is being measured, and the fraction done
 Work = Callable[[], object]
 Timer = Callable[[Work, int], float]  # seconds that one of so many runs takes
+Load = Callable[[], AbstractContextManager[None]]  # what keeps the machine busy inside it
 Size = TypeVar("Size")
+Result = TypeVar("Result")
 
-# One reading is its fastest quarter of bursts, because what slows the others down is somebody else. They are short, and
-# broken off: threads that wait for one of theirs which has lost its core make a small op a thousand times slower.
+# A reading is its fastest quarter of bursts: what slows the others down is somebody else. Bursts are short, and broken off: when
+# one thread has lost its core the others wait for it, and a small op is a thousand times slower.
 BURST_SECONDS = 0.0015
 LEAST_BURSTS = 4
 LEAST_ROUNDS = 3  # fewer say nothing about the error
@@ -105,14 +106,18 @@ def pace_timer_of(device: torch.device) -> Timer:
     return paced_seconds if device.type == "cuda" else host_seconds
 
 
-@contextlib.contextmanager
-def torch_threads(count: int) -> Iterator[None]:
+def on_threads(count: int, read: Callable[[], Result]) -> Result:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        yield
+        return read()
     finally:
         torch.set_num_threads(before)
+
+
+def beside(load: Load, read: Callable[[], float]) -> float:
+    with load():
+        return read()
 
 
 @dataclass
@@ -172,12 +177,7 @@ def rate_meter(label: str, work: Work, amount: float, timer: Timer, effort: Effo
 
 
 def climb(
-    label: str,
-    sizes: Sequence[Size],
-    prepare: Callable[[Size], tuple[float, Work]],
-    timer: Timer,
-    effort: Effort,
-    calls: int = 1,
+    label: str, sizes: Sequence[Size], prepare: Callable[[Size], tuple[float, Work]], timer: Timer, effort: Effort, calls: int = 1
 ) -> Ladder:
     """Meters from the smallest size upwards, until one run takes too long or no longer fits.
 

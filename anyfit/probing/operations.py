@@ -112,28 +112,26 @@ def _layer_norm_backward(given: Material) -> Calls:
 
 
 def _batch_norm(given: Material) -> Calls:
-    images, scale = _images(given.inputs), given.scale[:CHANNELS].clone()
-    mean, variance = torch.zeros_like(scale), torch.ones_like(scale)
-    # The op that picks cuDNN's kernel where training would. It returns more than native_batch_norm.
-    return Calls(
-        lambda: aten._batch_norm_impl_index(images, scale, scale, mean, variance, True, 0.1, 1e-5, True)[:3],
-        (images, scale, scale, mean, variance),
-    )
+    """By the op that picks cuDNN's kernel where training would. It returns more than native_batch_norm."""
+    tensors = _of_batch_norm(given)
+    return Calls(lambda: aten._batch_norm_impl_index(*tensors, True, 0.1, 1e-5, True)[:3], tensors)
 
 
 def _batch_norm_backward(given: Material) -> Calls:
-    images, gradients, scale = _images(given.inputs), _images(given.gradient), given.scale[:CHANNELS].clone()
-    mean, variance = torch.zeros_like(scale), torch.ones_like(scale)
-    _, saved_mean, saved_deviation, reserve, kernel = aten._batch_norm_impl_index(
-        images, scale, scale, mean, variance, True, 0.1, 1e-5, True
-    )
-    saved = (saved_mean, saved_deviation)
+    tensors, gradients = _of_batch_norm(given), _images(given.gradient)
+    images, scale, _, *running = tensors
+    _, *saved, reserve, kernel = aten._batch_norm_impl_index(*tensors, True, 0.1, 1e-5, True)
+    rest = (scale, *running, *saved)
     return Calls(
-        lambda: aten._batch_norm_impl_index_backward(
-            kernel, images, gradients, scale, mean, variance, *saved, True, 1e-5, [True] * 3, reserve
-        ),
-        (gradients, images, scale, mean, variance, *saved),
+        lambda: aten._batch_norm_impl_index_backward(kernel, images, gradients, *rest, True, 1e-5, [True] * 3, reserve),
+        (gradients, images, *rest),
     )
+
+
+def _of_batch_norm(given: Material) -> tuple[torch.Tensor, ...]:
+    """Images, scale, bias, running mean and variance."""
+    scale = given.scale[:CHANNELS].clone()
+    return _images(given.inputs), scale, scale, torch.zeros_like(scale), torch.ones_like(scale)
 
 
 def _images(rows: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""How many parameters a second the CPU updates, by threads: alone, and while the rest of a training step keeps memory
-busy.
+"""How many parameters a second the CPU updates, by threads: alone, and while the rest of a training step keeps memory busy.
 
 The update is the engine's own (kernels/adamw.py) of bf16 weights into a second generation, 26 bytes of memory traffic a
 parameter, chunk after chunk so that no cache holds them, the next begun before the last is over. In an offloaded step it runs
@@ -16,8 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import TypeVar
 
 import numpy
 import torch
@@ -29,25 +26,25 @@ from anyfit.values.machine import update_threads
 
 from .copies import directions
 from .cuda import new_stream, sleeping_event
-from .meters import Effort, Ladder, Meter, torch_threads
+from .meters import Effort, Ladder, Load, Meter, beside, on_threads
 
 LOAD_COPY_BYTES = 32 * 2**20
 LOAD_EDGE = 4096
 CHUNKS = 4
 LEAST_UPDATES = 4
 PARAMETERS_A_CORE = 2**20
-Result = TypeVar("Result")
 
 
-def update_ladders(cores: int, effort: Effort, load: Callable[[], AbstractContextManager[None]]) -> tuple[Ladder, Ladder]:
+def update_ladders(cores: int, effort: Effort, load: Load) -> tuple[Ladder, Ladder]:
     """Parameters/s by threads: alone, and under the load."""
     parameters = _parameters(cores, effort)
     step = _adamw(parameters)
     alone, loaded = Ladder(), Ladder()
     for threads in thread_counts(cores):
         read = functools.partial(_per_second, step, parameters, effort)
-        alone.rungs[threads] = Meter("CPU update", functools.partial(_on_threads, threads, read))
-        loaded.rungs[threads] = Meter("CPU update under load", functools.partial(_under, load, threads, read))
+        on_so_many = functools.partial(on_threads, threads, read)
+        alone.rungs[threads] = Meter("CPU update", on_so_many)
+        loaded.rungs[threads] = Meter("CPU update under load", functools.partial(beside, load, on_so_many))
     return alone, loaded
 
 
@@ -66,10 +63,10 @@ def _parameters(cores: int, effort: Effort) -> int:
     return max(effort.update_parameters, cores * PARAMETERS_A_CORE)
 
 
-def updating(cores: int, effort: Effort) -> Callable[[], AbstractContextManager[None]]:
+def updating(cores: int, effort: Effort) -> Load:
     """A load of updates, on as many threads as a run has for them."""
     step = _adamw(_parameters(cores, effort))
-    return lambda: _repeating(lambda: _on_threads(update_threads(cores), step))
+    return lambda: _repeating(lambda: on_threads(update_threads(cores), step))
 
 
 def thread_counts(cores: int) -> list[int]:
@@ -89,7 +86,7 @@ def host_load() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def device_loads(device: torch.device) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+def device_loads(device: torch.device) -> Iterator[Load]:
     """Gives a load of copies both ways and matmuls; its buffers live as long as this context."""
     generator = torch.Generator(device).manual_seed(0)
     inputs, weight = (torch.randn(LOAD_EDGE, LOAD_EDGE, device=device, generator=generator).to(torch.bfloat16) for _ in range(2))
@@ -145,16 +142,6 @@ def _repeating(portion: Callable[[], object]) -> Iterator[None]:
         thread.join()
     if failures:
         raise failures[0]
-
-
-def _on_threads(threads: int, read: Callable[[], Result]) -> Result:
-    with torch_threads(threads):
-        return read()
-
-
-def _under(load: Callable[[], AbstractContextManager[None]], threads: int, read: Callable[[], float]) -> float:
-    with load():
-        return _on_threads(threads, read)
 
 
 def _adamw(parameters: int) -> Callable[[], object]:

@@ -88,11 +88,7 @@ def _refuse_others(job: Job, plan: Plan) -> None:
     rows = job.rows(job.sample)
     if rows is not None and rows != job.batch_size:
         raise ValueError(f"check trains on Job(sample=), which has {rows} samples; give one of batch_size ({job.batch_size})")
-    if plan.batch_size != job.batch_size or plan.precision != job.precision:
-        raise ValueError(
-            f"the plan is for batch_size {plan.batch_size} in {plan.precision}, the job is {job.batch_size} in {job.precision}; "
-            "plan again with anyfit plan"
-        )
+    plan.refuse_for_another_job(job.batch_size, job.precision, "anyfit plan")
 
 
 def shares_of(document: Mapping[str, Any]) -> dict[str, float]:

@@ -60,11 +60,6 @@ class Findings:
 
     def restrict(self, profile: Profile) -> Profile:
         """The profile without what must not be done."""
-        if not self.loss.may_be_cut and profile.ranks > 1:
-            raise ValueError(f"{profile.ranks} ranks cut the batch among them, and {self.loss.why}; {self.loss.ways_out}")
-        size = profile.passes[0].micro_batch
-        if not self.loss.may_be_cut and size < profile.batch_size:
-            raise ValueError(f"Job(micro_batch={size}) cuts the batch, and {self.loss.why}; {self.loss.ways_out}")
         profile = profile.ruled(self.loss).keeping(self.kept)
         return profile.keeping(self.not_selective, ("selective",)) if self.not_selective else profile
 

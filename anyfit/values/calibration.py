@@ -45,6 +45,8 @@ class Calibration(Record):
     lift_seconds: Figure  # of a streamed update, beside its copies: its parts wait for each other
     download_weight: Figure  # how much more than a byte to the device one from it slows the host's updates
     fragmentation: Figure  # of what is live beyond the pools: what torch's allocator adds to it
+    process_bytes: Figure  # of the host, that a process with a GPU takes beside its plan's
+    pinned_share: Figure  # of the plan's bytes of the host, that the kernel takes besides to keep them pinned
     # From building to the first step
     start_seconds: Figure
     placed_parameters_per_second: Figure
@@ -64,6 +66,10 @@ class Calibration(Record):
     reserved_error: Figure  # with all state on the device
     offload_peak_error: Figure
     offload_reserved_error: Figure
+
+    def beside_bytes(self, host_bytes: int) -> int:
+        """That a process takes of the host besides the so many bytes of its plan."""
+        return int(self.process_bytes.value) + int(self.pinned_share.value * host_bytes)
 
     @classmethod
     @cache

@@ -259,6 +259,11 @@ class Plan(Record):
                     )
         return rows
 
+    def refuse_for_another_job(self, batch_size: int, precision: str, way_out: str) -> None:
+        if (self.batch_size, self.precision) != (batch_size, precision):
+            asked = f"the job is {batch_size} in {precision}; plan again with {way_out}"
+            raise ValueError(f"the plan is for batch_size {self.batch_size} in {self.precision}, {asked}")
+
     def refuse_unless_made_for(self, model: str, machine: str) -> None:
         """Raises unless both fingerprints are those the plan was made for."""
         if self.fingerprint is None:

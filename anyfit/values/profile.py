@@ -255,8 +255,14 @@ class Profile(Record):
 
     def ruled(self, loss: LossRule) -> Self:
         """The same for a loss of this kind. Of one that is not made of its micro-batches' losses, the batch is not cut."""
-        passes = self.passes if loss.may_be_cut else tuple(each for each in self.passes if each.micro_batch == self.batch_size)
-        return replace(self, loss=loss, passes=passes)
+        if loss.may_be_cut:
+            return replace(self, loss=loss)
+        if self.ranks > 1:
+            raise ValueError(f"{self.ranks} ranks cut the batch among them, and {loss.why}; {loss.ways_out}")
+        whole = tuple(each for each in self.passes if each.micro_batch == self.batch_size)
+        if not whole:
+            raise ValueError(f"Job(micro_batch={self.passes[0].micro_batch}) cuts the batch, and {loss.why}; {loss.ways_out}")
+        return replace(self, loss=loss, passes=whole)
 
     def keeping(self, blocks: Mapping[str, str], ways: tuple[str, ...] = ("recompute", "selective")) -> Self:
         """The same with these blocks, each for its reason, not recomputed in these ways."""
