@@ -12,25 +12,22 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from .planning.answers import answered, at_limits, change_to
-from .planning.fastest import fastest, may_fit
-from .planning.found import Found
+from .planning.fastest import Found, fastest, may_fit
 from .planning.no_plan import no_plan, shortfall
 from .planning.reasons import explained, settled
 from .planning.space import space_of
 from .targets import job_for
+from .values.answers import Outcome
+from .values.graph import Graph
+from .values.job import Job
 from .values.machine import Limits, Machine
 from .values.plan import Change, NoPlan, Plan
+from .values.profile import Profile
 from .values.record import nearest
 from .values.units import parse_bytes, parse_count
-
-if TYPE_CHECKING:
-    from .values.answers import Outcome
-    from .values.graph import Graph
-    from .values.job import Job
-    from .values.profile import Profile
 
 # What `--what-if` may change, each with an example.
 CHANGES = {
@@ -58,10 +55,9 @@ class Traced:
         from .profiling import profiled, traced
 
         size, rank_grid = batch_size or self.job.batch_size, machine.rank_grid()
-        kind: Literal["cpu", "cuda"] = machine.device.kind
-        key = kind, (ranks := math.prod(rank_grid))
+        key = kind, ranks = machine.device.kind, math.prod(rank_grid)
         if key not in self._graphs:
-            self._graphs[key] = traced(self.job, *key)
+            self._graphs[key] = traced(self.job, kind, ranks)
         graphs = [graph for graph in self._graphs[key] if graph.micro_batch * ranks <= size]
         return profiled(graphs, machine, size, rank_grid)
 
@@ -127,7 +123,7 @@ def _shorter(question: Question, machine: Machine, profile: Profile) -> Iterator
     smallest = profile.passes[-1]
     length = smallest.tokens // smallest.micro_batch
     for times in TIMES_SHORTER:
-        if length // times < 1 or length == 1:
+        if length < times:
             return
         try:
             traced = question.traced(seq=length // times)

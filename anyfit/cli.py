@@ -32,12 +32,17 @@ from .options import (
     finite,
     size,
 )
+from .values.answers import beside, ranked
+from .values.machine import Machine
+from .values.plan import NoPlan, Plan
+from .values.precision import PRECISIONS
+from .values.record import nearest
+from .values.units import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from .asking import Question, Traced
-    from .values.machine import Machine
     from .values.profile import Profile
 
 app = typer.Typer(
@@ -167,7 +172,6 @@ def _what_if(
 ) -> None:
     from . import asking
     from .showing.terminal import show_beside, show_plan
-    from .values.plan import NoPlan
 
     made, others = asking.what_ifs(question, traced, profile, changes)
     if output is not None and not isinstance(made, NoPlan):
@@ -187,7 +191,6 @@ def _what_if(
 def _compare(question: Question, machines: str, tokens: str | None, price: str | None, *, as_json: bool) -> None:
     from . import asking
     from .showing.terminal import show_ranking
-    from .values.answers import ranked
 
     if tokens is None:
         raise ValueError("--compare ranks machines by the time to train on so many tokens; say how many: --tokens 10B")
@@ -207,8 +210,6 @@ def why(
 ) -> None:
     """Explains the decisions of a plan, one of them, or the difference between two plans."""
     from .showing.terminal import show_beside, show_rows
-    from .values.answers import beside
-    from .values.plan import Plan
 
     first = Plan.load(plan)
     if other is not None and (Path(other).exists() or other.endswith(".json")):
@@ -273,7 +274,6 @@ def check(
     from .running.check import check as run_check
     from .targets import job_for
     from .tracing.blocks import kinds_of
-    from .values.plan import Plan
 
     job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, real_run=real_run, agree=agree)
     given = None if plan is None else Plan.load(plan)
@@ -357,9 +357,6 @@ def export(
     """Writes a checkpoint's weights as a folder of safetensors, which transformers loads."""
     from .running.checkpoint import newest
     from .running.export import export as write
-    from .values.precision import PRECISIONS
-    from .values.record import nearest
-    from .values.units import parse_bytes, show_bytes
 
     if dtype is not None and dtype not in PRECISIONS:
         raise ValueError(f"--dtype {dtype} is not known" + nearest(dtype, PRECISIONS))
@@ -424,7 +421,7 @@ def _end(error: Exception) -> NoReturn:
 def _machine(
     name: str | None, gpus: int | None, nodes: int | None, device_memory: str | None, host_memory: str | None
 ) -> Machine:
-    from . import Machine, probe
+    from . import probe
 
     machine = probe() if name is None else Machine.load(name)
     return machine.with_devices(gpus, nodes).with_limits(device_memory=device_memory, host_memory=host_memory)

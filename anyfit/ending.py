@@ -7,28 +7,21 @@ import sysconfig
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .values.answers import Outcome
-    from .values.plan import NoPlan
+from .values.answers import Outcome
+from .values.plan import NoPlan
 
 
 def error_json(error: BaseException) -> dict[str, Any]:
     """For programs: what kind of error, and what it says; where nothing fits, by how much and what would."""
-    from .values.plan import NoPlan
-
     line, _ = in_words(error)
     found: dict[str, Any] = {"error": type(error).__name__, "message": line or str(error)}
     return found | shortfall_json(error) if isinstance(error, NoPlan) else found
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
-    from .values.plan import NoPlan
-
-    if isinstance(outcome, NoPlan):
-        return {"no_plan": str(outcome), **shortfall_json(outcome)}
-    return outcome.to_json()
+    return {"no_plan": str(outcome), **shortfall_json(outcome)} if isinstance(outcome, NoPlan) else outcome.to_json()
 
 
 def shortfall_json(verdict: NoPlan) -> dict[str, Any]:
@@ -38,8 +31,6 @@ def shortfall_json(verdict: NoPlan) -> dict[str, Any]:
 
 def in_words(error: BaseException) -> tuple[str | None, int]:
     """What is said of an error in place of its traceback, if anything, and the status of a process that ends with it."""
-    from .values.plan import NoPlan
-
     if isinstance(error, NoPlan):
         return str(error), 3
     notes = getattr(error, "__notes__", [])

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from .values.units import parse_bytes
+
 
 def size(parameter: typer.CallbackParam, text: str | None) -> str | None:
     """A size of bytes above nothing, before anything is measured or traced."""
-    from .values.units import parse_bytes
-
     try:
         if text is not None and parse_bytes(text) == 0:
             raise ValueError("give more than nothing, such as 24GiB")

@@ -14,16 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .values.graph import Graph
+from .values.job import OPTIMIZERS, Job
+from .values.machine import Machine
+from .values.profile import BlockCost
 from .values.record import nearest
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-
-    from .values.graph import Graph
-    from .values.job import Job
-    from .values.machine import Machine
-    from .values.profile import BlockCost
 
 BATCH, SEQ = 8, 1024
 
@@ -141,7 +140,6 @@ def _config_named(target: str) -> Any:
 
 def _job_of_config(config: Any, batch: int, seq: int | None, dtype: str | None) -> Job:
     from .values.huggingface import longest_sample, reads_text
-    from .values.job import Job
 
     longest = longest_sample(config)
     if seq is not None and not reads_text(config):
@@ -158,8 +156,6 @@ def _job_of_config(config: Any, batch: int, seq: int | None, dtype: str | None) 
 def _optimizer(name: str) -> Callable[[nn.Module], Optimizer]:
     """An optimizer of torch's by its name, in any case, with torch's own settings."""
     from torch import optim
-
-    from .values.job import OPTIMIZERS
 
     classes = {
         key.lower(): made
@@ -187,8 +183,6 @@ def _optimizer(name: str) -> Callable[[nn.Module], Optimizer]:
 
 
 def _job_of_function(target: str) -> Job:
-    from .values.job import Job
-
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):
         if not Path(place).is_file():
@@ -220,7 +214,6 @@ def module_costs(job: Job, graph: Graph, machine: Machine, depth: int) -> list[B
     import torch
 
     from .costing.times import pass_seconds
-    from .values.profile import BlockCost
 
     with torch.device("meta"):
         classes = {path: type(module).__name__ for path, module in job.build().named_modules()}

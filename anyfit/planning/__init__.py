@@ -5,7 +5,7 @@ evaluation    what a candidate costs: `footprint` of memory, `simulation` of a s
 local_search  the knobs of one micro-batch, in one size of chunks
 polish, tree  of few blocks and chunks, each chosen by itself
 space         these together, for one layout of chunks and beside it for others
-fastest       over micro-batches and layouts; `divisions` over ranks
+fastest       over micro-batches and layouts, and ways to shard the state over ranks
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from anyfit.values.plan import Change, Decision, Plan
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
 
-from .fastest import fastest, quickly
-from .found import Found
+from .fastest import Found, fastest, quickly
 from .local_search import CLOSE, WORTH
 from .reasons import explained, settled
 

@@ -96,12 +96,9 @@ class Candidates:
         blocks = self.passes[micro_batch].blocks
         return [index for index, block in enumerate(blocks) if "offload" in self.choices(block)]
 
-    def all_moved(self, micro_batch: int) -> int:
-        return len(self.movable(micro_batch))
-
     def some_moved(self, micro_batch: int) -> list[int]:
         """A few numbers of blocks, none first."""
-        count = self.all_moved(micro_batch)
+        count = len(self.movable(micro_batch))
         return sorted({0, count // 4, count // 2, count})
 
     def choices(self, block: BlockCost) -> list[Activations]:

@@ -208,7 +208,7 @@ class LocalSearch:
                 yield replace(knobs, away=knobs.away + step)
             if 0 <= knobs.rung + step <= last:
                 yield from self._and_filled(replace(knobs, rung=knobs.rung + step))
-            if knobs.moved and 0 <= knobs.moved + step <= self._candidates.all_moved(knobs.micro_batch):
+            if knobs.moved and 0 <= knobs.moved + step <= len(self._candidates.movable(knobs.micro_batch)):
                 yield from self._and_filled(replace(knobs, moved=knobs.moved + step))
         for share in (-0.15, -0.05, -0.02, 0.02, 0.05, 0.15) if self._is_gpu else ():
             streamed, first = (round(min(max(now + share, 0.0), 1.0), 3) for now in (knobs.streamed, knobs.host_first))

@@ -8,9 +8,10 @@ all plans are gone through as a tree (tree.py): what is found is the best there 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, combinations, product
+from operator import attrgetter
 from typing import TypeVar
 
 from anyfit.values.plan import Placement
@@ -28,6 +29,7 @@ MOST_SUBSETS_OF = 9  # chunks: few enough to try any of them
 SUBSETS = 4  # of resident chunks that are started from, for every other start
 BEST_PAIRS = 2  # after single changes, try changing the best ones in pairs
 Item = TypeVar("Item")
+_seconds = attrgetter("seconds")  # of an offer
 
 
 class Polish:
@@ -47,7 +49,8 @@ class Polish:
         twice = [self._polished(each, 2) for each in sorted(different, key=_seconds)[:BEST_PAIRS]]
         best = min(twice, key=_seconds, default=None)
         enough = min(under, best.seconds if best else under)
-        for moved in _subsets(self._candidates.movable(micro_batch)):
+        movable = self._candidates.movable(micro_batch)
+        for moved in chain.from_iterable(combinations(movable, count) for count in range(len(movable) + 1)):
             best = self._tree.best(micro_batch, (1 - SLACK) * enough, moved) or best
             enough = min(enough, best.seconds if best else enough)
         return best if best is not None and best.seconds < under else None
@@ -152,15 +155,6 @@ class Polish:
             for placement in self._candidates.places(candidate.chunks[index], candidate.accumulation):
                 if placement != candidate.placements[index]:
                     yield place, self._candidates.placed(candidate, _with(candidate.placements, index, placement))
-
-
-def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """None, all of one, of two..."""
-    return chain.from_iterable(combinations(items, count) for count in range(len(items) + 1))
-
-
-def _seconds(offer: Offer) -> float:
-    return offer.seconds
 
 
 def _with(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:

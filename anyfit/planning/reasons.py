@@ -11,10 +11,9 @@ from anyfit.values.plan import TIERS, Activations, Alternative, Decision, Finger
 from anyfit.values.profile import Division, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
 
-from .divisions import among, described, fastest_on_device, least_needed_bytes
 from .evaluation import Offer
+from .fastest import Found, Neighbour, among, described, fastest_on_device, handicapped
 from .forecast import forecast_of, passes_of
-from .found import Found, Neighbour, handicapped
 from .space import Space
 
 # Where no other choice was priced, why.
@@ -143,7 +142,7 @@ def _why_there(found: Found, offer: Offer, space: Space) -> str:
     else:
         what, stays = "nothing on the host", fastest_on_device(space)
         seconds = [] if stays is None else [forecast_of(space, stays).step_seconds]
-        least = least_needed_bytes(space)
+        least = space.least_needed_bytes()
     if seconds:
         return f"{what} would take {show_seconds(min(seconds) - chosen.step_seconds)} more a step"
     return f"{what} would need {show_bytes(least)} at least"
@@ -251,7 +250,7 @@ def _others(space: Space, offer: Offer, micro_batch: int) -> Iterator[tuple[str,
         if not offer.candidate.adds_up:
             said = "updates that wait for the norm" if speculates(offer) else "updates before the norm is known"
             yield "speculation", said, micro_batch, {"speculates": not speculates(offer)}
-    last, all_moved = candidates.last_rung(micro_batch), candidates.all_moved(micro_batch)
+    last, all_moved = candidates.last_rung(micro_batch), len(candidates.movable(micro_batch))
     if last:
         yield "activations", "all recomputed", micro_batch, {"rung": last, "moved": 0}
         yield "activations", "all kept", micro_batch, {"rung": 0, "moved": 0}

@@ -89,9 +89,10 @@ class Space:
         return min((size for size in taken if size is not None), default=None)
 
     def least_needed_bytes(self) -> int:
-        """Of the device, with nothing on the host."""
-        needed = self.evaluation.needed_bytes
-        return min(needed(self.evaluation.footprint(self.local.least_on_device(size))) for size in self.micro_batches)
+        """Of the device, with nothing on the host, in chunks of any size."""
+        evaluation, sizes = self.evaluation, self.micro_batches
+        own = min(evaluation.needed_bytes(evaluation.footprint(self.local.least_on_device(size))) for size in sizes)
+        return min(own, *(each.least_needed_bytes() for each in self.others)) if self.others else own
 
 
 def space_of(profile: Profile) -> Space | None:

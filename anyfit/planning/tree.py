@@ -7,6 +7,7 @@ recomputing no more than the room takes that is left.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,8 +38,8 @@ class Tree:
 
     def at_limits(self, evaluation: Evaluation) -> Tree:
         """The same at the limits of another evaluation, with as many branches left."""
-        other = Tree(evaluation)
-        other._branches_left, other.all_activations = self._branches_left, self.all_activations
+        other = copy.copy(self)
+        other._evaluation = evaluation
         return other
 
     def _all_activations(self, micro_batch: int, moved: tuple[int, ...]) -> Ranked:

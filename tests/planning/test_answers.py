@@ -14,10 +14,9 @@ from anyfit import NoPlan, Plan
 from anyfit.planning import search
 from anyfit.planning.answers import amount_beside, answered, at_limits, change_to
 from anyfit.planning.candidate import Candidate
-from anyfit.planning.fastest import fastest
+from anyfit.planning.fastest import TIE, Found, fastest
 from anyfit.planning.footprint import footprint_of
 from anyfit.planning.forecast import forecast
-from anyfit.planning.found import TIE, Found
 from anyfit.planning.local_search import WORTH
 from anyfit.planning.no_plan import rounded_up, shortfall
 from anyfit.planning.reasons import settled

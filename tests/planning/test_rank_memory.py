@@ -23,7 +23,7 @@ from anyfit.placing.ranks import Ranks
 from anyfit.placing.tiers import HostSlabs, LiveBytes
 from anyfit.placing.updates import stepper
 from anyfit.planning.candidate import Candidate
-from anyfit.planning.divisions import among
+from anyfit.planning.fastest import among
 from anyfit.planning.footprint import footprint_of
 from anyfit.profiling import traced
 from anyfit.values.graph import PAGE_BYTES

@@ -16,9 +16,7 @@ from anyfit.planning import search
 from anyfit.planning.answers import answered
 from anyfit.planning.bound import least_seconds
 from anyfit.planning.candidate import Candidate, Rates
-from anyfit.planning.divisions import RANKS_TIE, described
-from anyfit.planning.fastest import fastest
-from anyfit.planning.found import Found
+from anyfit.planning.fastest import RANKS_TIE, Found, described, fastest
 from anyfit.planning.knobs import Knobs
 from anyfit.planning.reasons import settled
 from anyfit.planning.simulation import computation, simulate

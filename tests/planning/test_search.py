@@ -10,7 +10,7 @@ from hypothesis import assume, given
 
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
-from anyfit.planning.found import TIE
+from anyfit.planning.fastest import TIE
 from anyfit.values.corrections import Correction, Pace
 from anyfit.values.profile import Pass, Profile
 from anyfit.values.units import parse_bytes, show_bytes, show_seconds

@@ -88,7 +88,8 @@ class Computation:
         candidate, ledger = self._candidate, self._ledger
         accumulation, is_alone = candidate.accumulation, candidate.division.is_alone
         passes = accumulation if is_alone else min(accumulation, RANK_PASSES)
-        for _ in range(STEPS if is_alone or self._uses_host else RANK_STEPS):
+        uses_host = bool(candidate.offloaded) or any(each.is_on_host or each.route != "resident" for each in self._chunks)
+        for _ in range(STEPS if is_alone or uses_host else RANK_STEPS):
             began = self._began = self._clock.now
             self._updates.begin_step()
             last, ledger.seconds = ledger.seconds, dict.fromkeys(KINDS, 0.0)
@@ -115,10 +116,6 @@ class Computation:
             yield candidate.ending_seconds(resident, self._rates) - resident
             self._steps.append(self._clock.now - began)
         over.fire()
-
-    @property
-    def _uses_host(self) -> bool:
-        return bool(self._candidate.offloaded) or any(each.is_on_host or each.route != "resident" for each in self._chunks)
 
     @property
     def _is_like_the_last(self) -> bool:
