@@ -245,19 +245,15 @@ class Means(TorchFunctionMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any, value: Tensor) -> None:
         """What is added, scaled or cast of means that are known is known as well."""
-        if func in ADDS and len(args) == 2 and not kwargs:
+        takes_two = len(args) == 2 and not kwargs
+        if func in ADDS and takes_two:
             first, second = (self._found(each) for each in args)
+            only = first or second
             if first is not None and second is not None and first.items == second.items:
                 self.keep(first.total + second.total, first.weight, first.items, value)
-            elif any(_is_number(each) and each == 0 for each in args):  # where Python's `sum` begins
-                only = first or second
-                if only is not None:
-                    self.keep(only.total, only.weight, only.items, value)
-        elif func in SCALES and len(args) == 2 and not kwargs and _is_number(args[1]):
-            found = self._found(args[0])
-            if found is not None:
-                self.keep(func(found.total, args[1]), found.weight, found.items, value)
-        elif func in CASTS and args:
+            elif only is not None and any(_is_number(each) and each == 0 for each in args):  # where Python's `sum` begins
+                self.keep(only.total, only.weight, only.items, value)
+        elif args and (func in CASTS or (func in SCALES and takes_two and _is_number(args[1]))):
             found = self._found(args[0])
             if found is not None:
                 self.keep(func(found.total, *args[1:], **kwargs), found.weight, found.items, value)

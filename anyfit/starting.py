@@ -112,7 +112,7 @@ class Start:
         if machine is None:
             machine = cached("quick").with_limits(**(launch.limits if launch is not None else {}))
         if self._team is not None:
-            machine = machine_of_rank(machine, self._team.places, 0)
+            machine = machine_of_first_rank(machine, self._team.places)
         self._machine = machine
         if launch is not None:
             plan = plan or launch.plan_for(machine, self._count)
@@ -135,7 +135,7 @@ class Start:
         """A plan for the host memory of the machine, or, where that is not free, for what other programs leave to each rank. The
         weights of the user's model count as free: they go as they are placed."""
         profile, model, team = self._known_profile(), self._job.model, self._team
-        ranks = 1 if team is None else ranks_of_node(team.places, 0)
+        ranks = 1 if team is None else ranks_on_first_node(team.places)
         kept = sum(each.nbytes for each in model.parameters() if each.is_cpu) if isinstance(model, nn.Module) else 0
         beside = self._machine.device.calibration.beside_bytes
         found = search(profile)
@@ -238,20 +238,18 @@ class Start:
         return placed
 
 
-def machine_of_rank(machine: Machine, places: Sequence[str], rank: int) -> Machine:
-    """What one rank may take of the machine. `places` has every rank's node and device. Limits that were given stay."""
-    on_node = ranks_of_node(places, rank)
-    on_device = sum(place == places[rank] for place in places)
-    limits = machine.limits
+def machine_of_first_rank(machine: Machine, places: Sequence[str]) -> Machine:
+    """What rank 0 may take of the machine. `places` has every rank's node and device. Limits that were given stay."""
+    limits, on_node, on_device = machine.limits, ranks_on_first_node(places), places.count(places[0])
     return machine.with_limits(
         device_memory=machine.device_limit_bytes // on_device if limits.device_bytes is None and on_device > 1 else None,
         host_memory=machine.host_limit_bytes // on_node if limits.host_bytes is None and on_node > 1 else None,
     )
 
 
-def ranks_of_node(places: Sequence[str], rank: int) -> int:
-    node = places[rank].partition(" ")[0]
-    return sum(place.partition(" ")[0] == node for place in places)
+def ranks_on_first_node(places: Sequence[str]) -> int:
+    nodes = [place.partition(" ")[0] for place in places]
+    return nodes.count(nodes[0])
 
 
 def rank_grid_of(places: Sequence[str]) -> tuple[tuple[int, int], int]:

@@ -3,7 +3,7 @@
 knobs         candidates by a few knobs; a `candidate` is all that decides a step
 evaluation    what a candidate costs: `footprint` of memory, `simulation` of a step, and a `bound` on it
 local_search  the knobs of one micro-batch, in one size of chunks
-polish, tree  of few blocks and chunks, each chosen by itself
+polish        of few blocks and chunks, each chosen by itself
 space         these together, for one layout of chunks and beside it for others
 fastest       over micro-batches and layouts, and ways to shard the state over ranks
 """

@@ -68,7 +68,8 @@ def live_of(profile: Profile, candidate: Candidate) -> int:
     updating = 0
     if profile.host is None or not profile.host.overlaps:
         pairs = zip(candidate.chunks, candidate.placements, strict=True)
-        if not candidate.division.is_alone or any(_is_resident(chunk, placement) for chunk, placement in pairs):
+        stays = any(placement.route == "resident" and chunk.is_updated for chunk, placement in pairs)
+        if stays or not candidate.division.is_alone:
             updating = profile.update.scratch_bytes // candidate.shards
     return max(_live(candidate, updating, going_bytes(candidate, profile.host)))
 
@@ -153,10 +154,6 @@ def _gradients_of_rank(pairs: list[Pair], candidate: Candidate, *, overlaps: boo
     stages = min(REDUCTION_BUFFERS, len(given))
     device += stages * SUM_BYTES * (max(given, default=0) + max(landing, default=0)) + STREAMED_DEPTH * carried
     return device, SUM_BYTES * sum(sent) + (stages * SUM_BYTES * max(sent, default=0) if adds_up else 0)
-
-
-def _is_resident(chunk: ChunkCost, placement: Placement) -> bool:
-    return placement.route == "resident" and chunk.is_updated
 
 
 def going_bytes(candidate: Candidate, host: HostRates | None) -> list[int]:

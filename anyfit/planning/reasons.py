@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from anyfit.values.mesh import AXES
-from anyfit.values.plan import TIERS, Activations, Alternative, Decision, Fingerprint, Forecast, Placement, Plan, Stage
+from anyfit.values.plan import TIERS, Activations, Alternative, Decision, Fingerprint, Forecast, Plan, Stage
 from anyfit.values.profile import Division, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
 
@@ -59,6 +59,7 @@ def _resident(found: Found) -> Plan:
 def _offloaded(found: Found) -> Plan:
     """The best that recomputes or offloads activations or has state on the host."""
     (space, offer), chosen, neighbours = found.in_space, found.chosen, found.neighbours or ()
+    chunk_bytes = space.laid_out_like(offer.candidate).profile.offload_chunk_bytes
     priced = [(each, forecast_of(space, each.offer)) for each in neighbours if each.offer is not None]
     alternatives = tuple(
         Alternative(each.decision, each.choice, other.step_seconds, other.needed_bytes, fits=True) for each, other in priced
@@ -68,20 +69,19 @@ def _offloaded(found: Found) -> Plan:
     decisions = (
         Decision("model state", where(offer), _why_there(found, offer, space)),
         *(Decision(name, choice, why[name]) for name, choice in choices_of(offer, is_gpu=space.is_gpu).items()),
-        Decision("chunk size", show_bytes(_chunk_bytes(found)), why["chunk size"]),
+        Decision("chunk size", show_bytes(chunk_bytes), why["chunk size"]),
     )
-    return _plan(found, decisions, alternatives, why["micro-batch"])
+    candidate, plan = offer.candidate, _plan(found, decisions, alternatives, why["micro-batch"])
+    pairs = zip(candidate.profile_pass.blocks, candidate.activations, strict=True)
+    stage = Stage(0, found.profile.blocks - 1, {block.name: choice for block, choice in pairs if choice != "keep"})
+    chunks, slots, prefetch = candidate.placements, candidate.slots, candidate.prefetch
+    return replace(plan, stages=(stage,), chunk_bytes=chunk_bytes, chunks=chunks, slots=slots, prefetch=prefetch)
 
 
 def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alternative, ...], why_so_many: str) -> Plan:
-    profile, micro_batch, offer = found.profile, found.micro_batch, found.offer
+    """With everything on the device and all activations kept."""
+    profile, micro_batch = found.profile, found.micro_batch
     limits = (profile.device_limit_bytes, profile.host_limit_bytes, profile.disk_limit_bytes)
-    activations: dict[str, Activations] = {}
-    placements: tuple[Placement, ...] = ()
-    if offer is not None:
-        pairs = zip(offer.candidate.profile_pass.blocks, offer.candidate.activations, strict=True)
-        activations = {block.name: choice for block, choice in pairs if choice != "keep"}
-        placements = offer.candidate.placements
     return Plan(
         model=profile.model,
         machine=profile.machine,
@@ -91,11 +91,11 @@ def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alt
         micro_batch=micro_batch,
         accumulation=passes_of(profile.batch_size, micro_batch),
         mesh=dict.fromkeys(AXES, 1),
-        stages=(Stage(0, profile.blocks - 1, activations),),
-        chunk_bytes=profile.chunk_bytes if offer is None else _chunk_bytes(found),
-        chunks=placements,
-        slots=0 if offer is None else offer.candidate.slots,
-        prefetch=0 if offer is None else offer.candidate.prefetch,
+        stages=(Stage(0, profile.blocks - 1, {}),),
+        chunk_bytes=profile.chunk_bytes,
+        chunks=(),
+        slots=0,
+        prefetch=0,
         limit_bytes=dict(zip(TIERS, limits, strict=True)),
         forecast=found.chosen,
         decisions=(
@@ -123,11 +123,6 @@ def _restrictions(profile: Profile, chosen: Forecast) -> Iterator[Decision]:
         yield Decision("margin", f"{chosen.reserved_error:.0%}", profile.correction.why)
     if profile.pace:
         yield Decision("pace", profile.pace.choice, profile.pace.why)
-
-
-def _chunk_bytes(found: Found) -> int:
-    space, offer = found.in_space
-    return space.laid_out_like(offer.candidate).profile.offload_chunk_bytes
 
 
 def _why_there(found: Found, offer: Offer, space: Space) -> str:

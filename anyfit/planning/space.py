@@ -11,8 +11,7 @@ from .candidate import Candidate
 from .evaluation import Evaluation, Offer
 from .knobs import Candidates, Knobs
 from .local_search import STARTS, LocalSearch
-from .polish import Polish
-from .tree import Tree
+from .polish import Polish, Tree
 
 WORTH_LEAVING = 0.05  # of a step of several ranks: for less, nothing goes to the host
 

@@ -33,9 +33,9 @@ from anyfit.planning.bound import least_seconds
 from anyfit.planning.candidate import Candidate
 from anyfit.planning.footprint import footprint_of
 from anyfit.planning.knobs import FROZEN_AWAY, PLACED, RESIDENT, Knobs
+from anyfit.planning.polish import undecided
 from anyfit.planning.simulation import simulate
 from anyfit.planning.space import Space
-from anyfit.planning.tree import undecided
 from anyfit.values.plan import Activations, Placement
 from anyfit.values.profile import BlockCost, Profile
 from tests.conftest import FULL

@@ -26,9 +26,7 @@ class Updates:
     def __init__(self, step: Step, fetches: Fetches) -> None:
         self._chunks, self._resources, self._exchanges, self._fetches = step.chunks, step.resources, step.exchanges, fetches
         self._streamed = StreamedUpdates(step)
-        self._times = 1 + (
-            WIDER if step.candidate.adds_up and step.rates.host.overlaps else 0.0
-        )  # what an update reads and writes
+        self._times = 1 + WIDER * (step.candidate.adds_up and step.rates.host.overlaps)  # what an update reads and writes
         self._norm = Signal()
         waiting = [each for each in step.chunks if each.route == "host" and each.cost.is_updated and not each.speculates]
         share = two_phase_share(step.candidate, step.rates, sum(chunk.elements for chunk in waiting))
