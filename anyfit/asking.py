@@ -8,15 +8,14 @@ seconds, what cannot fit by its least memory is not searched, and the first mach
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
-from .planning.answers import answered, at_limits, change_to
+from .planning.answers import answered, at_limits, change_to, no_plan, shortfall
 from .planning.fastest import Found, fastest, may_fit
-from .planning.no_plan import no_plan, shortfall
 from .planning.reasons import explained, settled
 from .planning.space import space_of
 from .targets import job_for
@@ -97,7 +96,7 @@ def nearest_changes(question: Question, traced: Traced, machine: Machine, profil
         smaller = Traced(replace(traced.job, micro_batch=None)).profile(machine)
         sizes = [each for each in smaller.passes if each.micro_batch < traced.job.micro_batch]
         tried = (change_to(f"Job(micro_batch={each.micro_batch})", replace(smaller, passes=(each,))) for each in sizes)
-        yield from itertools.islice((change for change in tried if change is not None), 1)
+        yield from islice((change for change in tried if change is not None), 1)
     largest: Change | None = None
     for size in sorted({each.micro_batch for each in profile.passes if each.micro_batch < profile.batch_size}):
         what = f"Job(batch_size={size})" if of_function else f"--batch {size}"
@@ -108,9 +107,9 @@ def nearest_changes(question: Question, traced: Traced, machine: Machine, profil
     if largest is not None:
         yield largest
     if not of_function and not traced.job.real_run and _lacks_device_alone(profile, verdict):
-        yield from _shorter(question, machine, profile)
+        yield from islice(_shorter(question, machine, profile), 1)
     if machine.limits == Limits():  # else it is no card that is too small
-        yield from _other_machines(traced, machine, profile)
+        yield from islice(_other_machines(traced, machine, profile), MACHINES_OFFERED)
 
 
 def _lacks_device_alone(profile: Profile, verdict: NoPlan) -> bool:
@@ -132,12 +131,11 @@ def _shorter(question: Question, machine: Machine, profile: Profile) -> Iterator
         change = change_to(f"--seq {length // times}", traced.profile(machine))
         if change is not None:
             yield change
-            return
 
 
 def _other_machines(traced: Traced, machine: Machine, profile: Profile) -> Iterator[Change]:
     """The smallest presets of the same kind that have more of something, and enough of all."""
-    found, space = 0, space_of(profile)
+    space = space_of(profile)
     presets = [(name, Machine.load(name)) for name in Machine.presets()]
     for name, other in sorted(presets, key=lambda pair: (pair[1].device_limit_bytes, pair[1].host_limit_bytes)):
         limits = {"device_limit_bytes": other.device_limit_bytes, "host_limit_bytes": other.host_limit_bytes}
@@ -150,9 +148,6 @@ def _other_machines(traced: Traced, machine: Machine, profile: Profile) -> Itera
         change = change_to(f"--machine {name}", traced.profile(other))
         if change is not None:
             yield change
-            found += 1
-        if found == MACHINES_OFFERED:
-            return
 
 
 # ---------------------------------------------------------------------- what if

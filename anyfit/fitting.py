@@ -330,11 +330,6 @@ class Report:
         self.recorded = timelines.read(file)
         write_atomically(file.with_suffix(".svg"), timelines.draw(self.recorded).encode())
 
-    @property
-    def step_seconds(self) -> float:
-        """The median of the steps that were not watched for memory."""
-        return statistics.median(list(self.seconds)[3:] or self.seconds)
-
 
 def finish(run: Run, launch: Launch, report: Report | None, console: Console) -> None:
     """The last checkpoint, the weights as a folder of safetensors, and the forecast beside what was measured."""
@@ -347,7 +342,8 @@ def finish(run: Run, launch: Launch, report: Report | None, console: Console) ->
     export(saved, weights, replaces=True)
     console.print(f"\ncheckpoint {saved}, weights {weights}", markup=False, highlight=False, soft_wrap=True)
     if report.seconds:
-        show_forecast_beside_measured(run.plan, report.step_seconds, run.metrics.peak_bytes["device"], console)
+        seconds = statistics.median(list(report.seconds)[3:] or report.seconds)  # the first steps were watched for memory
+        show_forecast_beside_measured(run.plan, seconds, run.metrics.peak_bytes["device"], console)
         console.print(f"loss {run.metrics.loss:.3f} after {run.steps} steps", highlight=False)
     if launch.timeline is not None:
         report.write_timeline()

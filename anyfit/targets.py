@@ -218,19 +218,16 @@ def module_costs(job: Job, graph: Graph, machine: Machine, depth: int) -> list[B
     with torch.device("meta"):
         classes = {path: type(module).__name__ for path, module in job.build().named_modules()}
 
-    def around(path: str) -> list[str]:
-        """The modules a path lies in, itself included, as far as they are shown."""
-        names = path.split(".")[:depth] if path else []
-        return [".".join(names[:count]) for count in range(len(names) + 1)]
-
     columns = ("parameters", "flops_forward", "flops_backward", "seconds_forward", "seconds_backward", "seconds_recompute")
     sums: dict[str, dict[str, Any]] = {
         path: dict.fromkeys((*columns, "kept_bytes"), 0) for path in classes if not path or path.count(".") < depth
     }
 
     def add(path: str, column: str, amount: float) -> None:
-        for shown in around(path):
-            sums[shown][column] += amount
+        """To all modules that the path lies in, itself included, as far as they are shown."""
+        names = path.split(".")[:depth] if path else []
+        for count in range(len(names) + 1):
+            sums[".".join(names[:count])][column] += amount
 
     for op, seconds in zip(graph.ops, pass_seconds(graph, machine), strict=True):
         add(op.module, f"flops_{op.phase}", op.flops)

@@ -1,4 +1,4 @@
-"""Profile -> Plan: the fastest plan that fits (fastest.py), explained (reasons.py), or why there is none (no_plan.py).
+"""Profile -> Plan: the fastest plan that fits (fastest.py), explained (reasons.py), or why there is none (answers.py).
 
 knobs         candidates by a few knobs; a `candidate` is all that decides a step
 evaluation    what a candidate costs: `footprint` of memory, `simulation` of a step, and a `bound` on it
@@ -13,8 +13,8 @@ from __future__ import annotations
 from anyfit.values.plan import Plan
 from anyfit.values.profile import Profile
 
+from .answers import no_plan
 from .fastest import fastest
-from .no_plan import no_plan
 from .reasons import explained
 
 

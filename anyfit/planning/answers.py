@@ -1,4 +1,5 @@
-"""What else a profile can answer: what more memory is worth, and whether another machine or job would fit.
+"""What else a profile can answer: what more memory is worth, whether another machine or job would fit, and where nothing fits, by
+how much, why it cannot be made smaller, and the memory that was found to be enough.
 
 Each answer is a search of its own, at the limits it speaks of. A Space weighs and simulates without looking at limits, so that
 one for other limits goes on with what the first has seen.
@@ -7,17 +8,23 @@ one for other limits goes on with what the first has seen.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
-from anyfit.values.plan import Change, Decision, Plan
+from anyfit.values.plan import Change, Decision, NoPlan, Plan
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
 
 from .fastest import Found, fastest, quickly
+from .forecast import forecast
 from .local_search import CLOSE, WORTH
 from .reasons import explained, settled
+from .space import Space, space_of
 
 SHARE = 8  # of a limit: how much more of it is asked about, to the nearest power of two
+DEVICE_FOR_HOST = 1.15  # of what the host lacks, on the device: what moves there takes a little room to work
+MOST_TIMES = 4  # as much device memory: more is no change that anyone makes
 
 
 def answered(found: Found) -> Plan:
@@ -93,3 +100,118 @@ def change_to(what: str, profile: Profile) -> Change | None:
     """The change that makes the profile this one, where a plan is found for it."""
     found = quickly(profile)
     return None if found is None else Change(what, found.chosen.step_seconds)
+
+
+# ---------------------------------------------------------------------- when nothing fits
+
+
+def no_plan(profile: Profile) -> NoPlan:
+    """The verdict on a profile of which nothing fits, with the memory that was found to be enough."""
+    if profile.divisions:  # the most that can be sharded is what needs least
+        profile = profile.sharded(profile.divisions[-1])
+    verdict = shortfall(profile)
+    return verdict.because(_restrictions(profile)).with_changes(tuple(_enough_memory(profile, verdict)))
+
+
+def shortfall(profile: Profile) -> NoPlan:
+    """The verdict alone."""
+    if profile.divisions:
+        profile = profile.sharded(profile.divisions[-1])
+    model = profile.model if profile.division is None else f"{profile.model} over {profile.division.ranks} ranks"
+    needed = {each.micro_batch: (forecast(profile, each).needed_bytes, 0) for each in profile.passes}  # of device and host
+    space = space_of(profile)
+    if space is not None:
+        least_host = _least_host_bytes(space)
+        if least_host is not None:
+            lacking = least_host - profile.host_limit_bytes
+            return NoPlan(
+                f"{model} does not fit: what the device has no room for takes {show_bytes(least_host)} of host memory, "
+                f"and {show_bytes(profile.host_limit_bytes)} are allowed: {show_bytes(lacking)} too little{_margin(profile)}",
+                lacking,
+                "host",
+            )
+        for each in space.sizes:
+            for size in needed:
+                smallest = each.evaluation.footprint(each.local.least(size))
+                needed[size] = min(needed[size], (each.evaluation.needed_bytes(smallest), smallest.host_bytes))
+    micro_batch = min(needed, key=lambda size: needed[size][0])
+    least, on_host = needed[micro_batch]
+    lacking = least - profile.device_limit_bytes
+    where = next(each.peak_at for each in profile.passes if each.micro_batch == micro_batch)
+    state = f"{show_bytes(profile.state.resident)} of that is model state"
+    if on_host:
+        state = "with all the model state it can on the host"
+    return NoPlan(
+        f"{model} does not fit: with micro-batches of {micro_batch} it needs {show_bytes(least)} of device memory "
+        f"({state}; the peak is at {where}), and "
+        f"{show_bytes(profile.device_limit_bytes)} are allowed: {show_bytes(lacking)} too little{_margin(profile)}",
+        lacking,
+        "device",
+    )
+
+
+def _restrictions(profile: Profile) -> str:
+    """What the model does that keeps the planner from making it smaller."""
+    said = []
+    if not profile.loss.may_be_cut:
+        said.append(f"the batch is not cut: {profile.loss.why}; {profile.loss.ways_out}")
+    if profile.state_stays:
+        said.append(f"all state stays on the device: {profile.state_stays}")
+    if profile.kept:
+        name, why = next(iter(profile.kept.items()))
+        others = f" (and {len(profile.kept) - 1} more)" if len(profile.kept) > 1 else ""
+        said.append(f"{name}{others} is not recomputed: {why}")
+    return "; ".join(said)
+
+
+def _margin(profile: Profile) -> str:
+    """What a run has shown, where that makes it need more."""
+    if profile.correction is None:
+        return ""
+    return f". That has a margin of {profile.correction.error:.0%}: {profile.correction.why}"
+
+
+def _least_host_bytes(space: Space) -> int | None:
+    """What the host has to hold at least, whatever the micro-batch; None where the device is too small for all of them."""
+    taken = (space.least_host_bytes(size) for size in space.micro_batches)
+    return min((each for each in taken if each is not None), default=None)
+
+
+def _enough_memory(profile: Profile, verdict: NoPlan) -> Iterator[Change]:
+    """More of the device or of the host, as little as was found to do."""
+    space = space_of(profile)
+    device, host = profile.device_limit_bytes, profile.host_limit_bytes
+    if verdict.tier == "device":
+        larger = replace(profile, device_limit_bytes=rounded_up(device + verdict.shortfall_bytes))
+        yield from _with_memory(larger, space, "device")
+        return
+    yield from _with_memory(replace(profile, host_limit_bytes=rounded_up(host + verdict.shortfall_bytes)), space, "host")
+    larger = replace(profile, device_limit_bytes=rounded_up(device + int(DEVICE_FOR_HOST * verdict.shortfall_bytes)))
+    if larger.device_limit_bytes <= MOST_TIMES * device:
+        yield from _with_memory(larger, space, "device")
+
+
+def _with_memory(profile: Profile, space: Space | None, tier: Literal["device", "host"]) -> Iterator[Change]:
+    """The profile's own limit of this tier, where a plan is found with it; where that takes more of the host, with so much."""
+    limit = profile.device_limit_bytes if tier == "device" else profile.host_limit_bytes
+    said = f"{show_bytes(limit)} of {tier} memory"
+    found = quickly(profile, space)
+    if found is None and space is not None:
+        least = _least_host_bytes(space.with_limits_of(profile))
+        if least is not None and least > profile.host_limit_bytes:
+            profile = replace(profile, host_limit_bytes=rounded_up(least))
+            said += f" and {show_bytes(profile.host_limit_bytes)} of host memory"
+            found = quickly(profile, space)
+    if found is not None:
+        yield Change(said, found.chosen.step_seconds)
+
+
+def rounded_up(size: int) -> int:
+    """At least as many bytes, as they are shown.
+
+    >>> show_bytes(rounded_up(38_488_000_000)), rounded_up(38_488_000_000) >= 38_488_000_000
+    ('35.9 GiB', True)
+    """
+    unit = next((unit for unit in (2**40, 2**30, 2**20, 2**10) if size >= unit), 1)
+    step = unit * 10 ** (len(str(size // unit)) - 1) // 100 or 1
+    return -(-size // step) * step

@@ -69,10 +69,6 @@ class Found:
     tried: Mapping[Division, Found | int] = field(default_factory=dict)
 
     @property
-    def fitting(self) -> list[int]:
-        return fitting(self.profile, self.forecasts)
-
-    @property
     def in_space(self) -> tuple[Space, Offer]:
         """Of one that is not among the forecasts."""
         assert self.space is not None

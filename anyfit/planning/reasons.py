@@ -12,7 +12,7 @@ from anyfit.values.profile import Division, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
 
 from .evaluation import Offer
-from .fastest import Found, Neighbour, among, described, fastest_on_device, handicapped
+from .fastest import Found, Neighbour, among, described, fastest_on_device, fitting, handicapped
 from .forecast import forecast_of, passes_of
 from .space import Space
 
@@ -45,10 +45,9 @@ def explained(found: Found) -> Plan:
 def _resident(found: Found) -> Plan:
     """The best with everything on the device and all activations kept."""
     profile, chosen, limit = found.profile, found.chosen, found.profile.device_limit_bytes
+    said = {size: passes_said(profile.batch_size, size) for size in found.forecasts}
     alternatives = tuple(
-        Alternative(
-            "micro-batch", passes_said(profile.batch_size, size), each.step_seconds, each.needed_bytes, size in found.fitting
-        )
+        Alternative("micro-batch", said[size], each.step_seconds, each.needed_bytes, each.needed_bytes <= limit)
         for size, each in found.forecasts.items()
         if size != found.micro_batch
     )
@@ -130,7 +129,7 @@ def _why_there(found: Found, offer: Offer, space: Space) -> str:
     chosen, limit = found.chosen, found.profile.device_limit_bytes
     if space.is_alone:
         what = "all on the device, with all activations kept,"
-        seconds = [found.forecasts[size].step_seconds for size in found.fitting]
+        seconds = [found.forecasts[size].step_seconds for size in fitting(found.profile, found.forecasts)]
         least = min(each.needed_bytes for each in found.forecasts.values())
     elif not offer.uses_host:
         return f"it fits, {show_bytes(limit - chosen.needed_bytes)} to spare"

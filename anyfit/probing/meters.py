@@ -126,14 +126,14 @@ class Meter:
     read: Callable[[], float]
     readings: list[float] = field(default_factory=list)
 
-    def figure(self, source: str = "measured") -> Figure:
-        return figure(self.readings, source)
+    def figure(self) -> Figure:
+        return figure(self.readings)
 
 
-def figure(readings: Sequence[float], source: str = "measured") -> Figure:
+def figure(readings: Sequence[float]) -> Figure:
     middle = statistics.median(readings)
     error = max(abs(reading - middle) for reading in readings) / middle
-    return Figure(middle, max(error, LEAST_ERROR), source)
+    return Figure(middle, max(error, LEAST_ERROR), "measured")
 
 
 @dataclass

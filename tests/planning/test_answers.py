@@ -12,13 +12,12 @@ import pytest
 
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
-from anyfit.planning.answers import amount_beside, answered, at_limits, change_to
+from anyfit.planning.answers import amount_beside, answered, at_limits, change_to, rounded_up, shortfall
 from anyfit.planning.candidate import Candidate
 from anyfit.planning.fastest import TIE, Found, fastest
 from anyfit.planning.footprint import footprint_of
 from anyfit.planning.forecast import forecast
 from anyfit.planning.local_search import WORTH
-from anyfit.planning.no_plan import rounded_up, shortfall
 from anyfit.planning.reasons import settled
 from anyfit.planning.simulation import simulate
 from anyfit.planning.space import WORTH_LEAVING, Space

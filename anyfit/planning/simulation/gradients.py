@@ -58,21 +58,16 @@ class Gradients:
 
     def _landed(self, chunk: Chunk, arrived: Signal) -> None:
         self._staged -= 1
-        if not self._stage_free.happened:
-            self._stage_free.fire()
-        added = partial(self._added, arrived)
-        if chunk.placement.gradients == "device":
-            added()
-        elif self._candidate.adds_up:
-            self._resources.use("host", "update", ADDED * chunk.elements, added, -1)
+        self._stage_free.fire()
+        if chunk.placement.gradients == "host" and self._candidate.adds_up:
+            self._resources.use("host", "update", ADDED * chunk.elements, partial(self._added, arrived), -1)
+        elif self._holds_norm:
+            self._added(arrived)
         else:
             arrived.fire()
-            if self._holds_norm:
-                added()
 
     def _added(self, arrived: Signal) -> None:
-        if not arrived.happened:
-            arrived.fire()
+        arrived.fire()
         self._adding -= 1
         if self._adding == 0:
             self._all_added.fire()
