@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer import Argument, Option
 
 from .ending import error_json, in_words, outcome_json
 from .options import (
@@ -71,7 +72,7 @@ def profile(
     nodes: Nodes = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
-    depth: Annotated[int | None, typer.Option("--depth", min=1, help="also every module, so many names deep")] = None,
+    depth: Annotated[int | None, Option("--depth", min=1, help="also every module, so many names deep")] = None,
     as_json: Json = False,
 ) -> None:
     """Parameters, FLOPs, seconds and bytes of every block, without running the model."""
@@ -119,14 +120,14 @@ def plan(
     host_memory: HostMemory = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option("--what-if", help="also with one change, such as device-memory=40GiB, batch=16 or machine=h200; repeatable"),
+        Option("--what-if", help="also with one change, such as device-memory=40GiB, batch=16 or machine=h200; repeatable"),
     ] = None,
     compare: Annotated[
-        str | None, typer.Option("--compare", help="machines to rank, with commas between: rtx-4090,h200,mine.json")
+        str | None, Option("--compare", help="machines to rank, with commas between: rtx-4090,h200,mine.json")
     ] = None,
-    tokens: Annotated[str | None, typer.Option("--tokens", help="to train on, such as 10B; for --compare")] = None,
-    price: Annotated[str | None, typer.Option("--price", help="an hour's, such as h200=3.5,l4=0.7; for --compare")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="also write the plan to this file")] = None,
+    tokens: Annotated[str | None, Option("--tokens", help="to train on, such as 10B; for --compare")] = None,
+    price: Annotated[str | None, Option("--price", help="an hour's, such as h200=3.5,l4=0.7; for --compare")] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="also write the plan to this file")] = None,
     as_json: Json = False,
 ) -> None:
     """Does it fit, how fast will it be, and why; what would a change make of it; which machine is best. Needs no GPU."""
@@ -204,8 +205,8 @@ def _compare(question: Question, machines: str, tokens: str | None, price: str |
 
 @app.command()
 def why(
-    plan: Annotated[Path, typer.Argument(help="a plan file")],
-    other: Annotated[str | None, typer.Argument(help="one of its decisions, or a second plan file to compare with")] = None,
+    plan: Annotated[Path, Argument(help="a plan file")],
+    other: Annotated[str | None, Argument(help="one of its decisions, or a second plan file to compare with")] = None,
     as_json: Json = False,
 ) -> None:
     """Explains the decisions of a plan, one of them, or the difference between two plans."""
@@ -225,10 +226,10 @@ def why(
 
 @app.command()
 def probe(
-    full: Annotated[bool, typer.Option("--full", help="more sizes and repeats, and the disk")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="also write the machine to this file")] = None,
+    full: Annotated[bool, Option("--full", help="more sizes and repeats, and the disk")] = False,
+    output: Annotated[Path | None, Option("--output", "-o", help="also write the machine to this file")] = None,
     forget: Annotated[
-        bool, typer.Option("--forget", help="only drop the margins and paces that runs and checks left for later plans")
+        bool, Option("--forget", help="only drop the margins and paces that runs and checks left for later plans")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -255,14 +256,14 @@ def probe(
 @app.command()
 def check(
     target: Target = "demo",
-    plan: Annotated[Path | None, typer.Option("--plan", help="a plan file; made anew when not given")] = None,
+    plan: Annotated[Path | None, Option("--plan", help="a plan file; made anew when not given")] = None,
     batch: Batch = None,
     seq: Seq = None,
     dtype: Dtype = None,
     optimizer: OptimizerName = None,
     real_run: RealRun = None,
     agree: Agree = None,
-    steps: Annotated[int, typer.Option("--steps", min=3, help="real steps to time")] = 8,
+    steps: Annotated[int, Option("--steps", min=3, help="real steps to time")] = 8,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     as_json: Json = False,
@@ -296,44 +297,40 @@ def check(
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
 def fit(
-    script: Annotated[Path | None, typer.Argument(help="your training script; the built-in demo when not given")] = None,
-    arguments: Annotated[list[str] | None, typer.Argument(help="the script's own arguments")] = None,
-    folder: Annotated[Path | None, typer.Option("--folder", help="the run folder; runs/<time> when not given")] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="go on exactly where the run in this folder stopped")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="steps in all (demo)")] = None,
+    script: Annotated[Path | None, Argument(help="your training script; the built-in demo when not given")] = None,
+    arguments: Annotated[list[str] | None, Argument(help="the script's own arguments")] = None,
+    folder: Annotated[Path | None, Option("--folder", help="the run folder; runs/<time> when not given")] = None,
+    resume: Annotated[Path | None, Option("--resume", help="go on exactly where the run in this folder stopped")] = None,
+    steps: Annotated[int | None, Option("--steps", min=1, help="steps in all (demo)")] = None,
     batch: Batch = None,
     seq: Seq = None,
     dtype: Dtype = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="of weights and data order (demo)")] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="a plan file; made anew when not given")] = None,
-    save_every: Annotated[
-        int | None, typer.Option("--save-every", min=0, help="steps between checkpoints; 0: at the end")
-    ] = None,
-    keep: Annotated[int | None, typer.Option("--keep", min=1, help="checkpoints that stay, the newest ones; 2")] = None,
+    seed: Annotated[int | None, Option("--seed", min=0, help="of weights and data order (demo)")] = None,
+    plan: Annotated[Path | None, Option("--plan", help="a plan file; made anew when not given")] = None,
+    save_every: Annotated[int | None, Option("--save-every", min=0, help="steps between checkpoints; 0: at the end")] = None,
+    keep: Annotated[int | None, Option("--keep", min=1, help="checkpoints that stay, the newest ones; 2")] = None,
     keep_every: Annotated[
-        int | None, typer.Option("--keep-every", min=0, help="and those whose step is a multiple of this stay as well")
+        int | None, Option("--keep-every", min=0, help="and those whose step is a multiple of this stay as well")
     ] = None,
-    log_every: Annotated[int, typer.Option("--log-every", min=1, help="steps between lines, without a terminal")] = 10,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="two runs give the same bits")] = False,
+    log_every: Annotated[int, Option("--log-every", min=1, help="steps between lines, without a terminal")] = 10,
+    deterministic: Annotated[bool, Option("--deterministic", help="two runs give the same bits")] = False,
     timeline: Annotated[
-        Path | None, typer.Option("--timeline", help="write what each lane did in a few steps to this .json, and draw it beside")
+        Path | None, Option("--timeline", help="write what each lane did in a few steps to this .json, and draw it beside")
     ] = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     gpus: Annotated[
-        int | None,
-        typer.Option("--gpus", min=1, help="on so many GPUs of this machine, a process each; without GPUs, on its CPU"),
+        int | None, Option("--gpus", min=1, help="on so many GPUs of this machine, a process each; without GPUs, on its CPU")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="in so many processes, whatever GPUs there are: they may share one")
+        int | None, Option("--ranks", min=1, help="in so many processes, whatever GPUs there are: they may share one")
     ] = None,
     restarts: Annotated[
-        int | None,
-        typer.Option("--restarts", min=0, help="times that ranks which die are started again, from the last checkpoint"),
+        int | None, Option("--restarts", min=0, help="times that ranks which die are started again, from the last checkpoint")
     ] = None,
     hang_seconds: Annotated[
         float | None,
-        typer.Option("--hang-seconds", min=1, callback=finite, help="a rank that waits longer for the others gives up; 600"),
+        Option("--hang-seconds", min=1, callback=finite, help="a rank that waits longer for the others gives up; 600"),
     ] = None,
 ) -> None:
     """Trains: the built-in demo (a byte-level GPT that learns Python's own source), or your script.
@@ -349,10 +346,10 @@ def fit(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run folder: then its newest whole one")],
-    output: Annotated[Path, typer.Argument(help="the folder to write")],
-    shard_size: Annotated[str, typer.Option("--shard-size", callback=size, help="of a file of it, at most")] = "5GB",
-    dtype: Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32; what the run has when not given")] = None,
+    checkpoint: Annotated[Path, Argument(help="a checkpoint, or a run folder: then its newest whole one")],
+    output: Annotated[Path, Argument(help="the folder to write")],
+    shard_size: Annotated[str, Option("--shard-size", callback=size, help="of a file of it, at most")] = "5GB",
+    dtype: Annotated[str | None, Option("--dtype", help="bf16 or fp32; what the run has when not given")] = None,
 ) -> None:
     """Writes a checkpoint's weights as a folder of safetensors, which transformers loads."""
     from .running.checkpoint import newest

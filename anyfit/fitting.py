@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -64,15 +63,7 @@ def run_folder(resume: Path | None, asked_for: Path | None, team: Team | None) -
 def new_folder(asked_for: Path | None, parent: Path = Path("runs")) -> Path:
     """The folder asked for, which must not hold a run, or a fresh one named by the time."""
     folder = asked_for or parent / time.strftime("%Y%m%d-%H%M%S")
-    try:
-        if asked_for is None:
-            folder = _made(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        _claim(folder)
-    except OSError as error:
-        if error.strerror is None:
-            raise
-        raise OSError(f"cannot write to the run folder {folder}: {error.strerror}; choose another --folder") from None
+    folder = _claimed(folder, "choose another --folder", is_asked_for=asked_for is not None)
     if (folder / "plan.json").exists():
         claim.release_all()
         raise FileExistsError(f"{folder} holds a run; go on with --resume {folder}, or choose another --folder")
@@ -82,29 +73,32 @@ def new_folder(asked_for: Path | None, parent: Path = Path("runs")) -> Path:
 def _made(folder: Path) -> Path:
     """A folder of this name, or of the next where another launch has made it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(2):
+    number = 1
+    while True:
         try:
             folder.mkdir()
             return folder
         except FileExistsError:
+            number += 1
             folder = folder.with_name(f"{folder.name.partition('.')[0]}.{number}")
-    raise AssertionError("numbers do not end")
 
 
 def resumed_folder(folder: Path) -> Path:
+    return _claimed(folder, "a run that goes on writes there: --resume a copy of it", is_asked_for=True)
+
+
+def _claimed(folder: Path, way_out: str, *, is_asked_for: bool) -> Path:
+    """The folder, made where it is not there, which no other launch uses from here on."""
     try:
-        _claim(folder)
+        if not is_asked_for:
+            folder = _made(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        claim.take(folder, lambda line: print(f"anyfit: {line}", file=sys.stderr, flush=True))
     except OSError as error:
         if error.strerror is None:
             raise
-        raise OSError(
-            f"cannot write to the run folder {folder}: {error.strerror}; a run that goes on writes there: --resume a copy of it"
-        ) from None
+        raise OSError(f"cannot write to the run folder {folder}: {error.strerror}; {way_out}") from None
     return folder
-
-
-def _claim(folder: Path) -> None:
-    claim.take(folder, lambda line: print(f"anyfit: {line}", file=sys.stderr, flush=True))
 
 
 def refuse_timeline(file: Path) -> None:

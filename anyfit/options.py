@@ -6,6 +6,7 @@ import math
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from .values.units import parse_bytes
 
@@ -28,18 +29,18 @@ def finite(parameter: typer.CallbackParam, seconds: float | None) -> float | Non
 
 Target = Annotated[
     str,
-    typer.Argument(
+    Argument(
         help="'demo'; a size such as gpt2-4b, llama-8b or gpt3-175b; a Hugging Face model type, folder or config.json; "
         "or a function that returns an anyfit.Job: package.module:function or file.py:function"
     ),
 ]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="samples a step, of all GPUs together")]
-Seq = Annotated[int | None, typer.Option("--seq", min=1, help="tokens a sample; bytes, for the demo")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16 or fp32")]
-OptimizerName = Annotated[str | None, typer.Option("--optimizer", help="adamw, adam, sgd, or another class of torch.optim")]
+Batch = Annotated[int | None, Option("--batch", min=1, help="samples a step, of all GPUs together")]
+Seq = Annotated[int | None, Option("--seq", min=1, help="tokens a sample; bytes, for the demo")]
+Dtype = Annotated[str | None, Option("--dtype", help="bf16 or fp32")]
+OptimizerName = Annotated[str | None, Option("--optimizer", help="adamw, adam, sgd, or another class of torch.optim")]
 RealRun = Annotated[
     bool | None,
-    typer.Option(
+    Option(
         "--real-run/--no-real-run",
         help="let the model run for real, on the CPU, where its forward needs the values of tensors; a small one may by itself",
         show_default=False,
@@ -47,17 +48,13 @@ RealRun = Annotated[
 ]
 Agree = Annotated[
     list[str] | None,
-    typer.Option(
-        "--agree", help="to a difference from plain PyTorch: mean-of-micro-batches, batch-norm-of-micro-batches; repeatable"
-    ),
+    Option("--agree", help="to a difference from plain PyTorch: mean-of-micro-batches, batch-norm-of-micro-batches; repeatable"),
 ]
-Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="as if each node had so many GPUs")]
-Nodes = Annotated[int | None, typer.Option("--nodes", min=1, help="as if there were so many nodes")]
-MachineName = Annotated[str | None, typer.Option("--machine", help="a preset or a machine file; this machine when not given")]
+Gpus = Annotated[int | None, Option("--gpus", min=1, help="as if each node had so many GPUs")]
+Nodes = Annotated[int | None, Option("--nodes", min=1, help="as if there were so many nodes")]
+MachineName = Annotated[str | None, Option("--machine", help="a preset or a machine file; this machine when not given")]
 DeviceMemory = Annotated[
-    str | None, typer.Option("--device-memory", callback=size, help="use no more than this of a device, such as 24GiB")
+    str | None, Option("--device-memory", callback=size, help="use no more than this of a device, such as 24GiB")
 ]
-HostMemory = Annotated[
-    str | None, typer.Option("--host-memory", callback=size, help="use no more than this of the host's memory")
-]
-Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
+HostMemory = Annotated[str | None, Option("--host-memory", callback=size, help="use no more than this of the host's memory")]
+Json = Annotated[bool, Option("--json", help="print JSON, for programs")]

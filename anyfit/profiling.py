@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -45,14 +46,13 @@ def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int, rank_gr
 
 def with_calls(machine: Machine, graphs: Sequence[Graph]) -> Machine:
     """The machine with the seconds of the calls that the graphs make, where it is this one and has a GPU: measured once."""
-    said: list[str] = []
 
-    def say_once(_op: str, _done: float) -> None:
-        if not said:
-            said.append(f"timing the ops of {graphs[0].model} on {machine.device.name}, once: at most {CALLS_SECONDS:.0f} s")
-            print(said[0], file=sys.stderr, flush=True)
+    @functools.cache
+    def say_once() -> None:
+        said = f"timing the ops of {graphs[0].model} on {machine.device.name}, once: at most {CALLS_SECONDS:.0f} s"
+        print(said, file=sys.stderr, flush=True)
 
-    return cache.with_calls(machine, call_weights(graphs, machine.device), CALLS_SECONDS, say_once)
+    return cache.with_calls(machine, call_weights(graphs, machine.device), CALLS_SECONDS, lambda _op, _done: say_once())
 
 
 def _micro_batches(job: Job, most: int) -> list[int]:

@@ -117,37 +117,31 @@ def shortfall(profile: Profile) -> NoPlan:
     """The verdict alone."""
     if profile.divisions:
         profile = profile.sharded(profile.divisions[-1])
-    model = profile.model if profile.division is None else f"{profile.model} over {profile.division.ranks} ranks"
+
+    def lacking(what: str, needed: int, limit: int, tier: Literal["device", "host"]) -> NoPlan:
+        model = profile.model if profile.division is None else f"{profile.model} over {profile.division.ranks} ranks"
+        lack = f"{show_bytes(limit)} are allowed: {show_bytes(needed - limit)} too little{_margin(profile)}"
+        return NoPlan(f"{model} does not fit: {what}, and {lack}", needed - limit, tier)
+
     needed = {each.micro_batch: (forecast(profile, each).needed_bytes, 0) for each in profile.passes}  # of device and host
     space = space_of(profile)
     if space is not None:
         least_host = _least_host_bytes(space)
         if least_host is not None:
-            lacking = least_host - profile.host_limit_bytes
-            return NoPlan(
-                f"{model} does not fit: what the device has no room for takes {show_bytes(least_host)} of host memory, "
-                f"and {show_bytes(profile.host_limit_bytes)} are allowed: {show_bytes(lacking)} too little{_margin(profile)}",
-                lacking,
-                "host",
-            )
+            what = f"what the device has no room for takes {show_bytes(least_host)} of host memory"
+            return lacking(what, least_host, profile.host_limit_bytes, "host")
         for each in space.sizes:
             for size in needed:
                 smallest = each.evaluation.footprint(each.local.least(size))
                 needed[size] = min(needed[size], (each.evaluation.needed_bytes(smallest), smallest.host_bytes))
     micro_batch = min(needed, key=lambda size: needed[size][0])
     least, on_host = needed[micro_batch]
-    lacking = least - profile.device_limit_bytes
     where = next(each.peak_at for each in profile.passes if each.micro_batch == micro_batch)
     state = f"{show_bytes(profile.state.resident)} of that is model state"
     if on_host:
         state = "with all the model state it can on the host"
-    return NoPlan(
-        f"{model} does not fit: with micro-batches of {micro_batch} it needs {show_bytes(least)} of device memory "
-        f"({state}; the peak is at {where}), and "
-        f"{show_bytes(profile.device_limit_bytes)} are allowed: {show_bytes(lacking)} too little{_margin(profile)}",
-        lacking,
-        "device",
-    )
+    needs = f"it needs {show_bytes(least)} of device memory ({state}; the peak is at {where})"
+    return lacking(f"with micro-batches of {micro_batch} {needs}", least, profile.device_limit_bytes, "device")
 
 
 def _restrictions(profile: Profile) -> str:

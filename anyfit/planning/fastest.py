@@ -178,15 +178,13 @@ def fastest_over_ranks(profile: Profile) -> Found | None:
         if bound >= (1 + RANKS_TIE) * least:
             break
         stays = fastest_on_device(space)
-        tried[_division(space)] = space.least_needed_bytes() if stays is None else found_in(space, stays)
+        tried[space.division] = space.least_needed_bytes() if stays is None else found_in(space, stays)
         least = min(least, math.inf if stays is None else handicapped(space, stays))
-    promising = sorted(
-        (space for space in spaces if _division(space) in tried), key=lambda space: _promise(tried[_division(space)])
-    )
+    promising = sorted((space for space in spaces if space.division in tried), key=lambda space: _promise(tried[space.division]))
     for space in promising[:DIVISIONS_WITH_HOST]:
         offer = _fastest_with_host(space, (1 - WORTH_LEAVING) * least)
         if offer is not None:
-            tried[_division(space)] = found_in(space, offer)
+            tried[space.division] = found_in(space, offer)
             least = min(least, handicapped(space, offer))
     best = min((each for each in tried.values() if isinstance(each, Found)), key=lambda each: _parts(each, least), default=None)
     return None if best is None else replace(best, whole=profile, tried=tried)
@@ -213,10 +211,6 @@ def _fastest_with_host(space: Space, under: float) -> Offer | None:
     return best
 
 
-def _division(space: Space) -> Division:
-    return space.candidates.division
-
-
 def _promise(tried: Found | int) -> tuple[bool, float]:
     """Those that fit first, by their seconds; then by what they need."""
     return (True, tried) if isinstance(tried, int) else (False, tried.chosen.step_seconds)
@@ -225,7 +219,7 @@ def _promise(tried: Found | int) -> tuple[bool, float]:
 def _parts(found: Found, least: float) -> tuple[bool, bool, bool, bool, int, float]:
     """What moves, of those that are not told apart from the least seconds; seconds, of the others."""
     space, offer = found.in_space
-    seconds, division = handicapped(space, offer), _division(space)
+    seconds, division = handicapped(space, offer), space.division
     if seconds >= (1 + RANKS_TIE) * least:
         return True, True, True, True, division.ranks, seconds
     return False, offer.uses_host, division.weights, division.gradients, division.shards, seconds

@@ -20,7 +20,8 @@ class Space:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.candidates = Candidates(profile)
-        self.is_gpu, self.is_alone = self.candidates.is_gpu, self.candidates.division.is_alone
+        self.is_gpu, self.division = self.candidates.is_gpu, self.candidates.division
+        self.is_alone = self.division.is_alone
         self._at(Evaluation(profile, self.candidates))
         self._tree = Tree(self.evaluation)
         self.others = tuple(Space(profile.laid_out(layout)) for layout in profile.other_layouts)  # in chunks of other sizes
@@ -78,8 +79,8 @@ class Space:
 
     def bound(self) -> float:
         """Seconds that nothing is under, however it is placed: all resident, but that resident updates take no time."""
-        count, shards = len(self.candidates.chunks), self.candidates.division.shards
-        update = self.evaluation.rates.update_seconds * sum(each.elements for each in self.candidates.chunks) / shards
+        count, chunks = len(self.candidates.chunks), self.candidates.chunks
+        update = self.evaluation.rates.update_seconds * sum(each.elements for each in chunks) / self.division.shards
         return min(self.evaluation.bound(Knobs(size, resident=count)) - update for size in self.micro_batches)
 
     def least_host_bytes(self, micro_batch: int) -> int | None:

@@ -11,6 +11,7 @@ called. What cannot be made again, or fails, is left out, and priced by the curv
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -102,9 +103,7 @@ def prepare(text: str, device: torch.device) -> Work:
     if packet in NEVER or (packet in PROBABILITIES and isinstance(given.get("p"), TensorForm)):
         raise NotReplayable(f"{packet} asserts something about its data")
 
-    def make(item: Any) -> Any:
-        return _made(item, device)
-
+    make = functools.partial(_made, device=device)
     if "attention" in packet:
         return _attention(given, make, backward=packet.endswith("backward"))
     if packet in REPLAYS:
