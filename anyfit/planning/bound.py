@@ -1,32 +1,31 @@
 """Seconds that no simulation of a candidate is under, in a small part of the time that one takes.
 
-A step is at least what the computation does in it, waits apart:
+A step takes at least what the computation does in it, waits apart:
 
-    passes + gradients gathered to go down + norm + updates of resident chunks, and handing out the others
+    passes + gradients put in staging buffers + norm + updates of resident chunks, and starting the other updates
 
-Where host and device share cores, all copies and updates come on top. Else each has a lane, on which one is done after another:
-the host's updates, the copies up, the copies down. Between the end of forward and the end of the next one, which a step like the
-last has a step later, a lane has jobs for every chunk that is updated elsewhere. None can begin before its head, and its tail is
-still to come when it is done:
+Where host and device share cores, all copies and updates come on top. Else there are lanes that do one job at a time: the host's
+updates, copies to the device, copies from it. Steps are alike, so between the end of one forward and the end of the next a lane
+has jobs for every chunk that is updated elsewhere. No job begins before its head is over, and its tail still follows when it is
+done:
 
-    head    backward until the chunk's gradients are there, or until the norm is known; its own jobs before
+    head    backward until the chunk's gradients are complete, or until the norm is known; its own jobs before
     tail    its own jobs after; forward from its first use on
 
-Urgent jobs first (long tails), of those that may begin, interrupted when a more urgent one may: in no other order are they over
-earlier.
+Of the jobs that may begin, the one with the longest tail runs, and gives way to one with a longer tail: no order ends earlier.
 
-Activations that move have jobs down and up between the beginning of a step and its end:
+Offloaded activations have jobs between the beginning of a step and its end:
 
-    head    forward until the block is over, and all passes before; for the way up also its way down, and backward until the
-            offloaded block after it
-    tail    its way up; backward from the block on, all passes after, norm and updates
+    head    to the host: all passes before, and forward until the block is over; back: also its copy to the host, and backward
+            until the offloaded block after it
+    tail    its copy back; backward from the block on, all passes after, norm and updates
 
-What ranks exchange has a lane too: sums of gradients, all-gathers of fresh weights and of weights for their use, but for those
-that slots may still hold.
+Exchanges between ranks have a lane too: sums of gradients, all-gathers of fresh weights, and all-gathers for each use, but for
+weights that slots may still hold.
 
-Rates are those of lanes that do not slow each other, weights are fetched once, and there is always a stage for gradients: what
-else there is in a simulation makes it longer. So does every chunk more, and the first that leaves the computation not alone makes
-that slower: the bound of some chunks is one of all.
+Lanes do not slow each other here, weights are fetched once, and a staging buffer is always free: all else that a simulation has
+makes it longer. So does every chunk more, and the first that is not resident slows the computation: the bound of some chunks is
+one of all.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ def _jobs(
             added = ADDED * at_once if passes > 1 else 0.0
             begin = born + down if speculates else max(born + down + added + (norm_seconds if added else 0.0), norm)
             rest = update + up + used
-            for earlier in range(passes):  # gradients go down, and are added up, before the norm is taken
+            for earlier in range(passes):  # gradients are copied to the host, and added up, before the norm is taken
                 came = born - earlier * one_pass
                 yield Job("down", came, down, added + rest)
                 if added:

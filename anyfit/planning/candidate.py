@@ -23,7 +23,7 @@ class Rates:
     host: HostRates
     norm_seconds: float  # of gradients that are on the device, each parameter
     update_seconds: float  # of a resident parameter, or one that was lifted
-    gather_seconds: float = 0.0  # of a gradient that is put beside its chunk's others, to go down with them
+    gather_seconds: float = 0.0  # of a gradient that is put in its chunk's staging buffer
     add_seconds: float = 0.0  # of one that is added to those of earlier passes on the device
     calibration: Calibration = field(kw_only=True)
 
@@ -126,7 +126,7 @@ class Candidate:
 
     @cached_property
     def before(self) -> dict[int, int]:
-        """By offloaded block, the one before it: it starts to come back when backward comes to this one."""
+        """By offloaded block, the one before it: it starts to return when backward comes to this one."""
         return dict(zip(self.offloaded[1:], self.offloaded, strict=False))
 
     def offloaded_bytes(self, block: int) -> int:

@@ -1,21 +1,21 @@
 """What a candidate holds: bytes on the device at the fullest moment of a step, and on the host.
 
     device = pools + the most that is live at once
-    pools  = weights and optimizers that live there, slots, staging buffers, carriers, scratch, sums of gradients
+    pools  = weights and optimizer state that live there, slots, staging buffers, carriers, scratch, sums of gradients
     live   = over the segments: what other blocks keep for backward + the segment's own work + gradients that stay on the device
-             + activations of other blocks that are still to go down, or back already
+             + activations of other blocks that are still to be offloaded, or have returned
 
 Pools are exact; work is the pass's as it was traced: a block that is recomputed holds in backward what one that kept holds.
 
-Offloaded activations are on the device until they are copied: their turn comes one block after another, at the rate that copies
-down have while all is busy, half of it where states are lowered too, and from when a computation that never waits is through with
-the block. When backward comes to a block, its own and those of the offloaded block before it are there again, copies of what
-other blocks save too among them. The host has room for all of them.
+Offloaded activations are on the device until they are copied: one block after another, from when a computation that never waits
+is through with it, at the rate that copies to the host have while all is busy, half of it where streamed updates copy too. When
+backward comes to a block, its own and those of the offloaded block before it are on the device again, with copies of what other
+blocks save too. The host has room for all of them.
 
-A rank has its shard of what is sharded, and whole chunks in slots and staging buffers; a device alone has all as its shard. What
-differs are gradients. Alone, they go down as they were made, or stay where autograd put them until the update. Of several
-ranks, those that autograd makes for a chunk are there until all are, and are put side by side then; what adds up whole before it
-is reduced is there all along.
+A rank has its shard of what is sharded, and whole chunks in slots and staging buffers; a device alone has all as its shard.
+Gradients differ. Alone, they are copied to the host as they were made, or stay where autograd put them until the update. Of
+several ranks, those of a chunk wait until all are there, and are put side by side then; what adds up whole before it is reduced
+is there all along.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _gradients_alone(pairs: list[Pair], candidate: Candidate, *, overlaps: bool)
         is_flat = adds_up and chunk.is_split  # gradients of bf16 weights that add up do so in one buffer
         if placement.optimizer == "host":  # streamed
             side_by_side = max(side_by_side, 0 if is_flat else size)
-            if placement.gradients == "host":  # they come back
+            if placement.gradients == "host":  # they return for the update
                 carried = max(carried, SUM_BYTES * chunk.elements if adds_up else size)
         elif overlaps:  # put side by side, for one pass over them
             resident_side_by_side = max(resident_side_by_side, 0 if is_flat else size)
@@ -157,7 +157,7 @@ def _gradients_of_rank(pairs: list[Pair], candidate: Candidate, *, overlaps: boo
 
 
 def going_bytes(candidate: Candidate, host: HostRates | None) -> list[int]:
-    """By segment, bytes of blocks before it that are still to go down."""
+    """By segment, bytes of blocks before it that are still to be offloaded."""
     each = candidate.profile_pass
     found = [0] * len(each.segments)
     if not candidate.offloaded or host is None:
@@ -166,7 +166,7 @@ def going_bytes(candidate: Candidate, host: HostRates | None) -> list[int]:
     if any(placement.route == "streamed" for placement in candidate.placements):
         rate /= 2
     forwards = Counter(segment.block for segment in each.segments if segment.phase == "forward")
-    under_way: list[tuple[float, int]] = []  # when they will be down, and bytes
+    under_way: list[tuple[float, int]] = []  # when they will be on the host, and bytes
     now = free = 0.0
     for index, segment in enumerate(each.segments):
         found[index] = sum(size for over, size in under_way if over > now)

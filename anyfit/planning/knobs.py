@@ -3,7 +3,7 @@
 A point (Knobs), for one micro-batch size:
 
     rung        of the ladder of activation choices: which blocks keep, recompute in part, recompute
-    moved       blocks whose activations are offloaded instead, evenly spread, so that each has time to
+    moved       blocks whose activations are offloaded instead, at even distances, so that each has time to
     resident    chunks, the first in order of use, whose optimizer is on the device: their gradients come last in backward and
                 their weights are needed first in forward, so that nothing could hide their update elsewhere
     away        chunks, the last, whose weights are on the host

@@ -1,9 +1,9 @@
 """A step on its streams: what a candidate plan would take, played through event by event.
 
     computation   goes through its segments, and waits where the engine would
-    fetches       weights in slots, for each use of them; activations that are offloaded, down and back
+    fetches       weights in slots, for each use of them; activations, offloaded and back
     gradients     to the host, or over ranks
-    updates       by the host or streamed through the device, and fresh weights that go up
+    updates       by the host or streamed through the device, and the way of their fresh weights
 
 All of them, and what ranks exchange (`step`), put their work on servers that take one thing at a time and slow each other
 (`clock`).

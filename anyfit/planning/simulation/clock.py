@@ -1,7 +1,7 @@
 """Time in a simulation: a clock of events, signals that something has happened, and servers that take one thing at a time.
 
     compute   the device's computation
-    up        weights to slots, fresh weights, activations that come back: these take turns, copy by copy; and optimizer state for
+    up        weights to slots, fresh weights, activations that return: these take turns, copy by copy; and optimizer state for
               streamed updates, a part at a time when nothing else is to be copied
     down      gradients, optimizer state after its update, offloaded activations: these take turns
     link      exchanges between ranks, in seconds: all-gathers for a use, reductions, all-gathers of fresh weights
@@ -155,7 +155,7 @@ class HostServer(Server):
 
     @property
     def _copied(self) -> float:
-        """Bytes, as many as would go up in their place."""
+        """Bytes; one from the device counts for as many to it as slow the host alike."""
         up, down = self._copies
         return up.done + self._download_weight * down.done
 

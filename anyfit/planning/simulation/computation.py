@@ -31,7 +31,7 @@ class Simulated:
     step_seconds: float
     compute_seconds: float  # without what is recomputed
     recompute_seconds: float
-    update_seconds: float  # that the device works on updates: resident and streamed ones, the norm, gradients that are to go down
+    update_seconds: float  # that the device works on updates: resident and streamed ones, the norm, staged gradients
     waits_seconds: Mapping[Waits, float]
     exchange_seconds: float = 0.0  # that the link between ranks is busy
 

@@ -28,7 +28,7 @@ class Chunk:
     speculates: bool
     missing: int = 0  # backward segments of this micro-batch until its gradients are complete
     fresh: Signal = field(default_factory=lambda: Signal(happened=True))  # its weights are those of the last step
-    updated: Signal | None = None  # they are made, and go up in turn
+    updated: Signal | None = None  # they are made, and are copied to the device in turn
     is_two_phase: bool = False
     whole: Signal = field(default_factory=lambda: Signal(happened=True))  # and so are its moments
 

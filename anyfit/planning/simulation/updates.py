@@ -71,7 +71,7 @@ class Updates:
         updated.fire()
 
     def _send_in_turn(self, chunks: Iterator[Chunk]) -> None:
-        """Those that the next forward needs first go up first, each when its update is over."""
+        """Copies fresh weights to the device: first what the next forward needs first, each when its update is over."""
         for chunk in chunks:
             updated, chunk.updated = chunk.updated, None
             assert updated is not None
