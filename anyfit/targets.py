@@ -99,9 +99,6 @@ def job_for(
     return job if optimizer is None else replace(job, optimizer=_optimizer(optimizer))
 
 
-# ---------------------------------------------------------------------- Hugging Face
-
-
 def _quiet_transformers() -> Any:
     """transformers, which from now on logs errors alone."""
     try:
@@ -179,9 +176,6 @@ def _optimizer(name: str) -> Callable[[nn.Module], Optimizer]:
     return make
 
 
-# ---------------------------------------------------------------------- functions
-
-
 def _job_of_function(target: str) -> Job:
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):
@@ -204,9 +198,6 @@ def _job_of_function(target: str) -> Job:
     if not isinstance(job, Job):
         raise TypeError(f"{target} gave {type(job).__name__}, not an anyfit.Job")
     return job
-
-
-# ---------------------------------------------------------------------- modules
 
 
 def module_costs(job: Job, graph: Graph, machine: Machine, depth: int) -> list[BlockCost]:

@@ -41,7 +41,8 @@ class Evaluation:
 
     def __init__(self, profile: Profile, candidates: Candidates) -> None:
         self.profile, self.candidates, self.rates = profile, candidates, rates_of(profile)
-        self.footprint, self.simulated, self.bound = cache(self._footprint), cache(self._simulated), cache(self._bound)
+        self.footprint, self.simulated = cache(self._footprint), cache(self._simulated)
+        self.bound = cache(lambda knobs: least_seconds(candidates.of(knobs), self.rates))  # that no simulation is under
         self._live_bytes: dict[tuple[int, int, int, bool], int] = {}
         self._played: dict[tuple[object, ...], Simulated] = {}  # by what a simulation depends on
 
@@ -112,10 +113,6 @@ class Evaluation:
 
     def seconds(self, knobs: Knobs) -> float:
         return self.simulated(knobs).step_seconds
-
-    def _bound(self, knobs: Knobs) -> float:
-        """Seconds that no simulation of this is under."""
-        return least_seconds(self.candidates.of(knobs), self.rates)
 
     def offer(self, knobs: Knobs) -> Offer:
         return Offer(self.candidates.of(knobs), self.footprint(knobs), self.simulated(knobs), knobs)

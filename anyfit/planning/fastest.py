@@ -93,9 +93,6 @@ def handicapped(space: Space, offer: Offer) -> float:
     return seconds if space.laid_out_like(offer.candidate) is space else seconds / (1 - TIE)
 
 
-# ---------------------------------------------------------------------- one device, or one rank
-
-
 def fastest(profile: Profile, space: Space | None = None, under: float = math.inf, starts: int = STARTS) -> Found | None:
     """What takes least; None where nothing fits. `space` is one of this profile that has seen some of it already, and `under`
     are seconds that plans with state on the host have to beat to be of interest."""

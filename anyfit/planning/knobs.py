@@ -109,10 +109,10 @@ class Candidates:
 
     def choices_with(self, micro_batch: int, moved: tuple[int, ...]) -> list[list[Activations]]:
         """By block, where these are offloaded and no others."""
-        found: list[list[Activations]] = []
-        for index, block in enumerate(self.passes[micro_batch].blocks):
-            found.append(["offload"] if index in moved else [name for name in self.choices(block) if name != "offload"])
-        return found
+        return [
+            ["offload"] if index in moved else [name for name in self.choices(block) if name != "offload"]
+            for index, block in enumerate(self.passes[micro_batch].blocks)
+        ]
 
     def places(self, chunk: ChunkCost, accumulation: int) -> list[Placement]:
         """Where the state of a chunk may be, and who may update it."""

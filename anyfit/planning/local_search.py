@@ -5,12 +5,12 @@
     subject to  (1 + error) * reserved bytes <= device limit
                 host bytes <= host limit
 
-For each rung, share that is streamed, share that the host does first, and with speculation or without, the device is filled: as
-many chunks resident as fit; where not even none does, as few away as it takes, and, for a host that is short, all that are not
-resident away with as many resident as fit. So it is with half of the blocks and all of them offloaded, the others kept. These
-are taken in the order of a bound that no simulation can be under, until it passes the best simulation; the best few are then
-improved by single steps of every knob for as long as they help, and tried with a few other numbers of offloaded blocks. On a CPU
-nothing is offloaded: its copies are its own cores', when they find the time.
+For each rung, share that is streamed, share that the host does first, with speculation and without, the device is filled: as many
+chunks resident as fit. Where nothing fits with none resident, as few chunks as possible are away; or, for a host that is short,
+all that are not resident. The same is done with half of the blocks and with all of them offloaded, the others kept. These points
+are simulated in the order of a bound that no simulation is under, until it passes the best simulation. The best few are improved
+by single steps of every knob for as long as that helps, and tried with a few other numbers of offloaded blocks. On a CPU nothing
+is offloaded: its own cores would do the copies.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class LocalSearch:
         self._evaluation, self._candidates = evaluation, evaluation.candidates
         self._count = len(evaluation.candidates.chunks)
         self._is_gpu = evaluation.candidates.is_gpu
+        self._shares_streamed = STREAMED if self._is_gpu else (0.0,)
         self.least = cache(self._least)
 
     def _least(self, micro_batch: int) -> Knobs:
@@ -104,10 +105,6 @@ class LocalSearch:
         if not fitting:
             return self.best(offer.candidate.micro_batch, starts=1)
         return self._evaluation.offer(self._improved(min(fitting, key=self._evaluation.seconds), {}, rounds=1))
-
-    @property
-    def _shares_streamed(self) -> tuple[float, ...]:
-        return STREAMED if self._is_gpu else (0.0,)
 
     def _filled(self, micro_batch: int, forced: Mapping[str, float], under: float) -> Iterator[tuple[float, Knobs]]:
         """For every choice of the other knobs, the device as full as it can be; but of those that take longer than `under` in

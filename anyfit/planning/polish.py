@@ -248,11 +248,9 @@ class Bounds:
         footprint = evaluation.footprint_of(lightest)
         if not evaluation.fits(footprint):
             return math.inf
-        recompute: float | None = 0.0
-        if self._front:
-            wholes = ((seconds, max(live, footprint.live_bytes)) for seconds, live in self._front)
-            fits = (seconds for seconds, live in wholes if evaluation.fits(replace(footprint, live_bytes=live)))
-            recompute = next(fits, None)
+        wholes = ((seconds, max(live, footprint.live_bytes)) for seconds, live in self._front or [(0.0, 0)])
+        fits = (seconds for seconds, live in wholes if evaluation.fits(replace(footprint, live_bytes=live)))
+        recompute = next(fits, None)
         if recompute is None:
             return math.inf
         return least_seconds(fastest, evaluation.rates, max(recompute - fastest.recompute_seconds, 0.0))

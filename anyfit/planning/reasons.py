@@ -109,7 +109,7 @@ def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alt
 
 
 def _restrictions(profile: Profile, chosen: Forecast) -> Iterator[Decision]:
-    """What was not the planner's to decide."""
+    """What the model, its trace and earlier runs decided."""
     if not profile.loss.may_be_cut:
         yield Decision("loss", "the batch is not cut", profile.loss.why)
     if profile.state_stays:
@@ -274,7 +274,7 @@ def choices_of(offer: Offer, *, is_gpu: bool) -> dict[str, str]:
 
 
 def where(offer: Offer) -> str:
-    """Model state is."""
+    """Where the model state is."""
     elements = by_route(offer)
     pairs = zip(offer.candidate.chunks, offer.candidate.placements, strict=True)
     away = [chunk for chunk, placement in pairs if placement.weights == "host"]
@@ -290,7 +290,7 @@ def where(offer: Offer) -> str:
 
 
 def by_route(offer: Offer) -> Counter[str]:
-    """Parameters that are updated so."""
+    """By route, how many parameters are updated."""
     elements = Counter[str]()
     for chunk, placement in zip(offer.candidate.chunks, offer.candidate.placements, strict=True):
         elements[placement.route] += chunk.elements if chunk.is_updated else 0

@@ -1,12 +1,12 @@
 """How long this device takes for the very calls that a traced model makes.
 
-A curve says what an op of a kind costs by its size; which kernel a library has for one shape, and how well it fits, it cannot
-say. So each distinct call (values/call.py) is made again, on random data in tensors of the same dtype, shape and strides, and
-timed by the device's own clock: the heaviest first, until what is left no longer matters or the budget is spent.
+A curve says what an op of a kind costs by its size. It cannot say which kernel a library has for one shape, and how well that
+fits. So each distinct call (values/call.py) is repeated on random data in tensors of the same dtype, shape and strides, and timed
+by the device's own clock: the heaviest first, until what is left no longer matters or the budget is spent.
 
 Data that an op must not be given can end the process: a wrong index is an assertion on a GPU, after which nothing runs. So
 integers are made only for ops that INTEGERS knows valid values for, and ops that assert something about other data are NEVER
-called. What cannot be made again, or fails, is left out, and priced by the curves.
+called. What cannot be repeated, or fails, is left out, and priced by the curves.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROBABILITIES = {"bernoulli", "bernoulli_"}  # the same where these are a tensor
 
 
 class NotReplayable(ValueError):  # noqa: N818  (an answer, not a fault)
-    """A call that cannot be made again, or had better not be."""
+    """A call that cannot be repeated, or had better not be."""
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError)  # NotReplayable, out of memory, what ops say of bad arguments
@@ -92,7 +92,7 @@ def _timed(work: Work, timer: Timer) -> float:
 
 
 def prepare(text: str, device: torch.device) -> Work:
-    """The call, ready to be made again and again; its inputs live as long as it does. NotReplayable where it cannot be."""
+    """The call, ready to be repeated; its inputs live as long as it does. NotReplayable where it cannot be."""
     call = Call.read(text)
     packet, _, overload = call.op.partition(".")
     if not hasattr(aten, packet) or overload not in getattr(aten, packet).overloads():
@@ -126,7 +126,7 @@ def _made(item: Any, device: torch.device, bound: int | Sequence[int] | None = N
     if isinstance(item, TheDevice):
         return device
     if isinstance(item, Other):
-        raise NotReplayable(f"a {item.kind} cannot be made again")
+        raise NotReplayable(f"a {item.kind} cannot be repeated")
     return item
 
 

@@ -19,7 +19,7 @@ import torch
 from anyfit.kernels.across import Sender
 from anyfit.values.machine import Copies
 
-from .cuda import new_stream, pinned, seconds_between, timing_event
+from .cuda import new_event, new_stream, pinned, seconds_between
 from .meters import Effort, Ladder, Load, Meter, beside
 
 READING_BYTES = 128 * 2**20  # copied in one burst
@@ -114,7 +114,7 @@ def _rate(ours: Direction, other: Direction | None, size: int) -> float:
 
 
 def _burst_rate(ours: Direction, other: Direction | None, times: int) -> float:
-    start, end = timing_event(), timing_event()
+    start, end = new_event(enable_timing=True), new_event(enable_timing=True)
     torch.cuda.synchronize()
     if other is not None:
         other.copy(2 * times)

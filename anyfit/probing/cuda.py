@@ -30,14 +30,8 @@ def is_in_use() -> bool:
     return bool(_cuda.is_initialized())
 
 
-def timing_event() -> torch.cuda.Event:
-    event: torch.cuda.Event = _cuda.Event(enable_timing=True)
-    return event
-
-
-def sleeping_event() -> torch.cuda.Event:
-    """An event whose waiter sleeps: a spinning one would take a core from what is measured."""
-    event: torch.cuda.Event = _cuda.Event(blocking=True)
+def new_event(**options: bool) -> torch.cuda.Event:
+    event: torch.cuda.Event = _cuda.Event(**options)
     return event
 
 
@@ -56,7 +50,7 @@ def kernel_seconds(work: Callable[[], object], times: int) -> float:
         nap += 1.5 * times * (time.perf_counter() - begun)
     while True:
         nap = min(nap, LONGEST_NAP_SECONDS)
-        start, end = timing_event(), timing_event()
+        start, end = new_event(enable_timing=True), new_event(enable_timing=True)
         _cuda._sleep(int(nap * NAP_CYCLES_PER_SECOND))
         start.record()
         for _ in range(times):
@@ -71,7 +65,7 @@ def kernel_seconds(work: Callable[[], object], times: int) -> float:
 
 def paced_seconds(work: Callable[[], object], times: int) -> float:
     """Seconds from the start of one of so many runs to the start of the next."""
-    start, end = timing_event(), timing_event()
+    start, end = new_event(enable_timing=True), new_event(enable_timing=True)
     start.record()
     for _ in range(times):
         work()

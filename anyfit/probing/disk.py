@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -38,22 +37,6 @@ DIRECT = "measured"
 THROUGH_CACHE = "measured: through the page cache, because this file system refuses O_DIRECT"
 
 
-@dataclass(frozen=True)
-class DiskLadders:
-    folder: Path
-    read: Ladder
-    write: Ladder
-    source: str
-
-    @property
-    def meters(self) -> list[Meter]:
-        return self.read.meters + self.write.meters
-
-    def disk(self) -> Disk:
-        free = Figure(float(shutil.disk_usage(self.folder).free), FREE_ERROR, "measured")
-        return Disk(free, self.read.curve(self.source), self.write.curve(self.source))
-
-
 @contextlib.contextmanager
 def disk_ladders(folders: Iterable[Path], effort: Effort) -> Iterator[DiskLadders | None]:
     """Measures the first folder that can be written; None where none can, or none has room."""
@@ -61,13 +44,13 @@ def disk_ladders(folders: Iterable[Path], effort: Effort) -> Iterator[DiskLadder
         opened = _opened(folder)
         if opened is None:
             continue
-        scratch = _Scratch(*opened)
+        ladders = DiskLadders(folder, *opened)
         try:
-            if scratch.fill(min(effort.disk_bytes, FREE_SHARE * shutil.disk_usage(folder).free)):
-                yield DiskLadders(folder, scratch.ladder("read"), scratch.ladder("write"), scratch.source)
+            if ladders.fill(min(effort.disk_bytes, FREE_SHARE * shutil.disk_usage(folder).free)):
+                yield ladders
                 return
         finally:
-            scratch.close()
+            ladders.close()
     yield None
 
 
@@ -87,11 +70,12 @@ def _opened(folder: Path) -> tuple[int, str] | None:
         Path(name).unlink()
 
 
-class _Scratch:
-    """An open file, and as many aligned buffers as requests may be in flight."""
+class DiskLadders:
+    """Rates of an open file, with as many aligned buffers as requests may be in flight."""
 
-    def __init__(self, descriptor: int, source: str) -> None:
-        self.descriptor, self.source = descriptor, source
+    def __init__(self, folder: Path, descriptor: int, source: str) -> None:
+        self.folder, self.descriptor, self.source = folder, descriptor, source
+        self.read, self.write = self._ladder("read"), self._ladder("write")
         self.requests = 0  # that the file holds
         self.buffers = [mmap.mmap(-1, REQUEST_BYTES) for _ in range(max(DEPTHS))]
         content = os.urandom(REQUEST_BYTES)  # some drives compress
@@ -117,7 +101,15 @@ class _Scratch:
                 self.requests += 1
         return self.requests >= LEAST_REQUESTS
 
-    def ladder(self, way: Way) -> Ladder:
+    @property
+    def meters(self) -> list[Meter]:
+        return self.read.meters + self.write.meters
+
+    def disk(self) -> Disk:
+        free = Figure(float(shutil.disk_usage(self.folder).free), FREE_SPREAD, "measured")
+        return Disk(free, self.read.curve(self.source), self.write.curve(self.source))
+
+    def _ladder(self, way: Way) -> Ladder:
         return Ladder({depth: Meter(f"disk {way}", functools.partial(self._bytes_per_second, way, depth)) for depth in DEPTHS})
 
     def _bytes_per_second(self, way: Way, depth: int) -> float:

@@ -37,13 +37,7 @@ def measure_links(backend: Literal["nccl", "gloo"], ranks: int, effort: Effort) 
         except (OSError, ValueError) as error:
             raise LinksFailed(f"rank 0 left no result ({error})") from None
     return tuple(
-        Collective(
-            name=row["name"],
-            across="node",
-            group=row["group"],
-            latency_seconds=figure(row["latency_seconds"]),
-            bytes_per_second=figure(row["bytes_per_second"]),
-        )
+        Collective(row["name"], "node", row["group"], figure(row["latency_seconds"]), figure(row["bytes_per_second"]))
         for row in rows
     )
 

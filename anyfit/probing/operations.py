@@ -89,9 +89,6 @@ def touched_bytes(calls: Calls) -> float:
     return float(sum(tensor.numel() * tensor.element_size() for tensor in (*calls.reads, *written)))
 
 
-# ---------------------------------------------------------------------- the ops
-
-
 def _plain(op: Callable[..., Any], tensors: tuple[torch.Tensor, ...], *settings: object) -> Calls:
     """A call that takes its tensors first, and reads all of them."""
     return Calls(lambda: op(*tensors, *settings), tensors)

@@ -25,7 +25,7 @@ from anyfit.kernels.pages import in_huge_pages, nodes, touch
 from anyfit.values.machine import update_threads
 
 from .copies import directions
-from .cuda import new_stream, sleeping_event
+from .cuda import new_event, new_stream
 from .meters import Effort, Ladder, Load, Meter, beside, on_threads
 
 LOAD_COPY_BYTES = 32 * 2**20
@@ -92,7 +92,8 @@ def device_loads(device: torch.device) -> Iterator[Load]:
     inputs, weight = (torch.randn(LOAD_EDGE, LOAD_EDGE, device=device, generator=generator).to(torch.bfloat16) for _ in range(2))
     with directions(device, LOAD_COPY_BYTES) as (up, down):
         compute = new_stream(device)
-        ends = [[sleeping_event() for _ in range(3)] for _ in range(2)]
+        # Who waits for a blocking event sleeps: a spinning one would take a core from what is measured.
+        ends = [[new_event(blocking=True) for _ in range(3)] for _ in range(2)]
 
         def feed() -> None:
             """Queues one more portion, and waits for the portion before it: the streams never run dry."""

@@ -28,7 +28,7 @@ Waiting = tuple[float, int, float, Call]  # order, count, amount, and what is th
 
 
 class Signal:
-    """Something that will have happened."""
+    """Something that others wait for, and that happens once."""
 
     def __init__(self, *, happened: bool = False) -> None:
         self.happened = happened
