@@ -97,15 +97,14 @@ def nearest_changes(question: Question, traced: Traced, machine: Machine, profil
         sizes = [each for each in smaller.passes if each.micro_batch < traced.job.micro_batch]
         tried = (change_to(f"Job(micro_batch={each.micro_batch})", replace(smaller, passes=(each,))) for each in sizes)
         yield from islice((change for change in tried if change is not None), 1)
-    largest: Change | None = None
+    fitting: list[Change] = []
     for size in sorted({each.micro_batch for each in profile.passes if each.micro_batch < profile.batch_size}):
         what = f"Job(batch_size={size})" if of_function else f"--batch {size}"
         change = change_to(what, traced.profile(machine, size))
         if change is None:
             break
-        largest = change
-    if largest is not None:
-        yield largest
+        fitting.append(change)
+    yield from fitting[-1:]
     if not of_function and not traced.job.real_run and _lacks_device_alone(profile, verdict):
         yield from islice(_shorter(question, machine, profile), 1)
     if machine.limits == Limits():  # else it is no card that is too small

@@ -214,9 +214,7 @@ def why(
 
     first = Plan.load(plan)
     if other is not None and (Path(other).exists() or other.endswith(".json")):
-        plans = {str(plan): first, other: Plan.load(other)}
-        if len(plans) == 1:
-            plans = {str(plan): first, f"{other} (again)": first}
+        plans = {str(plan): first, f"{other} (again)" if other == str(plan) else other: Plan.load(other)}
         return _print_json(beside(plans)) if as_json else show_beside(plans, _console())
     rows = first.explained(other)
     if as_json:

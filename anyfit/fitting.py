@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -53,10 +54,7 @@ class DemoOptions:
 
 def run_folder(resume: Path | None, asked_for: Path | None, team: Team | None) -> Path:
     """The folder to go on in, or a new one: the same for all ranks, and used by this launch alone from here on."""
-
-    def claimed() -> Path:
-        return new_folder(asked_for) if resume is None else resumed_folder(resume)
-
+    claimed = functools.partial(new_folder, asked_for) if resume is None else functools.partial(resumed_folder, resume)
     return claimed() if team is None else team.from_first(claimed, "the run folder")
 
 

@@ -43,9 +43,9 @@ def _worth_of_device(found: Found) -> Decision:
     # more of the device asks for no smaller passes; of the host it may, which has their sums of gradients
     larger = tuple(each for each in profile.passes if each.micro_batch >= found.micro_batch)
     found = replace(found, profile=replace(profile, passes=larger))
-    less = _saved(found, device_limit_bytes=limit + more)
+    less = _saved_seconds(found, device_limit_bytes=limit + more)
     if not less and found.whole is None:  # with half of it something may be found: a search is no proof
-        less = _saved(found, device_limit_bytes=limit + more // 2)
+        less = _saved_seconds(found, device_limit_bytes=limit + more // 2)
     what = "GPU" if found.space is not None and found.space.is_gpu else "device"
     why = f"{show_seconds(less)} less a step" if less else "no less a step"
     return Decision("device limit", f"{_round(more)} more {what} memory", why)
@@ -57,12 +57,11 @@ def _worth_of_host(found: Found) -> Decision | None:
         return None
     limit = found.profile.host_limit_bytes
     more = amount_beside(limit)
-    less = _saved(found, host_limit_bytes=limit + more)
+    less = _saved_seconds(found, host_limit_bytes=limit + more)
     return Decision("host limit", f"{_round(more)} more host memory", f"{show_seconds(less)} less a step") if less else None
 
 
-def _saved(found: Found, **limits: int) -> float:
-    """Seconds a step."""
+def _saved_seconds(found: Found, **limits: int) -> float:
     return found.chosen.step_seconds - at_limits(found, **limits).chosen.step_seconds
 
 

@@ -18,6 +18,7 @@ whose activations live longest. It gives up at most one block's worth against th
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -131,11 +132,8 @@ class Candidates:
     def wanted_slots(self) -> int:
         """Enough for the weights of one block, all of which one that is recomputed holds, and for some that come."""
         blocks = next(iter(self.passes.values())).blocks
-        counts = [0] * len(blocks)
-        for chunk in self.chunks:
-            for block in chunk.blocks:
-                counts[block] += 1
-        most = max((count for count, block in zip(counts, blocks, strict=True) if block.name), default=1)
+        counts = Counter(block for chunk in self.chunks for block in chunk.blocks)
+        most = max((counts[index] for index, block in enumerate(blocks) if block.name), default=1)
         return max(LEAST_SLOTS, 2 * most + 1 if self.is_gpu else most + 1)
 
     def slots_for(self, placements: tuple[Placement, ...]) -> int:

@@ -197,10 +197,9 @@ class Tree:
     def best(self, micro_batch: int, under: float, moved: tuple[int, ...]) -> Offer | None:
         """Of all there is with these blocks offloaded, of what takes less than `under`; as far as the branches go."""
         evaluation, candidates, moves = self._evaluation, self._evaluation.candidates, bool(moved)
-        bounds = Bounds(
-            evaluation, micro_batch, candidates.choices_with(micro_batch, moved), self.all_activations(micro_batch, moved)
-        )
-        first, chunks, choices = bounds.first, candidates.chunks, bounds.choices
+        chunks, choices = candidates.chunks, candidates.choices_with(micro_batch, moved)
+        bounds = Bounds(evaluation, micro_batch, choices, self.all_activations(micro_batch, moved))
+        first = bounds.first
         found: Offer | None = None
         start: Branch = ((), ())
         branches = [(bounds.of(start), start)]
@@ -230,7 +229,7 @@ class Bounds:
 
     def __init__(self, evaluation: Evaluation, micro_batch: int, choices: list[list[Activations]], ranked: Ranked) -> None:
         candidates = evaluation.candidates
-        self._evaluation, self.choices = evaluation, choices
+        self._evaluation = evaluation
         self.first = replace(candidates.of(Knobs(micro_batch)), chunks=(), placements=(), slots=0, prefetch=0)
         each = self.first.profile_pass
         self._passes = [undecided(each, choices, decided) for decided in range(len(each.blocks) + 1)]

@@ -31,16 +31,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @dataclass(frozen=True)
-class Setting:
-    folder: str
-    backend: str
-    rank: int
-    ranks: int
-    rounds: int
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Team:
     """The ranks that talk to each other, and the device that this one holds."""
 
@@ -50,30 +40,29 @@ class Team:
     device: torch.device
 
 
-def main(setting: Setting) -> None:
-    device = torch.device("cuda", setting.rank) if setting.backend == "nccl" else torch.device("cpu")
+def main(*, folder: str, backend: str, rank: int, ranks: int, rounds: int, large_bytes: int) -> None:
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)  # several ranks share the cores
     dist.init_process_group(
-        setting.backend,
-        init_method=f"file://{setting.folder}/rendezvous",
-        rank=setting.rank,
-        world_size=setting.ranks,
+        backend,
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=ranks,
         timeout=timedelta(seconds=60),
         device_id=device if device.type == "cuda" else None,
     )
     rows = []
-    for size in group_sizes(setting.ranks):
+    for size in group_sizes(ranks):
         group = dist.new_group(list(range(size)))  # every rank must take part in making it
-        if setting.rank < size:
+        if rank < size:
             assert group is not None
-            team = Team(group, size, setting.rank, device)
-            rows += measure(team, setting)
+            rows += measure(Team(group, size, rank, device), rounds, large_bytes)
         dist.barrier()
-    if setting.rank == 0:
-        (Path(setting.folder) / "result.json").write_text(json.dumps(rows))
+    if rank == 0:
+        (Path(folder) / "result.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
@@ -81,21 +70,21 @@ def group_sizes(ranks: int) -> list[int]:
     return sorted({2**power for power in range(1, ranks.bit_length())} | {ranks})
 
 
-def measure(team: Team, setting: Setting) -> list[dict[str, object]]:
+def measure(team: Team, rounds: int, large_bytes: int) -> list[dict[str, object]]:
     names = NAMES if team.size == 2 else NAMES[:-1]  # a send has two ends, whatever the group
     small = {name: prepare(name, team, SMALL_BYTES) for name in names}
-    large = {name: prepare(name, team, setting.bytes) for name in names}
+    large = {name: prepare(name, team, large_bytes) for name in names}
     latencies: dict[str, list[float]] = {name: [] for name in names}
     rates: dict[str, list[float]] = {name: [] for name in names}
     for exchange in (*small.values(), *large.values()):
         timed(exchange, 2, team)  # connections and buffers are made at first use
-    for _ in range(setting.rounds):
+    for _ in range(rounds):
         for name in names:
             trips = TRIPS.get(name, 1)
             latency = timed(small[name], SMALL_TIMES, team) / trips
             whole = timed(large[name], LARGE_TIMES, team) / trips
             latencies[name].append(latency)
-            rates[name].append((setting.bytes - SMALL_BYTES) / max(whole - latency, 0.1 * whole))
+            rates[name].append((large_bytes - SMALL_BYTES) / max(whole - latency, 0.1 * whole))
     return [
         {"name": name, "group": team.size, "latency_seconds": latencies[name], "bytes_per_second": rates[name]} for name in names
     ]
@@ -142,4 +131,4 @@ def _finish(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    main(Setting(**json.loads(sys.argv[1])))
+    main(**json.loads(sys.argv[1]))

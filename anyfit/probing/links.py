@@ -45,7 +45,8 @@ def measure_links(backend: Literal["nccl", "gloo"], ranks: int, effort: Effort) 
 def _run_ranks(folder: Path, backend: str, ranks: int, effort: Effort) -> None:
     package_root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([package_root, os.environ.get("PYTHONPATH", "")])}
-    shared = {"folder": str(folder), "backend": backend, "ranks": ranks, "rounds": effort.rounds, "bytes": effort.link_bytes}
+    size, rounds = effort.link_bytes, effort.rounds
+    shared = {"folder": str(folder), "backend": backend, "ranks": ranks, "rounds": rounds, "large_bytes": size}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):

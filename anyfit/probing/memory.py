@@ -3,11 +3,11 @@
 The curve is `a + b` with a freshly allocated result, by bytes read and written, on the same buffers again and again:
 small sizes therefore come from the caches, as the activation that the last op wrote does in training.
 
-What a process gets of a GPU: total = others + context + what torch's allocator may reserve. CUDA tells total and free
-only, so what others hold is asked of nvidia-smi before this process has a context of its own. Where that cannot be
-told, or others came since, it is counted as context as long as one may be so large: the allocator's share, the difference
-of the two figures, comes out right either way.
-Of that share, matmul libraries keep workspaces, one for each thread that asks for products: forward's and backward's.
+What a process gets of a GPU: total = others + context + what torch's allocator may reserve. CUDA tells total and free only, so
+what others hold is asked of nvidia-smi before this process has a context of its own. Where that cannot be told, or others came
+since, it is counted as context as long as one may be so large: the allocator's share, the difference of the two figures, comes
+out right either way. Of that share, matmul libraries keep workspaces, one for each thread that asks for products: forward's and
+backward's.
 """
 
 from __future__ import annotations

@@ -39,8 +39,6 @@ LEAST_ERROR = 0.05  # what one process cannot see: memory layout and clocks diff
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to look."""
-
     rounds: int
     stride: int  # every so manieth size of a ladder is looked at
     reading_seconds: float  # about how long one reading runs

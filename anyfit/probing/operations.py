@@ -146,14 +146,10 @@ def _cast_and_back(given: Material) -> Calls:
 
 
 def _transposing_copy(given: Material) -> Calls:
-    heads_first = given.inputs.view(-1, HEADS, len(given.inputs) // _batch(given), WIDTH // HEADS).transpose(1, 2)
-    return Calls(lambda: aten.clone(heads_first, memory_format=torch.contiguous_format), (heads_first,))
-
-
-def _batch(given: Material) -> int:
-    """Sequences that the rows are cut into, of a thousand or so at most."""
     rows = len(given.inputs)
-    return rows // 1024 if rows > 1024 and rows % 1024 == 0 else 1
+    batch = rows // 1024 if rows > 1024 and rows % 1024 == 0 else 1  # sequences of a thousand rows or so at most
+    heads_first = given.inputs.view(-1, HEADS, rows // batch, WIDTH // HEADS).transpose(1, 2)
+    return Calls(lambda: aten.clone(heads_first, memory_format=torch.contiguous_format), (heads_first,))
 
 
 CALLS: dict[str, Callable[[Material], Calls]] = {

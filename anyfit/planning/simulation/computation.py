@@ -7,6 +7,7 @@ are alike.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,10 +51,8 @@ class Computation:
         self._gradients = Gradients(step)
         self._updates = Updates(step, self._fetches)
         self._device_work = DeviceWork.of(step)
-        self._backward_segments = [0] * len(self._chunks)
-        for segment, used in zip(candidate.profile_pass.segments, candidate.uses, strict=True):
-            for index in used if segment.phase == "backward" else ():
-                self._backward_segments[index] += 1
+        uses = zip(candidate.profile_pass.segments, candidate.uses, strict=True)
+        self._backward_segments = Counter(index for segment, used in uses if segment.phase == "backward" for index in used)
         self._slowness, self._rates = candidate.slowness(rates), rates
         self._steps: list[float] = []
         self._began = 0.0  # the step at hand

@@ -115,10 +115,9 @@ class OffloadedActivations:
             self._resources.use("down", "activations", self._bytes[block], self._landed[block].fire)
 
     def back(self, block: int) -> Work:
-        """Those of a block are there again; and those of the one before it begin to come."""
+        """Those of a block are on the device again; and those of the offloaded block before it begin to return."""
         self._bring_back(block)
-        before = self._candidate.before.get(block)
-        if before is not None:
+        if (before := self._candidate.before.get(block)) is not None:
             self._bring_back(before)
         yield from self._ledger.wait("activations", self._returned[block])
 
