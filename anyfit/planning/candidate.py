@@ -88,17 +88,17 @@ class Candidate:
         return chunk.gradient_bytes if self.division.is_alone else SUM_BYTES * (chunk.elements / self.shards)
 
     def slowness(self, rates: Rates) -> float:
-        """What each second of the computation takes, beside all else."""
+        """Seconds that one of the computation takes while copies, updates and exchanges run."""
         stays = all(each.route == "resident" and each.weights != "host" for each in self.placements)
         is_alone = stays and not self.offloaded and self.division.is_alone
         return 1.0 if is_alone or not rates.host.overlaps else rates.calibration.overlap_slowdown.value
 
     def ending_seconds(self, resident: float, rates: Rates) -> float:
-        """After the norm is known, where the device takes so many for resident updates: the host starts the others meanwhile. Of
-        several ranks it starts them all, one after another."""
+        """From the norm to the end of the step, of which the device takes so many for resident updates. The host starts the
+        others meanwhile; of several ranks it starts them all, one after another."""
         elsewhere = sum(placement.route != "resident" for placement in self.placements)
-        handed_out = rates.calibration.update_launch_seconds.value * elsewhere
-        return max(resident, handed_out) if self.division.is_alone else resident + handed_out
+        starting = rates.calibration.update_launch_seconds.value * elsewhere
+        return max(resident, starting) if self.division.is_alone else resident + starting
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:

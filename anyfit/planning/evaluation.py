@@ -79,7 +79,7 @@ class Evaluation:
         return int(self.reserved_bytes(footprint) * (1 + self.profile.offload_error))
 
     def host_bytes(self, footprint: Footprint) -> int:
-        """That must be there, with what the process takes besides."""
+        """Of the host, with what the process takes besides its plan."""
         pages = PAGES_BYTES * len(self.profile.chunks) if footprint.host_bytes else 0
         beside = self.profile.calibration.beside_bytes(footprint.host_bytes) if self.candidates.is_gpu else 0
         return footprint.host_bytes + pages + beside

@@ -39,7 +39,7 @@ from .local_search import STARTS
 from .space import WORTH_LEAVING, Space, space_of
 
 TIE = 0.05  # two forecasts closer than this are not told apart: the one with fewer passes has less that can go wrong
-SIZES_TRIED = 1  # micro-batch, of a plan that is only to show that something fits
+SIZES_TRIED = 1  # micro-batch, where any plan will do to show that something fits
 DIVISIONS_WITH_HOST = 2  # that are searched with part of the state there
 RANKS_TIE = 0.01  # two ways to shard the state, closer than this: the one with fewer moving parts
 
@@ -85,8 +85,8 @@ def fitting(profile: Profile, forecasts: Mapping[int, Forecast]) -> list[int]:
 
 
 def handicapped(space: Space, offer: Offer) -> float:
-    """Seconds; as so many more in chunks of another size as make it worth to leave the usual one, and likewise, of one of
-    several ranks, with something on the host."""
+    """Seconds to compare by. Chunks of another size than the usual one, and of several ranks something on the host, count as
+    slower by what they have to gain."""
     seconds = forecast_of(space, offer).step_seconds
     if not space.is_alone and offer.uses_host:
         seconds /= 1 - WORTH_LEAVING
@@ -148,7 +148,7 @@ def quickly(profile: Profile, space: Space | None = None) -> Found | None:
 
 
 def may_fit(profile: Profile, space: Space | None) -> tuple[Pass, ...]:
-    """Those passes of which something needs no more than there is."""
+    """The passes of which something may fit the limits."""
 
     def may(each: Pass) -> bool:
         if forecast(profile, each).needed_bytes <= profile.device_limit_bytes:
@@ -163,8 +163,8 @@ def may_fit(profile: Profile, space: Space | None) -> tuple[Pass, ...]:
 
 
 def fastest_over_ranks(profile: Profile) -> Found | None:
-    """The best of all divisions, with the others that were tried: all of them with nothing on the host, but those that cannot be
-    best; and where that leaves something to be gained, the most promising with part of it there."""
+    """The best of all divisions, with the others that were tried. All that may be best are searched with nothing on the host;
+    where that leaves something to gain, the most promising also with part of the state there."""
     ranks = profile.divisions[0].ranks
     if profile.batch_size % ranks:
         raise ValueError(f"batch_size is {profile.batch_size}; it must be a multiple of the {ranks} ranks")
@@ -214,7 +214,7 @@ def _promise(tried: Found | int) -> tuple[bool, float]:
 
 
 def _parts(found: Found, least: float) -> tuple[bool, bool, bool, bool, int, float]:
-    """What moves, of those that are not told apart from the least seconds; seconds, of the others."""
+    """Moving parts, of those within RANKS_TIE of the least seconds; seconds, of the others."""
     space, offer = found.in_space
     seconds, division = handicapped(space, offer), space.division
     if seconds >= (1 + RANKS_TIE) * least:

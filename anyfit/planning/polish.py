@@ -102,7 +102,7 @@ class Polish:
         return candidates[last] if fits(last) else None
 
     def _any_resident(self, accumulation: int) -> dict[tuple[Placement, ...], None]:
-        """Placements, each once."""
+        """Placements with any chunks resident and the others alike, each once."""
         chunks = self._candidates.chunks
         return {
             tuple(

@@ -1,5 +1,5 @@
-"""Gradients on their way: a chunk's are put in a staging buffer when all are there, and go to the host, or are summed over ranks
-and then go there. Those of several micro-batches add up where they end."""
+"""Gradients on their way: when a chunk's are complete they are put in a staging buffer, and copied to the host, or reduced over
+ranks first. Those of several micro-batches add up where they end."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Gradients:
         self._most_staged = GRADIENT_BUFFERS if self._is_alone else REDUCTION_BUFFERS
         self._staged = 0
         self._stage_free = Signal(happened=True)
-        self._holds_norm = candidate.adds_up or not self._is_alone  # the norm is taken when all are there
+        self._holds_norm = candidate.adds_up or not self._is_alone  # the norm waits for all of them
         self._adding = 0  # that are being added up on the host, or over ranks
         self._all_added = Signal(happened=True)
 
     def complete(self, chunk: Chunk, *, is_last: bool) -> Generator[float | Signal, None, Signal]:
-        """All of a chunk are there, of one micro-batch; the signal says that they are where they are going."""
+        """All of a chunk are made, of one micro-batch; the signal says that they have arrived where they are updated."""
         arrived = Signal()
         if not self._candidate.stages(chunk.placement, is_last=is_last):
             self._resources.owed_seconds += self._candidate.adds_up * self._rates.add_seconds * chunk.cost.elements
@@ -43,17 +43,17 @@ class Gradients:
                 self._all_added = Signal()
             self._adding += 1
         landed = partial(self._landed, chunk, arrived)
-        down = partial(chunk.whole.then, partial(self._go_down, chunk, landed))  # no sooner than the last moments are made
+        send = partial(chunk.whole.then, partial(self._send, chunk, landed))  # no sooner than the last moments are made
         if self._is_alone:
-            down()
+            send()
         else:
-            self._exchanges.reduce(chunk, down if chunk.placement.gradients == "host" else landed)
+            self._exchanges.reduce(chunk, send if chunk.placement.gradients == "host" else landed)
         return arrived
 
     def all_added(self) -> Work:
         yield from self._ledger.wait(self._waited_for, self._all_added)
 
-    def _go_down(self, chunk: Chunk, landed: Call) -> None:
+    def _send(self, chunk: Chunk, landed: Call) -> None:
         self._resources.use("down", "gradients", self._candidate.sent_bytes(chunk.cost), landed)
 
     def _landed(self, chunk: Chunk, arrived: Signal) -> None:
