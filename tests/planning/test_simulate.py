@@ -159,7 +159,7 @@ def test_what_a_plan_says_of_its_neighbours_is_what_they_cost_when_planned() -> 
     for other in plan.alternatives:
         if other.decision == "chunk size":  # tests/planning/test_answers.py
             continue
-        most = {"rung": space.candidates.last_rung(8), "moved": space.candidates.all_moved(8)}
+        most = {"rung": space.candidates.last_rung(8), "moved": len(space.candidates.movable(8))}
         forced = {knob: most[knob] if value == -1 else value for knob, value in FORCED[other.choice].items()}
         offer = space.best(8, starts=1, **forced)
         assert offer is not None
