@@ -106,7 +106,7 @@ class DiskLadders:
         return self.read.meters + self.write.meters
 
     def disk(self) -> Disk:
-        free = Figure(float(shutil.disk_usage(self.folder).free), FREE_SPREAD, "measured")
+        free = Figure(float(shutil.disk_usage(self.folder).free), FREE_ERROR, "measured")
         return Disk(free, self.read.curve(self.source), self.write.curve(self.source))
 
     def _ladder(self, way: Way) -> Ladder:

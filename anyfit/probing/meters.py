@@ -2,7 +2,7 @@
 
 A `Meter` is one quantity; a `Ladder` is one quantity by size. All meters of a probe are read in rounds, each round reading every
 meter once, so that the repeats of one meter lie seconds apart: what the neighbours on the machine do, and how its clocks drift,
-then shows up in the error. The value is the median of the rounds; the measurement error is the widest distance of a round from it.
+then shows up in the error. The value is the median of the rounds; the measurement error is the widest distance of one from it.
 """
 
 from __future__ import annotations
