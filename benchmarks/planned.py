@@ -161,7 +161,7 @@ def alternatives(profile: Profile, plan: Plan) -> Iterator[tuple[str, Plan]]:
         "none on the host": {"streamed": 1.0, "host_first": 0.0},
         "updates wait for the norm": {"speculates": False},
         "updates before the norm": {"speculates": True},
-        "all made again": {"rung": last, "moved": 0},
+        "all made again": {"rung": last, "offloaded": 0},
         "half of the weights away": {"away": len(profile.chunks) // 2},
         "all weights away": {"away": len(profile.chunks)},
     }

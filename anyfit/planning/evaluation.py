@@ -64,8 +64,8 @@ class Evaluation:
         division, candidate = self.candidates.division, self.candidates.of(knobs)
         if division.is_alone or (candidate.adds_up and not division.gradients):
             return None
-        streams = knobs.moved > 0 and any(placement.route == "streamed" for placement in candidate.placements)
-        key = knobs.micro_batch, knobs.rung, knobs.moved, streams
+        streams = knobs.offloaded > 0 and any(placement.route == "streamed" for placement in candidate.placements)
+        key = knobs.micro_batch, knobs.rung, knobs.offloaded, streams
         if key not in self._live_bytes:
             self._live_bytes[key] = live_of(self.profile, candidate)
         return self._live_bytes[key]

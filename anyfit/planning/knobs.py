@@ -3,7 +3,7 @@
 A point (Knobs), for one micro-batch size:
 
     rung        of the ladder of activation choices: which blocks keep, recompute in part, recompute
-    moved       blocks whose activations are offloaded instead, at even distances, so that each has time to
+    offloaded   blocks whose activations are offloaded instead, at even distances, so that each has time to
     resident    chunks, the first in order of use, whose optimizer is on the device: their gradients come last in backward and
                 their weights are needed first in forward, so that nothing could hide their update elsewhere
     away        chunks, the last, whose weights are on the host
@@ -49,7 +49,7 @@ PLACED = {  # by whether it is streamed, its weights are away, it speculates
 class Knobs:
     micro_batch: int
     rung: int = 0
-    moved: int = 0
+    offloaded: int = 0
     resident: int = 0
     away: int = 0
     host_first: float = 0.0
@@ -68,11 +68,11 @@ class Candidates:
         self.ladders = {size: ladder(each) for size, each in self.passes.items()}
         self._batch_size = profile.batch_size
         self._together = [sum(1 << index for index in each) for each in profile.together]  # bits of chunks
-        self.of, self.movable = cache(self._of), cache(self._movable)
+        self.of, self.offloadable = cache(self._of), cache(self._offloadable)
         self._placements = cache(lambda knobs: tuple(_placements(self.chunks, knobs)))
 
     def _of(self, knobs: Knobs) -> Candidate:
-        placements = self._placements(replace(knobs, micro_batch=0, rung=0, moved=0))  # on which they do not depend
+        placements = self._placements(replace(knobs, micro_batch=0, rung=0, offloaded=0))  # on which they do not depend
         slots = self.slots_for(placements)
         each, accumulation = self.passes[knobs.micro_batch], self.accumulation(knobs.micro_batch)
         placed = self.chunks, placements, slots, self.prefetch(slots), self.division
@@ -83,35 +83,35 @@ class Candidates:
 
     def _activations(self, knobs: Knobs) -> tuple[Activations, ...]:
         choices = list(self.ladders[knobs.micro_batch][knobs.rung])
-        movable = self.movable(knobs.micro_batch) if knobs.moved else []
-        for place, block in enumerate(movable):
-            if place * knobs.moved % len(movable) < knobs.moved:
+        offloadable = self.offloadable(knobs.micro_batch) if knobs.offloaded else []
+        for place, block in enumerate(offloadable):
+            if place * knobs.offloaded % len(offloadable) < knobs.offloaded:
                 choices[block] = "offload"
         return tuple(choices)
 
     def last_rung(self, micro_batch: int) -> int:
         return len(self.ladders[micro_batch]) - 1
 
-    def _movable(self, micro_batch: int) -> list[int]:
+    def _offloadable(self, micro_batch: int) -> list[int]:
         """Blocks whose activations can be offloaded."""
         blocks = self.passes[micro_batch].blocks
         return [index for index, block in enumerate(blocks) if "offload" in self.choices(block)]
 
-    def some_moved(self, micro_batch: int) -> list[int]:
+    def some_offloaded(self, micro_batch: int) -> list[int]:
         """A few numbers of blocks, none first."""
-        count = len(self.movable(micro_batch))
+        count = len(self.offloadable(micro_batch))
         return sorted({0, count // 4, count // 2, count})
 
     def choices(self, block: BlockCost) -> list[Activations]:
         """What can be done with its activations."""
         found: list[Activations] = ["keep", *(name for name in RECOMPUTED if block.name and name in block.choices)]
-        moves = self.is_gpu and block.name and "offload" in block.choices and block.choices["offload"].moved_bytes
-        return [*found, "offload"] if moves else found
+        offloads = self.is_gpu and block.name and "offload" in block.choices and block.choices["offload"].moved_bytes
+        return [*found, "offload"] if offloads else found
 
-    def choices_with(self, micro_batch: int, moved: tuple[int, ...]) -> list[list[Activations]]:
+    def choices_with(self, micro_batch: int, offloaded: tuple[int, ...]) -> list[list[Activations]]:
         """By block, where these are offloaded and no others."""
         return [
-            ["offload"] if index in moved else [name for name in self.choices(block) if name != "offload"]
+            ["offload"] if index in offloaded else [name for name in self.choices(block) if name != "offload"]
             for index, block in enumerate(self.passes[micro_batch].blocks)
         ]
 

@@ -47,8 +47,8 @@ class LocalSearch:
     def _least(self, micro_batch: int) -> Knobs:
         """What needs least of the device."""
         last = Knobs(micro_batch, rung=self._candidates.last_rung(micro_batch))
-        ways = product(self._candidates.some_moved(micro_batch), self._candidates.before_larger_slots())
-        points = [replace(last, moved=moved, away=away) for moved, away in ways]
+        ways = product(self._candidates.some_offloaded(micro_batch), self._candidates.before_larger_slots())
+        points = [replace(last, offloaded=offloaded, away=away) for offloaded, away in ways]
         return min(points, key=lambda knobs: self._evaluation.reserved_bytes(self._evaluation.footprint(knobs)))
 
     def least_host_bytes(self, micro_batch: int) -> int | None:
@@ -56,8 +56,8 @@ class LocalSearch:
         evaluation, least = self._evaluation, self.least(micro_batch)
         if not evaluation.fits_device(evaluation.footprint(least)):
             return None
-        for moved in (0, least.moved):  # what is offloaded takes of the host, if only it fits without
-            starts = [Knobs(micro_batch, least.rung, moved, streamed=share) for share in self._shares_streamed]
+        for offloaded in (0, least.offloaded):  # what is offloaded takes of the host, if only it fits without
+            starts = [Knobs(micro_batch, least.rung, offloaded, streamed=share) for share in self._shares_streamed]
             filled = [knobs for start in starts for knobs in self.fillings(start)]
             if filled:
                 return min(evaluation.host_bytes(evaluation.footprint(knobs)) for knobs in filled)
@@ -69,7 +69,7 @@ class LocalSearch:
 
     def on_device(self, micro_batch: int, **forced: float) -> Offer | None:
         """With nothing on the host, and as little recomputed as fits; None where nothing does."""
-        if forced.get("moved"):
+        if forced.get("offloaded"):
             return None
         last, all_stay = self._candidates.last_rung(micro_batch), {**forced, "resident": self._count}
         kept = [Knobs(micro_batch, **{**all_stay, "rung": last - more}) for more in range(last + 1)]  # type: ignore[arg-type]
@@ -92,9 +92,9 @@ class LocalSearch:
         first = sorted(tried, key=seconds)[:starts]
         rounds = ROUNDS * starts // STARTS
         improved = [self._improved(knobs, forced, rounds) for knobs in first if seconds(knobs) < CLOSE * least]
-        if improved and not any(knobs.moved for knobs in improved):
-            moved = self._moved(min(improved, key=seconds), forced)
-            improved += [self._improved(knobs, forced, rounds) for knobs in moved]
+        if improved and not any(knobs.offloaded for knobs in improved):
+            offloaded = self._with_offloaded(min(improved, key=seconds), forced)
+            improved += [self._improved(knobs, forced, rounds) for knobs in offloaded]
         return self._evaluation.offer(min(improved, key=seconds)) if improved else None
 
     def best_like(self, offer: Offer) -> Offer | None:
@@ -115,12 +115,13 @@ class LocalSearch:
         last = self._candidates.last_rung(micro_batch)
         some = sorted({min(2, last)} | {round(step * last / (RUNGS - 1)) for step in range(RUNGS)})  # all kept may just not fit
         speculates = (False, True) if self._candidates.accumulation(micro_batch) == 1 and self._is_gpu else (False,)
-        moved = [(0, moved) for moved in self._candidates.some_moved(micro_batch)[-2:] if moved]
-        kept = [each for each in (*((rung, 0) for rung in some), *moved) if self._pass_seconds(Knobs(micro_batch, *each)) < under]
-        for (rung, moves), streamed in product(kept, self._shares_streamed):
+        offloaded = [Knobs(micro_batch, 0, count) for count in self._candidates.some_offloaded(micro_batch)[-2:] if count]
+        points = [*(Knobs(micro_batch, rung) for rung in some), *offloaded]
+        kept = [each for each in points if self._pass_seconds(each) < under]
+        for point, streamed in product(kept, self._shares_streamed):
             for more in MORE_STREAMED if self._is_gpu else (0.0,):
-                start = Knobs(micro_batch, rung, moves, streamed=round(streamed + more, 3))
-                if start.streamed > 1 or not _is_forced(start, forced, "rung", "moved", "streamed"):
+                start = replace(point, streamed=round(streamed + more, 3))
+                if start.streamed > 1 or not _is_forced(start, forced, "rung", "offloaded", "streamed"):
                     continue
                 filled = product(self.fillings(start), HOST_FIRST if self._is_gpu else (0.0,), speculates)
                 ways = [self._near(replace(knobs, host_first=first, speculates=guess)) for knobs, first, guess in filled]
@@ -180,10 +181,10 @@ class LocalSearch:
             knobs = best
         return knobs
 
-    def _moved(self, knobs: Knobs, forced: Mapping[str, float]) -> list[Knobs]:
+    def _with_offloaded(self, knobs: Knobs, forced: Mapping[str, float]) -> list[Knobs]:
         """The same with some blocks offloaded, and the device filled anew, where that is better."""
-        some = self._candidates.some_moved(knobs.micro_batch)[1:]
-        others = [replace(knobs, moved=moved, resident=0, away=0) for moved in some]
+        some = self._candidates.some_offloaded(knobs.micro_batch)[1:]
+        others = [replace(knobs, offloaded=offloaded, resident=0, away=0) for offloaded in some]
         filled = [near for each in others for full in self.fillings(each) if (near := self._near(full)) is not None]
         return [each for each in filled if _is_forced(each, forced) and self._is_better(each, knobs)]
 
@@ -205,8 +206,8 @@ class LocalSearch:
                 yield replace(knobs, away=knobs.away + step)
             if 0 <= knobs.rung + step <= last:
                 yield from self._and_filled(replace(knobs, rung=knobs.rung + step))
-            if knobs.moved and 0 <= knobs.moved + step <= len(self._candidates.movable(knobs.micro_batch)):
-                yield from self._and_filled(replace(knobs, moved=knobs.moved + step))
+            if knobs.offloaded and 0 <= knobs.offloaded + step <= len(self._candidates.offloadable(knobs.micro_batch)):
+                yield from self._and_filled(replace(knobs, offloaded=knobs.offloaded + step))
         for share in (-0.15, -0.05, -0.02, 0.02, 0.05, 0.15) if self._is_gpu else ():
             streamed, first = (round(min(max(now + share, 0.0), 1.0), 3) for now in (knobs.streamed, knobs.host_first))
             yield from self._and_filled(replace(knobs, streamed=streamed))

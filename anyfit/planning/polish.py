@@ -63,9 +63,9 @@ class Polish:
         twice = [self._polished(each, 2) for each in sorted(different, key=_seconds)[:BEST_PAIRS]]
         best = min(twice, key=_seconds, default=None)
         enough = min(under, best.seconds if best else under)
-        movable = self._candidates.movable(micro_batch)
-        for moved in chain.from_iterable(combinations(movable, count) for count in range(len(movable) + 1)):
-            best = self._tree.best(micro_batch, (1 - SLACK) * enough, moved) or best
+        offloadable = self._candidates.offloadable(micro_batch)
+        for offloaded in chain.from_iterable(combinations(offloadable, count) for count in range(len(offloadable) + 1)):
+            best = self._tree.best(micro_batch, (1 - SLACK) * enough, offloaded) or best
             enough = min(enough, best.seconds if best else enough)
         return best if best is not None and best.seconds < under else None
 
@@ -141,8 +141,8 @@ class Polish:
     def _with_least_recomputed(self, offer: Offer) -> Offer:
         """Of all choices for a few blocks those that cost least and fit, with the chunks, and with what is offloaded, as they
         are."""
-        moved = tuple(sorted(offer.candidate.offloaded))
-        for seconds, activations in self._tree.all_activations(offer.candidate.micro_batch, moved):
+        offloaded = tuple(sorted(offer.candidate.offloaded))
+        for seconds, activations in self._tree.all_activations(offer.candidate.micro_batch, offloaded):
             if seconds >= offer.candidate.recompute_seconds:
                 break
             other = self._evaluation.fitting(replace(offer.candidate, activations=activations))
@@ -187,23 +187,23 @@ class Tree:
         other._evaluation = evaluation
         return other
 
-    def _all_activations(self, micro_batch: int, moved: tuple[int, ...]) -> Ranked:
+    def _all_activations(self, micro_batch: int, offloaded: tuple[int, ...]) -> Ranked:
         """By the seconds they cost, with these blocks offloaded and no others; none where there are too many."""
         candidates = self._evaluation.candidates
-        first, choices = candidates.of(Knobs(micro_batch)), candidates.choices_with(micro_batch, moved)
+        first, choices = candidates.of(Knobs(micro_batch)), candidates.choices_with(micro_batch, offloaded)
         found = product(*choices) if math.prod(map(len, choices)) <= MOST_ACTIVATIONS else ()
         return sorted((replace(first, activations=each).recompute_seconds, each) for each in found)
 
-    def best(self, micro_batch: int, under: float, moved: tuple[int, ...]) -> Offer | None:
+    def best(self, micro_batch: int, under: float, offloaded: tuple[int, ...]) -> Offer | None:
         """Of all there is with these blocks offloaded, of what takes less than `under`; as far as the branches go."""
-        evaluation, candidates, moves = self._evaluation, self._evaluation.candidates, bool(moved)
-        chunks, choices = candidates.chunks, candidates.choices_with(micro_batch, moved)
-        bounds = Bounds(evaluation, micro_batch, choices, self.all_activations(micro_batch, moved))
+        evaluation, candidates, offloads = self._evaluation, self._evaluation.candidates, bool(offloaded)
+        chunks, choices = candidates.chunks, candidates.choices_with(micro_batch, offloaded)
+        bounds = Bounds(evaluation, micro_batch, choices, self.all_activations(micro_batch, offloaded))
         first = bounds.first
         found: Offer | None = None
         start: Branch = ((), ())
         branches = [(bounds.of(start), start)]
-        while branches and self._branches_left[moves] > 0:
+        while branches and self._branches_left[offloads] > 0:
             least, (placements, activations) = branches.pop()
             if least >= under:
                 continue
@@ -218,7 +218,7 @@ class Tree:
                 if offer is not None and offer.seconds < under:
                     found, under = offer, (1 - SLACK) * offer.seconds
                 continue
-            self._branches_left[moves] -= len(nexts)
+            self._branches_left[offloads] -= len(nexts)
             bounded = [(bounds.of(each), each) for each in nexts]
             branches += sorted((each for each in bounded if each[0] < under), key=lambda each: each[0], reverse=True)
         return found

@@ -244,14 +244,14 @@ def _others(space: Space, offer: Offer, micro_batch: int) -> Iterator[tuple[str,
         if not offer.candidate.adds_up:
             said = "updates that wait for the norm" if speculates(offer) else "updates before the norm is known"
             yield "speculation", said, micro_batch, {"speculates": not speculates(offer)}
-    last, all_moved = candidates.last_rung(micro_batch), len(candidates.movable(micro_batch))
+    last, all_offloaded = candidates.last_rung(micro_batch), len(candidates.offloadable(micro_batch))
     if last:
-        yield "activations", "all recomputed", micro_batch, {"rung": last, "moved": 0}
-        yield "activations", "all kept", micro_batch, {"rung": 0, "moved": 0}
+        yield "activations", "all recomputed", micro_batch, {"rung": last, "offloaded": 0}
+        yield "activations", "all kept", micro_batch, {"rung": 0, "offloaded": 0}
     if offer.candidate.offloaded:
-        yield "activations", "none moved", micro_batch, {"moved": 0}
-    elif all_moved:
-        yield "activations", "all moved", micro_batch, {"rung": 0, "moved": all_moved}
+        yield "activations", "none offloaded", micro_batch, {"offloaded": 0}
+    elif all_offloaded:
+        yield "activations", "all offloaded", micro_batch, {"rung": 0, "offloaded": all_offloaded}
     others = set(space.micro_batches) - {micro_batch}
     for size in sorted(others, key=lambda size: abs(size - micro_batch))[:1]:
         yield "micro-batch", passes_said(space.profile.batch_size, size), size, {}

@@ -94,8 +94,8 @@ def _pass(random: Random, count: int) -> Pass:
 
     first = own(0)
     blocks = [replace(first, name=f"layers.{index}") if is_like else own(index) for index in range(count)]
-    movable = aside.choice([0, 1, 2] if count < 5 else [0, 1])  # more would be too many plans
-    for index in aside.sample(range(count), count - min(movable, count)):
+    offloadable = aside.choice([0, 1, 2] if count < 5 else [0, 1])  # more would be too many plans
+    for index in aside.sample(range(count), count - min(offloadable, count)):
         left = {name: cost for name, cost in blocks[index].choices.items() if name != "offload"}
         blocks[index] = replace(blocks[index], choices=left)
     outside = _scale(random, 0.0005, 0.02)

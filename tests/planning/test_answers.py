@@ -169,10 +169,13 @@ def otherwise(space: Space, plan: Plan, choice: str) -> tuple[int, dict[str, Any
         "none on the host": ({"streamed": 1.0, "host_first": 0.0}, lambda found: "host" not in routes(found)),
         "updates that wait for the norm": ({"speculates": False}, lambda found: not speculates(found)),
         "updates before the norm is known": ({"speculates": True}, speculates),
-        "all recomputed": ({"rung": last, "moved": 0}, lambda found: not {"keep", "offload"} & set(found.activations[:BLOCKS])),
-        "all kept": ({"rung": 0, "moved": 0}, lambda found: set(found.activations) == {"keep"}),
-        "none moved": ({"moved": 0}, lambda found: "offload" not in found.activations),
-        "all moved": ({"rung": 0, "moved": BLOCKS}, lambda found: set(found.activations[:BLOCKS]) == {"offload"}),
+        "all recomputed": (
+            {"rung": last, "offloaded": 0},
+            lambda found: not {"keep", "offload"} & set(found.activations[:BLOCKS]),
+        ),
+        "all kept": ({"rung": 0, "offloaded": 0}, lambda found: set(found.activations) == {"keep"}),
+        "none offloaded": ({"offloaded": 0}, lambda found: "offload" not in found.activations),
+        "all offloaded": ({"rung": 0, "offloaded": BLOCKS}, lambda found: set(found.activations[:BLOCKS]) == {"offload"}),
     }
     if choice in named:
         return (size, *named[choice])
@@ -297,7 +300,7 @@ def test_the_profiles_have_all_kinds_of_plans() -> None:
     assert any(" more a step" in why for why in whys)
 
 
-def moved(profile: Profile) -> int:
+def offloaded(profile: Profile) -> int:
     """Blocks."""
     return Counter(search(profile).activations.values())["offload"]
 
@@ -305,16 +308,16 @@ def moved(profile: Profile) -> int:
 def test_activations_move_where_blocks_are_long_for_what_they_keep_and_copies_are_fast() -> None:
     fast = with_moves(chain(2 * GIB))
     plan = search(fast)
-    assert moved(fast) == BLOCKS
+    assert offloaded(fast) == BLOCKS
     assert "offloaded to the host" in plan.decision("activations").choice
     assert plan.forecast.step_seconds < 0.95 * search(chain(2 * GIB)).forecast.step_seconds
     assert plan.forecast.peak_bytes["host"] <= fast.host_limit_bytes
 
 
 def test_activations_do_not_move_where_copies_are_slow_or_the_host_is_short_or_the_same() -> None:
-    assert moved(with_moves(chain(2 * GIB, SLOW_COPIES))) == 0
-    assert moved(with_moves(chain(2 * GIB, CPU))) == 0
-    assert moved(with_moves(chain(2 * GIB, host_bytes=13 * GIB // 2))) < moved(with_moves(chain(2 * GIB)))
+    assert offloaded(with_moves(chain(2 * GIB, SLOW_COPIES))) == 0
+    assert offloaded(with_moves(chain(2 * GIB, CPU))) == 0
+    assert offloaded(with_moves(chain(2 * GIB, host_bytes=13 * GIB // 2))) < offloaded(with_moves(chain(2 * GIB)))
 
 
 def test_no_alternative_is_faster_than_the_plan_but_in_chunks_of_another_size_by_little(

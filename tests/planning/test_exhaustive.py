@@ -88,9 +88,9 @@ class Plans:
     def fits(self, candidate: Candidate) -> bool:
         return self.space.evaluation.fits(footprint_of(self._profile, candidate))
 
-    def moving(self, moved: tuple[bool, ...]) -> Moving:
+    def moving(self, offloaded: tuple[bool, ...]) -> Moving:
         """Those with these blocks offloaded and no others."""
-        return Moving(self, moved)
+        return Moving(self, offloaded)
 
     def ways_to_move(self) -> list[tuple[bool, ...]]:
         """By block, whether it is."""
@@ -106,17 +106,17 @@ class Plans:
                 yield candidate
 
     def faster_than(self, seconds: float) -> Iterator[Candidate]:
-        return chain.from_iterable(self.moving(moved).faster_than(seconds) for moved in self.ways_to_move())
+        return chain.from_iterable(self.moving(offloaded).faster_than(seconds) for offloaded in self.ways_to_move())
 
 
 class Moving:
     """The tree of all plans with some blocks offloaded and no others."""
 
-    def __init__(self, plans: Plans, moved: tuple[bool, ...]) -> None:
+    def __init__(self, plans: Plans, offloaded: tuple[bool, ...]) -> None:
         self._plans = plans
         self.choices: list[list[Activations]] = [
             ["offload"] if moves else [name for name in names if name != "offload"]
-            for moves, names in zip(moved, plans.choices, strict=True)
+            for moves, names in zip(offloaded, plans.choices, strict=True)
         ]
         each = plans.space.profile.passes[0]
         self._undecided = [undecided(each, self.choices, decided) for decided in range(len(each.blocks) + 1)]

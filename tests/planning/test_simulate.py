@@ -144,8 +144,8 @@ FORCED: dict[str, dict[str, float]] = {
     "none streamed": {"streamed": 0.0},
     "none on the host": {"streamed": 1.0, "host_first": 0.0},
     "updates that wait for the norm": {"speculates": False},
-    "all recomputed": {"rung": -1, "moved": 0},
-    "all moved": {"rung": 0, "moved": -1},
+    "all recomputed": {"rung": -1, "offloaded": 0},
+    "all offloaded": {"rung": 0, "offloaded": -1},
 }
 
 
@@ -159,7 +159,7 @@ def test_what_a_plan_says_of_its_neighbours_is_what_they_cost_when_planned() -> 
     for other in plan.alternatives:
         if other.decision == "chunk size":  # tests/planning/test_answers.py
             continue
-        most = {"rung": space.candidates.last_rung(8), "moved": len(space.candidates.movable(8))}
+        most = {"rung": space.candidates.last_rung(8), "offloaded": len(space.candidates.offloadable(8))}
         forced = {knob: most[knob] if value == -1 else value for knob, value in FORCED[other.choice].items()}
         offer = space.best(8, starts=1, **forced)
         assert offer is not None
