@@ -59,7 +59,7 @@ IMAGES = {  # batch, channels in and out, height, width
 
 
 @dataclass(frozen=True)
-class Subject:
+class Workload:
     """One kind of work: FLOP/s by FLOPs of one call."""
 
     label: str
@@ -125,12 +125,12 @@ def _convolution(draw: Draw, shape: Shape) -> tuple[float, Work]:
     return 1.5 * 2.0 * 9 * channels * math.prod(shape), both
 
 
-SUBJECTS = {  # by field of Device
-    "matmul": Subject("products", SQUARES, 16, _product),
-    "matmul_unaligned": Subject("unaligned products", ODD_SQUARES, 32, _unaligned, calls=2, is_correction=True),
-    "attention": Subject("attention", ATTENTION_SHAPES, 20, _attention),
-    "attention_backward": Subject("attention backward", BACKWARD_SHAPES, 40, _attention_backward, is_correction=True),
-    "convolution": Subject("convolutions", IMAGES, 24, _convolution, calls=2, is_correction=True),
+WORKLOADS = {  # by field of Device
+    "matmul": Workload("products", SQUARES, 16, _product),
+    "matmul_unaligned": Workload("unaligned products", ODD_SQUARES, 32, _unaligned, calls=2, is_correction=True),
+    "attention": Workload("attention", ATTENTION_SHAPES, 20, _attention),
+    "attention_backward": Workload("attention backward", BACKWARD_SHAPES, 40, _attention_backward, is_correction=True),
+    "convolution": Workload("convolutions", IMAGES, 24, _convolution, calls=2, is_correction=True),
 }
 
 

@@ -116,9 +116,9 @@ def _set_up(device: torch.device, level: Effort, stack: ExitStack, tell: Report)
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     room = WORKING_SHARE * free
     ladders: dict[str, Mapping[str, Ladder]] = {}
-    for name, subject in compute.SUBJECTS.items():
-        tell(subject.label, 0.1 * len(ladders))
-        ladders[name] = subject.ladders(device, level, room)
+    for name, workload in compute.WORKLOADS.items():
+        tell(workload.label, 0.1 * len(ladders))
+        ladders[name] = workload.ladders(device, level, room)
     tell("device memory", 0.5)
     elementwise = memory.elementwise_ladder(device, level, room)
     ladders["operations"] = operations.operation_ladders(device, level.brief, room)
