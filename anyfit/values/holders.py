@@ -29,11 +29,8 @@ class Holder:
 class Named(Holder):
     """Entries that are got, set and deleted by name; MISSING stands for one that does not exist."""
 
-    def __init__(
-        self, before: Mapping[str, Any], get: Change, set: Any, delete: Any, forgiven: type[Exception] | None = None
-    ) -> None:
-        self.before, self.get, self.set, self.delete = before, get, set, delete
-        self.forgiven = () if forgiven is None else (forgiven,)
+    def __init__(self, before: Mapping[str, Any], get: Change, set: Any, delete: Any, *forgiven: type[Exception]) -> None:
+        self.before, self.get, self.set, self.delete, self.forgiven = before, get, set, delete, forgiven
 
     def hold(self, change: Change) -> None:
         for name, value in self.before.items():
@@ -64,7 +61,7 @@ def slots(held: Any, wanted: Iterable[str]) -> Named:
         return getattr(held, name, MISSING)
 
     before = {name: get(name) for name in wanted}
-    return Named(before, get, partial(object.__setattr__, held), partial(object.__delattr__, held), forgiven=AttributeError)
+    return Named(before, get, partial(object.__setattr__, held), partial(object.__delattr__, held), AttributeError)
 
 
 def cell(held: types.CellType) -> Named:
@@ -91,17 +88,13 @@ class Attributes(Named):
         super().put_back(change)
 
 
-class Dict(Holder):
+class Dict(Named):
     """All entries of a dict, in their order. They are set past whatever a class of its own makes of that."""
 
     def __init__(self, held: dict[Any, Any]) -> None:
-        self.held, self.before = held, dict(held)
+        self.held = held
         self.kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
-
-    def hold(self, change: Change) -> None:
-        for key, value in self.before.items():
-            if (other := change(value)) is not value:
-                self.kind.__setitem__(self.held, key, other)
+        super().__init__(dict(held), held.get, partial(self.kind.__setitem__, held), held.__delitem__)
 
     def put_back(self, change: Change) -> None:
         now, before = self.held, {key: change(value) for key, value in self.before.items()}
@@ -109,7 +102,7 @@ class Dict(Holder):
             return
         self.kind.clear(now)
         for key, value in before.items():
-            self.kind.__setitem__(now, key, value)
+            self.set(key, value)
 
 
 class List(Holder):
