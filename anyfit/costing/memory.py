@@ -78,23 +78,20 @@ def chunk_costs(graph: Graph, chunks: Sequence[Chunk]) -> tuple[ChunkCost, ...]:
     block_of = {parameter.name: parameter.block for parameter in graph.parameters}
     costs = []
     for chunk in chunks:
-        low = chunk.precision.low_bytes
-        optimizer = chunk.elements * (rule.state_bytes_per_element[chunk.group] + low) if chunk.is_updated else 0
+        per_element = rule.state_bytes_per_element[chunk.group] + chunk.precision.low_bytes if chunk.is_updated else 0
         gradient, sums = (
             sum(slot.elements for slot in chunk.slots if slot.name in names) * chunk.element_bytes for names in (used, summed)
         )
-        blocks = tuple(sorted({block_of[slot.name] for slot in chunk.slots}))
-        outside = tuple(slot.name for slot in chunk.slots if not graph.blocks[block_of[slot.name]].name)
         costs.append(
             ChunkCost(
                 weights_bytes=chunk.bytes,
                 elements=chunk.elements,
                 trainable=chunk.trainable,
                 gradient_bytes=gradient,
-                optimizer_bytes=int(optimizer),
+                optimizer_bytes=int(chunk.elements * per_element),
                 is_updated=chunk.is_updated,
-                blocks=blocks,
-                parameters=outside,
+                blocks=tuple(sorted({block_of[slot.name] for slot in chunk.slots})),
+                parameters=tuple(slot.name for slot in chunk.slots if not graph.blocks[block_of[slot.name]].name),
                 summed_bytes=sums,
                 is_split=chunk.is_split,
             )

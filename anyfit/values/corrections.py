@@ -64,8 +64,9 @@ class Pace:
         measured, forecast = show_seconds(self.measured_seconds), show_seconds(self.forecast_seconds)
         return f"on {self.date} a check measured {measured} a step where {forecast} were forecast; anyfit probe --forget drops it"
 
-    def is_of_same(self, model: str, parameters: int, precision: str) -> bool:
-        return (self.model, self.parameters, self.precision) == (model, parameters, precision)
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.model, self.parameters, self.precision
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,7 @@ class Corrections(Record):
         return replace(self, models=(*others, correction))
 
     def pace_of(self, model: str, parameters: int, precision: str) -> Pace | None:
-        return next((each for each in self.paces if each.is_of_same(model, parameters, precision)), None)
+        return next((each for each in self.paces if each.key == (model, parameters, precision)), None)
 
     def with_pace(self, pace: Pace) -> Self:
-        others = [each for each in self.paces if not each.is_of_same(pace.model, pace.parameters, pace.precision)]
-        return replace(self, paces=(*others, pace))
+        return replace(self, paces=(*(each for each in self.paces if each.key != pace.key), pace))

@@ -175,8 +175,6 @@ class Memento:
                 "put back; make it a buffer of the model, or build it in Job(model=)"
             )
 
-    # ------------------------------------------------------------------ what is found
-
     def _wait(self, item: Any, path: Path) -> None:
         if not isinstance(item, PLAIN) and id(item) not in self._seen:
             self._seen[id(item)] = item
@@ -344,9 +342,6 @@ class Memento:
     def _still(self, value: Any) -> Any:
         stand_in = self._stands_for.get(id(value)) if self._stands_for else None
         return stand_in.still() if isinstance(stand_in, holders.Peeked) else value
-
-
-# ---------------------------------------------------------------------- small questions
 
 
 def _root_of(module: str | None) -> str:
