@@ -90,8 +90,8 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Lin
 
 
 def _layouts(graph: Graph, kind: str, ranks: int) -> Iterator[Layout]:
-    """Those whose chunks can be placed one by one: first of the usual size, fine enough and not too many; then of about half
-    of it and of about twice, where that makes other chunks."""
+    """Layouts whose chunks are placed one by one: first the usual size, fine enough and not too many; then about half and about
+    twice that size, where the chunks differ."""
     whole = sum(chunk.bytes for chunk in chunks_of(graph))
     usual = max(LEAST_CHUNK_BYTES[kind], whole // MOST_CHUNKS, min(CHUNK_BYTES, whole // FINE_CHUNKS))
     seen = set()
@@ -104,8 +104,8 @@ def _layouts(graph: Graph, kind: str, ranks: int) -> Iterator[Layout]:
 
 
 def _size_near(graph: Graph, base: int, ranks: int) -> int:
-    """About this size, or somewhat larger, where fewer chunks then hold next to nothing because the large parameters on both
-    sides have chunks of their own."""
+    """About this size, or somewhat larger where that leaves fewer chunks nearly empty: large parameters stand alone, and what is
+    between two of them may be little."""
     counts = {}
     for size in (base, base * 5 // 4, base * 3 // 2):
         chunks = chunks_of(graph, size, ranks)

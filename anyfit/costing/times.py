@@ -84,8 +84,8 @@ def copy_seconds(graph: Graph, machine: Machine) -> float:
 
 
 def pass_seconds(graph: Graph, machine: Machine, passes: int = 1) -> list[float]:
-    """For every op of a pass, by how much it lengthens the pass; the first has waited for the batch. Of several passes of a step,
-    of one on average: while the device is at one of them the host prepares the next, whose gradients it adds up besides."""
+    """By how many seconds each op lengthens its pass; the first op waits for the batch. Where a step has several passes, it is
+    their mean: while the device works on one, the host prepares the next, and adds up its gradients besides."""
     device = machine.device
     known: dict[int, float] = {}  # like blocks have like calls: each is priced once
     for op in graph.ops:

@@ -10,7 +10,7 @@ from .plan import TIERS, NoPlan, Plan, TierName
 from .units import show_bytes, show_count, show_seconds
 
 Outcome: TypeAlias = Plan | NoPlan
-ANSWERS = ("device limit", "host limit")  # decisions that say what would be otherwise, and are no part of a plan
+ANSWERS = ("device limit", "host limit")  # decisions that answer "what if", and are no part of a plan
 
 
 def beside(outcomes: Mapping[str, Outcome]) -> dict[str, list[str]]:

@@ -31,20 +31,20 @@ class Calibration(Record):
 
     device: str  # that the runs were on
     # The computation
-    curve_slowdown: Figure  # seconds of an op in a run, in those that the probe's curves say
+    curve_slowdown: Figure  # seconds of an op in a run, over those by the probe's curves
     call_slowdown: Figure  # the same of a call that was measured by itself
-    host_call_factor: Figure  # what a call of a real model costs the host, in calls of the probe's tiny blocks
-    selective_call_factor: Figure  # what selective recomputation costs, that looks at every call: calls of the host
-    accumulation_calls: Figure  # of the host, to add up one parameter's gradient over micro-batches
-    update_calls: Figure  # of the host, to update one parameter
+    host_call_factor: Figure  # host seconds of a call of a real model, over those of a call of the probe's tiny blocks
+    selective_call_factor: Figure  # host calls that selective recomputation adds to every call, as it looks at each
+    accumulation_calls: Figure  # host calls to add up one parameter's gradient over micro-batches
+    update_calls: Figure  # host calls to update one parameter
     split_update_bytes: Figure  # that torch's own update of a bf16 parameter moves besides the optimizer's
     # Beside the computation
-    overlap_slowdown: Figure  # seconds of the computation while copies, updates and exchanges run, in those without
+    overlap_slowdown: Figure  # seconds of the computation beside copies, updates and exchanges, over those without
     host_update_share: Figure  # of the rate at which an otherwise idle host updates
     update_launch_seconds: Figure  # that the host takes to start one chunk's update, while the device has nothing to do
     lift_seconds: Figure  # of a streamed update, beside its copies: its parts wait for each other
-    download_weight: Figure  # how much more than a byte to the device one from it slows the host's updates
-    fragmentation: Figure  # of what is live beyond the pools: what torch's allocator adds to it
+    download_weight: Figure  # how much more a byte copied to the host slows the host's updates than one copied to the device
+    fragmentation: Figure  # what torch's allocator adds, as a share of what is live beyond the pools
     process_bytes: Figure  # of the host, that a process with a GPU takes beside its plan's
     pinned_share: Figure  # of the plan's bytes of the host, that the kernel takes besides to keep them pinned
     # From building to the first step

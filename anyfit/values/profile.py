@@ -182,7 +182,7 @@ class Division:
     gather: Exchange  # over the ranks of a replica
     reduce: Exchange  # over the ranks of a replica, and then over replicas
     norm_seconds: float  # to exchange a few numbers among all
-    shares_copies: bool  # it goes through the link by which a device reaches its host
+    shares_copies: bool  # exchanges go through the link between a device and its host
 
     @property
     def is_alone(self) -> bool:
@@ -254,7 +254,7 @@ class Profile(Record):
         return "a real run" if any(note.startswith("on the CPU") for note in self.notes) else "without values"
 
     def ruled(self, loss: LossRule) -> Self:
-        """The same for a loss of this kind. Of one that is not made of its micro-batches' losses, the batch is not cut."""
+        """The same with this rule. Where the loss of a batch is not made of its micro-batches' losses, the batch is not cut."""
         if loss.may_be_cut:
             return replace(self, loss=loss)
         if self.ranks > 1:
@@ -290,8 +290,8 @@ class Profile(Record):
         return self if times == 1 else replace(self, passes=tuple(each.scaled(times) for each in self.passes))
 
     def sharded(self, division: Division) -> Self:
-        """What one of the ranks does and has, of a model so sharded. Where only several micro-batches make a difference to the
-        same without sharded gradients, one is left out."""
+        """The profile of one rank. Where gradients are sharded and weights are not, a step of one micro-batch is left out: it
+        would be the same as without sharded gradients."""
         share = self.batch_size // division.ranks
         most = share - 1 if division.gradients and not division.weights else share
         passes = tuple(each for each in self.passes if each.micro_batch <= most)
