@@ -29,8 +29,6 @@ MOST_ARRAY_BYTES = 2**20  # of a numpy array: a larger one is only compared
 class Cell:
     """A place where state lies, by the name that a message gives it."""
 
-    __slots__ = ("_of", "name")
-
     def __init__(self, of: Any, name: str) -> None:
         self._of, self.name = of, name
 
@@ -56,8 +54,6 @@ def _same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
 class Named(Cell):
     """State that has names."""
 
-    __slots__ = ("_names",)
-
     def __init__(self, of: Any, name: str, names: Sequence[str] = ()) -> None:
         super().__init__(of, name)
         self._names = names
@@ -70,8 +66,6 @@ class Named(Cell):
 
 class Attributes(Named):
     """Of a module or object."""
-
-    __slots__ = ()
 
     def read(self) -> dict[str, Any]:
         return dict.copy(self._of)
@@ -87,8 +81,6 @@ class Attributes(Named):
 
 class Entries(Attributes):
     """Of a dict."""
-
-    __slots__ = ()
 
     def read(self) -> Any:
         return dict(self._of) if len(self._of) <= MOST_ENTRIES else len(self._of)
@@ -113,8 +105,6 @@ class Entries(Attributes):
 class Elements(Cell):
     """Of a list, deque, set or array of bytes."""
 
-    __slots__ = ()
-
     def read(self) -> Any:
         return tuple(self._of) if len(self._of) <= MOST_ENTRIES else len(self._of)
 
@@ -138,8 +128,6 @@ class Elements(Cell):
 class Slots(Named):
     """Of an object that names its attributes in its class."""
 
-    __slots__ = ()
-
     def read(self) -> dict[str, Any]:
         return {name: getattr(self._of, name) for name in self._names if hasattr(self._of, name)}
 
@@ -151,25 +139,8 @@ class Slots(Named):
                 object.__delattr__(self._of, name)
 
 
-class OfClass(Named):
-    """Variables of a class."""
-
-    __slots__ = ()
-
-    def read(self) -> dict[str, Any]:
-        own = vars(self._of)
-        return {name: own[name] for name in self._names if name in own}
-
-    def write(self, noted: dict[str, Any]) -> None:
-        for name, value in noted.items():
-            if vars(self._of).get(name) is not value:
-                setattr(self._of, name, value)
-
-
 class Globals(Named):
     """Variables of a file that a function of it names."""
-
-    __slots__ = ()
 
     def read(self) -> dict[str, Any]:
         of = self._of
@@ -179,10 +150,21 @@ class Globals(Named):
         self._of.update(noted)
 
 
-class Closed(Cell):
-    """A variable that a function closes over."""
+class OfClass(Globals):
+    """Variables of a class."""
 
-    __slots__ = ()
+    def __init__(self, of: type, name: str, names: Sequence[str]) -> None:
+        super().__init__(vars(of), name, names)
+        self._class = of
+
+    def write(self, noted: dict[str, Any]) -> None:
+        for name, value in noted.items():
+            if self._of.get(name) is not value:
+                setattr(self._class, name, value)
+
+
+class Closed(Elements):
+    """A variable that a function closes over: one element, or none."""
 
     def read(self) -> Any:
         try:
@@ -190,29 +172,19 @@ class Closed(Cell):
         except ValueError:  # not bound yet
             return ()
 
-    def is_same(self, one: Any, other: Any) -> bool:
-        return len(one) == len(other) and all(map(is_, one, other))
-
     def write(self, noted: Any) -> None:
         if noted:
             self._of.cell_contents = noted[0]
 
-    def held(self, noted: Any) -> Any:
-        return noted
-
 
 class Drawn(Cell):
     """The position of a generator of random numbers."""
-
-    __slots__ = ("read", "write")
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any], name: str) -> None:
         self.read, self.write, self.name = read, write, name  # type: ignore[method-assign, assignment]
 
 
 class Array(Cell):
-    __slots__ = ()
-
     def read(self) -> Any:
         return self._of.copy() if self._of.nbytes <= MOST_ARRAY_BYTES else zlib.crc32(np.ascontiguousarray(self._of).data)
 
@@ -301,8 +273,6 @@ def numpy_address() -> int | None:
 class Numpy(Cell):
     """numpy's own. An exact reading takes 30 microseconds, so for a block that has not drawn from it only its bytes are read.
     These lack the second of a pair of normal numbers, which is taken for not there."""
-
-    __slots__ = ("_address", "is_exact")
 
     def __init__(self) -> None:
         self.name, self.is_exact = "numpy's random", True
