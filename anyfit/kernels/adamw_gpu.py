@@ -102,9 +102,6 @@ def _carry_over(state: State, out: State, stretches: list[tuple[int, int]]) -> N
                     new[start:end].copy_(old[start:end])
 
 
-# ---------------------------------------------------------------------- what is asked for
-
-
 def _checked(state: State, out: State, gradient: Tensor, step: int, ranges: Ranges | None) -> list[tuple[int, int]]:
     """The stretches to update: ascending, with something between them."""
     refuse_unfit(state, out, gradient, step, state.weights.device)
@@ -119,9 +116,6 @@ def _checked(state: State, out: State, gradient: Tensor, step: int, ranges: Rang
         elif start < end:
             stretches.append((start, end))
     return stretches
-
-
-# ---------------------------------------------------------------------- in Triton
 
 
 def _update(

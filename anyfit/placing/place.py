@@ -225,7 +225,7 @@ def _make_ready(model: nn.Module, plan: Plan, device: torch.device) -> None:
 
 
 def _compile_blocks(model: nn.Module, blocks: Sequence[str], residency: Residency) -> None:
-    """Compiles these blocks. An LSTM's `flatten_parameters` is put aside: on a GPU it takes weights out of their chunk."""
+    """Compiles these blocks. An LSTM's `flatten_parameters` does nothing: on a GPU, cuDNN would take weights out of a chunk."""
     modules, undo = dict(model.named_modules()), []
     for block in blocks:
         if block not in modules:
@@ -236,11 +236,7 @@ def _compile_blocks(model: nn.Module, blocks: Sequence[str], residency: Residenc
     residency.undo += undo
     for module in model.modules():
         if callable(getattr(module, "flatten_parameters", None)) and not isinstance(module, torch.jit.ScriptModule):
-            residency.undo.append(set_attribute(module, "flatten_parameters", _stay_in_the_chunk))
-
-
-def _stay_in_the_chunk() -> None:
-    """cuDNN copies weights that do not lie as it likes them."""
+            residency.undo.append(set_attribute(module, "flatten_parameters", lambda: None))
 
 
 def _watch_compiled(residency: Residency, module: nn.Module) -> None:

@@ -95,8 +95,6 @@ class ReducedGradients(Gradients):
             self.device_bytes += home.sums.flat.nbytes
         return home
 
-    # ------------------------------------------------------------------ while backward runs
-
     def _taker(self, home: Home, slot: Slot) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
             with quietly(), torch.no_grad():
@@ -208,8 +206,6 @@ class ReducedGradients(Gradients):
             home.squares = add(home.flat, summand, is_first=is_first, threads=self._threads)
 
         return self._landings.add_up(state, own, [(0, own.numel())], add_up, (reduced,), (home.ticket,))[1]
-
-    # ------------------------------------------------------------------ at the end of a step
 
     def finish(self) -> Norms:
         """By chunk, of this rank's stretch."""

@@ -81,9 +81,6 @@ def _zeros(dtype: torch.dtype, start: int, end: int) -> Tensor:
     return torch.zeros(end - start, dtype=dtype)
 
 
-# ---------------------------------------------------------------------- a model without bytes
-
-
 @dataclass(frozen=True)
 class _Built:
     model: nn.Module
@@ -146,9 +143,6 @@ def _become(parameter: nn.Parameter, data: Tensor) -> None:
     other = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, other)
-
-
-# ---------------------------------------------------------------------- names
 
 
 @dataclass(frozen=True)
@@ -281,9 +275,6 @@ def _unfit(source: Source, tensor: Tensor) -> str | None:
     if source.dtype != tensor.dtype and not (tensor.dtype.is_floating_point and source.dtype in HELD_EXACTLY):
         return f"is {source.dtype} in the folder, which {tensor.dtype} does not hold exactly"
     return None
-
-
-# ---------------------------------------------------------------------- bytes
 
 
 def read(entry: Entry, start: int, end: int) -> Tensor:

@@ -149,7 +149,7 @@ class BatchNumbers(TorchDispatchMode):
         entries = self._entries((args, kwargs))
         packet = func._overloadpacket
         if func._schema.is_mutable and not self.edited:
-            names = [self._weights.get(_storage(each)) for each in written_by(func, args)]
+            names = [self._weights.get(_storage(each)) for each in written_by(func, args, {})]
             read = {self._weights.get(_storage(each)) for each in tensors_in((args, kwargs))} - {None, *names}
             self.edited = next((name for name in names if name and read), "")
         if packet in BATCH_NORMS:

@@ -166,9 +166,10 @@ def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     return dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
 
 
-def written_by(func: Any, args: Sequence[Any]) -> list[Tensor]:
-    pairs = zip(func._schema.arguments, args, strict=False)
-    return tensors_in([value for each, value in pairs if each.alias_info is not None and each.alias_info.is_write])
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Arguments that an op changes in place."""
+    changed = {each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write}
+    return tensors_in([value for name, value in arguments_of(func, args, kwargs).items() if name in changed])
 
 
 def storage_of(tensor: Tensor) -> Any:

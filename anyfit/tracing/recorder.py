@@ -28,7 +28,7 @@ from anyfit.values.graph import LEAST_OFFLOAD_BYTES, PAGE_BYTES, Op, OpKind, Pha
 from anyfit.values.units import show_bytes
 
 from .around import TooDear
-from .needs import Needs, SavedView, is_whole, storage_of, tensors_in, transforms_told
+from .needs import Needs, SavedView, is_whole, storage_of, tensors_in, transforms_told, written_by
 
 aten = torch.ops.aten
 # Reads only the rows it is asked for, however large the table.
@@ -85,8 +85,6 @@ class Recorder(TorchDispatchMode):
         self._watched: list[weakref.ref[Any]] = []
         self.needs = Needs((), outside, lambda: outside)
 
-    # ------------------------------------------------------------------ what the caller tells
-
     def leave_out(self, parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
         """There before the pass, and counted elsewhere."""
         parameters = list(parameters)
@@ -131,8 +129,6 @@ class Recorder(TorchDispatchMode):
         finally:
             while len(_get_current_function_mode_stack()) > depth:
                 _pop_mode()
-
-    # ------------------------------------------------------------------ what torch tells
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         here = self._stack[-1]
@@ -224,7 +220,7 @@ class Recorder(TorchDispatchMode):
             )
         )
         self._calls = 0
-        self._note_edges(inputs, written_by(func, args, kwargs) if func._schema.is_mutable else [])
+        self._note_edges(inputs, _tensors(written_by(func, args, kwargs)) if func._schema.is_mutable else [])
         is_cached = self._casts and packet is aten._to_copy and inputs[0].untyped_storage()._cdata in self._parameters
         for tensor in fresh:
             self._meet(tensor, "activation", block, is_cached=is_cached)
@@ -284,13 +280,6 @@ class Recorder(TorchDispatchMode):
 def _note(moments: list[int] | None, moment: int) -> None:
     if moments is not None and moments[-1:] != [moment]:
         moments.append(moment)
-
-
-def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Arguments that an op changes in place."""
-    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
-    changed = {each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write}
-    return _tensors([value for name, value in given.items() if name in changed])
 
 
 def _name_of(func: Any) -> str:

@@ -167,7 +167,7 @@ class _Meter(TorchDispatchMode):
         if not fresh and not func._schema.is_mutable:
             return result
         self.ops += 1
-        written = outputs or written_by(func, args)  # the foreach ops return nothing
+        written = outputs or written_by(func, args, {})  # the foreach ops return nothing
         self.touched_bytes += sum(tensor.numel() * tensor.element_size() for tensor in inputs + written)
         for tensor in fresh:
             storage = tensor.untyped_storage()

@@ -129,12 +129,8 @@ class Updates:
         )
         self.pace, self._check = context.pace, context.integrity.check
         states = self._states = OptimizerStates(context)
-        self.names, self.home, self.load_scalars, self.forget_all = (
-            states.names,
-            states.home,
-            states.load_scalars,
-            states.forget_all,
-        )
+        self.names, self.home = states.names, states.home
+        self.load_scalars, self.forget_all = states.load_scalars, states.forget_all
         states.make(carried)
         self._resident = Resident(context)
         self._others: dict[str, SpeculatingRoute] = {"streamed": Streamed(context), "host": OnHost(context)}
@@ -144,8 +140,6 @@ class Updates:
         self.users.show()
         for chunk in self.chunks:
             self._routes[chunk.state.placement.route].furnish(chunk)
-
-    # ------------------------------------------------------------------ a step
 
     def ready(self) -> None:
         """Before a step: takes over what user code has done to the optimizer since the last, or raises where it cannot."""
@@ -267,8 +261,6 @@ class Updates:
         self._before = None
         for chunk in self.chunks:
             chunk.update.forget_step()
-
-    # ------------------------------------------------------------------ read beside the steps
 
     def turn_of(self, index: int) -> tuple[int, int]:
         """In which order chunks are changed: those on the device first; those of two generations, or with moments pending, later,
