@@ -1,9 +1,7 @@
-"""Small things to a GPU and back, by a kernel of the computation's own stream that reads or writes the host's memory.
+"""Small things to a GPU and back, by a kernel of the computation's own stream that reads or writes pinned host memory.
 
-A copy would wait for its turn: a GPU has one engine for each direction, which goes on with one stream until that has nothing
-left for it. Where a run sends gigabytes of fresh weights up when a step is over, the next batch would come behind all of them,
-and nothing could be computed meanwhile. A kernel does not wait for the engines. Memory that it is to reach is pinned, and has
-the same address on both sides.
+A copy would wait for its turn: a GPU's copy engine serves one stream until that has nothing left for it. After a step a run
+uploads gigabytes of fresh weights, and the next batch would come behind all of them. A kernel does not wait for the engines.
 """
 
 from __future__ import annotations
@@ -64,8 +62,7 @@ def read(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def seen(pinned: Tensor, device: torch.device) -> Tensor | None:
-    """A dense tensor in pinned memory as the GPU sees it: flat, in words as large as its bytes allow. None where torch would copy
-    it, since it was pinned for another GPU."""
+    """A dense pinned tensor as the GPU sees it: flat, in the largest words that fit. None where another GPU pinned it."""
     flat = pinned.as_strided((pinned.numel(),), (1,))
     words, code = WORDS[next(size for size in (8, 4, 1) if flat.nbytes % size == 0 and flat.data_ptr() % size == 0)]
     found = torch.as_tensor(_Seen(flat.view(words), code), device=device)

@@ -54,12 +54,9 @@ def adamw_on_gpu(
     scale: float | Tensor | None = None,
     ranges: Ranges | None = None,
 ) -> None:
-    """One update of a chunk, as `adamw` does it, on the current stream of the GPU that holds the tensors. Ranges that touch take
-    one launch together. A scale that is a tensor there, of one fp32, is looked at when the GPU comes to it; where it is nan then,
-    the chunk stays as it is.
-
-    Never waits for the GPU. Written behind autograd's back, as in `adamw`.
-    """
+    """One update of a chunk, as `adamw` does it, on the current stream of its GPU, which it never waits for. Ranges that touch
+    take one launch. A scale that is a tensor there, of one fp32, is read when the GPU comes to it; where that is nan, the chunk
+    stays as it is."""
     out = out or state
     stretches = _checked(state, out, gradient, step, ranges)
     known, asked = (1.0, scale) if isinstance(scale, Tensor) else (1.0 if scale is None else scale, None)

@@ -1,5 +1,4 @@
-"""What a checkpoint does with bytes, without Python's lock: adding them up, copying them, and putting exact numbers together
-from their halves (split.py).
+"""What a checkpoint does with bytes, without Python's lock: checksums, copies, and exact numbers from their halves (split.py).
 
 In C++ (bytes.cpp); where that is not built, zlib and numpy do the same. Not torch: it would wake a team of threads for each one
 that copies, and those would take turns with the ones that train.
@@ -35,8 +34,7 @@ def crc32(data: Tensor | bytes | bytearray | memoryview, value: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Move:
-    """To be copied, or, of exact numbers that lie in halves, put together: bf16 `source` and int16 `low` into fp32 `out`. All are
-    flat and on the host."""
+    """A copy; or, with `low`, bf16 `source` and int16 `low` merged into fp32 `out`. All are flat and on the host."""
 
     source: Tensor
     low: Tensor | None
@@ -62,8 +60,7 @@ class Move:
 
 
 def move_all(moves: Sequence[Move], *, past_cache: bool = False, nice: int = 0) -> None:
-    """One after another, and Python's lock is asked for once. Past the cache is for what is not read again soon; the more `nice`,
-    the more others come first."""
+    """One after another, in one call. `past_cache`: they are not read again soon. The more `nice`, the more others come first."""
     run = _library()
     if run is not None:
         table = np.array([each.row for each in moves], np.int64)

@@ -1,8 +1,7 @@
 """C++ as a shared library: built when it is first wanted, kept in the cache folder, loaded with ctypes.
 
-Nothing is compiled for one processor: a source holds its own variants and picks one when it runs, so a cache in a shared home
-serves every machine of the same kind. Several processes may build at once: each writes a file of its own, and the last to put
-it in place wins.
+A source holds variants for several processors and picks one when it runs, so a cache in a shared home serves every machine of
+the same kind. Several processes may build at once: each writes its own file, and the last to put it in place wins.
 """
 
 from __future__ import annotations

@@ -55,8 +55,7 @@ def in_huge_pages(size: int) -> Tensor:
 
 
 def touch(memory: Tensor, nodes: Nodes) -> Tensor:
-    """The same, all pages touched, which keep what is written meanwhile; where the kernel cannot, whoever writes first does. Of
-    several nodes each gets the part of the bytes that its threads will update, were they one array."""
+    """The same, all pages touched where the kernel can. Each of several nodes gets the bytes that its threads will update."""
     if len(nodes) == 1:
         _populate(memory)
         return memory

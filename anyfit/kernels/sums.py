@@ -42,8 +42,7 @@ def root(squares: float) -> Tensor:
 
 
 def add(total: Tensor, part: Tensor, *, is_first: bool, threads: int = 1) -> float | None:
-    """Adds `part`, bf16 or fp32, to the flat fp32 `total`; or makes it the total. Written behind autograd's back. In C++ the sum
-    of the squares of that total comes with it."""
+    """Adds bf16 or fp32 `part` to the flat fp32 `total`, or makes it the total, unseen by autograd. C++ sums its squares too."""
     if total.dtype != torch.float32 or part.dtype not in (torch.bfloat16, torch.float32) or total.shape != part.shape:
         raise ValueError(f"{part.dtype} {tuple(part.shape)} cannot be added to {total.dtype} {tuple(total.shape)}")
     if not (total.is_contiguous() and part.is_contiguous() and total.device.type == part.device.type == "cpu"):

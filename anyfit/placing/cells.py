@@ -1,4 +1,5 @@
-"""Cells: places where a forward's state lies, each with a way to read it, to put it back, and to compare two readings.
+"""Cells: places where a forward's state lies, each with a way to read it, to put it back, and to compare two readings: the
+attributes of a module or object, the entries of a dict or list, a generator's position, a variable of a closure, class or file.
 
 A reading is a shallow copy, a few tenths of a microsecond. Two are compared by identity; `equal` compares by value.
 """

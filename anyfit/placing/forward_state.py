@@ -1,10 +1,8 @@
 """What a forward reads and may change besides its inputs: noted before it runs, and put back for the time it runs again.
 
-State lies in *cells* (cells.py): the attributes of a module or object, the entries of a dict or list, the values of a tensor, a
-generator's position, a variable of a closure, a class or a file. A walk finds the cells that a block can reach, once; from then
-on a note is a shallow copy of each, and is compared by identity. Where a cell holds something new, the block is walked again.
-Tensors are copied on write: a note costs no bytes before that, and one that first changes in the hundredth step can be put back
-as well. Iterators have no state that could be read: a block that holds one is not recomputed.
+State lies in *cells* (cells.py). A walk finds the cells that a block can reach, once; from then on a note is a shallow copy of
+each, and is compared by identity. Where a cell holds something new, the block is walked again. Tensors are copied on write: a
+note costs no bytes before that. Iterators have no state that could be read: a block that holds one is not recomputed.
 """
 
 from __future__ import annotations
@@ -130,13 +128,10 @@ class Note:
                 found.append(name)
         return list(dict.fromkeys(found))
 
-    def put_back(self) -> None:
-        self._put_back(self._places.read())
-
-    def _put_back(self, now: list[Any]) -> set[int]:
-        """Where cells hold something else `now`. Gives the storages whose values were others."""
+    def put_back(self, now: list[Any] | None = None) -> set[int]:
+        """Where cells hold something else, `now` or when they are read. Gives the storages whose values were others."""
         changed = set()
-        for cell, read, other in zip(self._places.cells, self._read, now, strict=True):
+        for cell, read, other in zip(self._places.cells, self._read, self._places.read() if now is None else now, strict=True):
             if not cell.is_same(read, other):
                 cell.write(read)
         with torch.no_grad(), quietly():
@@ -153,14 +148,13 @@ class Note:
 
     @contextmanager
     def again(self) -> Iterator[set[int]]:
-        """Inside, everything is as it was then; afterwards as it is now. Gives the storages whose values are put back at the end:
-        what is to outlive this of them has to be copied."""
+        """Inside, all is as it was then; afterwards as it is now. Of the storages that it gives, copy what is to outlive this."""
         now = self.now()
         # What else autograd has saved of these tensors is as it was, once their values are.
         tensors = tuple(tensor for tensor, _ in self._places.tensors if not tensor.is_inference())
         with _unsafe_preserve_version_counter(tensors) if tensors else contextlib.nullcontext(), self._settings.again():
             try:
-                yield self._put_back(now._read)
+                yield self.put_back(now._read)
             finally:
                 now.put_back()
 

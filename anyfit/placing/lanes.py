@@ -1,16 +1,14 @@
 """Lanes: where copies and updates run beside the computation, in an order that tickets keep.
 
-A lane does one job after another on a thread of its own. With a stream (on a GPU) the thread only issues the job, and the GPU
-does it in its own time; without one the thread does the work itself, or begins it on the threads of a kernel. Either way a job
-starts after the tickets it was given, and its own ticket says when it is done. The computation is not a lane: it is whatever the
-calling thread does, on its current stream, and it is often given far more than the GPU has done.
+A lane does one job after another on a thread of its own. With a stream (on a GPU) the thread only issues the job; without one
+it does the work itself, or begins it on the threads of a kernel. Either way a job starts after the tickets it was given, and its
+own ticket says when it is done. The computation is not a lane: it is whatever the calling thread does, on its current stream.
 
 The jobs of a lane of several tracks have as many parts, each on a stream of its own: the first part of one job then runs beside
-the second of the job before. Tests give a `delay`, called before every job: an ordering that only held by luck then shows as
-wrong numbers.
+the second of the job before. Tests give a `delay`, called before every job: an order that only held by luck gives wrong numbers.
 
-Jobs have labels: timelines sort by them, and a rank that waits tells what for. A timeline (timeline.py) sets `mark` while it
-records, and is then told when each job begins and ends.
+Jobs have labels, which timelines sort by and a waiting rank tells. A timeline (timeline.py) sets `mark` while it records, and is
+then told when each job begins and ends.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The ranks of a run: who they are, which stretch of a chunk each of them holds, and their collectives.
 
-A chunk's `Sharding` on the mesh (values/mesh.py) says which ranks meet for it.
-
-Collectives meet by their order, so each kind has groups of its own, and all of a kind are asked for by one thread: a lane,
-which has no choice of order. What was asked for is written down, as a number that the ranks compare once a step: ranks whose
-models went different ways stop before they update from it. Gloo ends a process that meets others with another size; there, ranks
-say which chunk they are about to all-gather before they do.
+A chunk's `Sharding` on the mesh (values/mesh.py) says which ranks meet for it. Collectives meet by their order, so each kind has
+groups of its own, and one thread asks for all of a kind: a lane, which has no choice of order. Once a step the ranks compare a
+number for all that was asked for: ranks whose models went different ways stop before they update from it. Gloo ends a process
+that meets others with another size; there, ranks say which chunk they are about to all-gather before they do.
 """
 
 from __future__ import annotations
@@ -56,8 +54,7 @@ class Ranks:
         return self.count > 1
 
     def meet(self, mesh: Mesh, shards: Iterable[int]) -> None:
-        """Takes a plan's mesh, and makes the groups that chunks in so many shards need, and one of all. All ranks do it, in the
-        same order."""
+        """Takes a plan's mesh; makes the groups that so many shards need, and one of all. All ranks call it in one order."""
         if not self.are_several:
             return
         self.mesh = mesh

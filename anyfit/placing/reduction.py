@@ -1,10 +1,9 @@
 """Gradients of several ranks: reduce-scattered, so that each rank has the sum of the stretch that it updates.
 
-A chunk is reduced while backward still runs, as soon as its gradients are there: they are put side by side in a staging buffer,
-and a lane does the rest. Ranks reduce the same chunks in the same order whatever their models did: a chunk waits for those
-before it, and those that are not complete when backward ends are reduced then, with zeros for what is missing. A parameter
-counts when some rank has a gradient for it. Of several micro-batches, gradients add up on every rank and are reduced with the
-last one; where the plan shards them, each micro-batch's are reduced, and the stretches add up.
+A chunk is reduced while backward still runs, as soon as its gradients are side by side in a staging buffer. Ranks reduce the same
+chunks in the same order whatever their models did: a chunk waits for those before it, and what is not complete when backward
+ends is reduced then, with zeros for what is missing. A parameter counts when some rank has a gradient for it. Of several
+micro-batches, gradients add up on every rank and are reduced with the last one; sharded ones are reduced for each, and add up.
 """
 
 from __future__ import annotations

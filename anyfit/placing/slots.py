@@ -164,8 +164,7 @@ class Saved:
 
 
 class SavedTensors:
-    """`fetched`: the chunks whose weights pass through slots. It does not hold its residency: in a ring of references, a lifted
-    model's state would stay until the next collection."""
+    """`fetched`: chunks that pass through slots. It holds no residency: in such a ring, a lifted model's state would live on."""
 
     def __init__(self, state: ModelState, slots: DeviceSlots, fetched: set[int]) -> None:
         self._state, self._slots, self._fetched = state, slots, fetched

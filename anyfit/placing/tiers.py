@@ -1,14 +1,10 @@
 """Tiers: the kinds of memory that state lies in, the ways between them and the device, and what a run holds of each.
 
-A `Tier` gives buffers, and moves ranges of them to the device and back beside the computation. Device and host are two of them.
-
 `HostSlabs` takes host memory in large slabs and gives stretches of them. Those that are copied to or from a GPU are pinned, a
 slab at a time: torch's own pinned allocator would round every request up to a power of two. Beside a GPU slabs lie in huge pages,
-which several threads touch while the model is being placed: no step waits for them, and pinning is quick. Where memory has
-several nodes, each gets the part of an array that its threads will update.
+which several threads touch while the model is being placed: no step waits for them, and pinning is quick.
 
-On a GPU torch's allocator knows what is held. On the CPU device a `LiveBytes` mode watches the storages of a step, which slows
-that step a little.
+On a GPU torch's allocator knows what is held. On the CPU device a `LiveBytes` mode watches the storages of a step.
 """
 
 from __future__ import annotations
@@ -208,8 +204,7 @@ class Scratch:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Peak bytes of all storages that ops make while active, on top of what was there before. Above `limit_bytes`, `exceeded` is
-    called with the bytes, and is to raise."""
+    """Peak bytes of the storages that ops make while active. Above `limit_bytes`, `exceeded` is called with them, and raises."""
 
     def __init__(self, limit_bytes: float = float("inf"), exceeded: Callable[[int], None] = lambda _bytes: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -256,8 +251,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def let_segments_grow() -> None:
-    """Lets torch's allocator remap free memory instead of keeping it for sizes that do not come again: little is left over. The
-    user's own settings are left alone."""
+    """Lets torch's allocator remap free memory instead of keeping it for one size. The user's own settings are left alone."""
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 

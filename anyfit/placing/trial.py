@@ -27,10 +27,9 @@ class Unfit(dict[str, str]):
 
 @contextmanager
 def rehearsing(modules: Mapping[str, nn.Module], kinds: Mapping[str, str]) -> Iterator[Unfit]:
-    """Inside, the caller runs the loss forward once, with gradients enabled. At the end, the first call of each kind of block
-    (`kinds[name]`) is recomputed, and compared to the bit: its output, and the state it leaves. What is yielded is filled then,
-    for all blocks of the kind. A block that is not called with gradients gets no verdict. The state of the blocks and all random
-    numbers are as before afterwards."""
+    """Inside, the caller runs the loss forward once, with gradients enabled. At the end the first call of each kind of block
+    (`kinds[name]`) is recomputed, and its output and the state it leaves are compared to the bit. The verdict is for all blocks
+    of the kind; one that is not called with gradients gets none. Blocks and random numbers are as before afterwards."""
     unfit, trials = Unfit(), dict[str, Trial]()
     notes = [ForwardState(module, name, _device_of(module)).note() for name, module in modules.items()]
     undo = [_tried(name, module, kinds[name], trials) for name, module in modules.items()]

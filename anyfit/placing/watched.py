@@ -1,9 +1,8 @@
 """Watched parameters: torch calls `__torch_function__` before any op that takes one, and so weights are ready for every op.
 
 User code may write weights: in place, through views and `.data`, or by putting another tensor in their place. A parameter counts
-the writes into it and into every view of it. So an edit of weights that live elsewhere is found, and written back to where they
-live, when the op returns, when they leave the device, and before a step or a reader needs them. A numpy array has no such count:
-what is lent as one is a copy that cannot be written.
+the writes into it and its views. So an edit of weights that live elsewhere is found and written back: when the op returns, when
+they leave the device, and before a step or a reader needs them. A numpy array counts nothing: it is a read-only copy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Weights from a folder of safetensors straight into chunks: a model is never whole in memory, on any rank.
 
-The model is built with parameters that have shapes and no bytes, and with its buffers as ever: those that are in no file, such as
-rotary frequencies, are what its own code makes of them. Its names are compared with those in the folder before a value is read.
-Then each chunk reads the stretch of each parameter that this rank holds, piece by piece. A parameter that transformers fuses from
-several tensors is put together whole, one at a time.
+The model is built with parameters that have shapes and no bytes, and with its own buffers. Its names are compared with those in
+the folder before a value is read. Then each chunk reads, piece by piece, what this rank holds of each parameter. A parameter that
+transformers fuses from several tensors is put together whole, one at a time.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ The fakes live on a fake CPU, so torch would pick CPU kernels for them. Attentio
 what backward keeps: a GPU's attention never holds the scores, and its dropout keeps a mask of one byte an element.
 
 Where a tensor gets gradients from several sides, autograd adds the later ones to the first, unless something else holds it. Under
-a dispatch mode, as a trace is, it makes a new storage for each sum: of a residual stream's gradient a trace sees two where a GPU
-has one.
+a dispatch mode, as in a trace, each sum is a new storage, which a GPU does not have.
 """
 
 from __future__ import annotations

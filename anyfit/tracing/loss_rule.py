@@ -1,7 +1,6 @@
 """Whether a batch may be cut, read off its loss: `read_rule(...) -> LossRule`.
 
-One more forward is run, on a few fake samples, and every op is watched for what makes a loss more than a mean over samples, and
-what one example cannot show, because masks and labels of other batches differ:
+One more forward is run, on a few fake samples, and every op is watched for what makes a loss more than a mean over samples:
 
     a division by a number computed from the batch        mask.sum(), labels that are not ignored
     a mean over as many elements as the batch's values say     losses[mask].mean()

@@ -1,11 +1,9 @@
 """Which parameters are needed at once: the weights that have to be on the device together, wherever they live between.
 
-A run fetches weights that live on the host as they are used (placing/residency.py), a call of a torch function at a time, and
-lets them go when nobody holds a view of them any more. So all are needed at once that one call takes (`torch.lstm`, `torch.cat`),
-or that are read while views of others are alive (a `weight.t()` that is kept over the forward), or that one module takes past all
-watching (compiled, scripted), or a function transform. A block that is recomputed holds views of all it has used.
-
-What autograd saves is no such view: it is written down where it lies and looked up again in backward, here as there.
+A run fetches weights that live on the host for each call of a torch function (placing/residency.py), and lets them go when nobody
+holds a view of them. So all are needed at once that one call takes (`torch.lstm`, `torch.cat`), that are read while views of
+others are alive (a kept `weight.t()`), or that one module or function transform takes past all watching (compiled, scripted). A
+recomputed block holds views of all it has used. What autograd saves is no such view: backward looks it up again.
 """
 
 from __future__ import annotations

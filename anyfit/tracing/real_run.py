@@ -1,8 +1,7 @@
 """The user's model and batch as they are, on the CPU: for a model whose forward needs values that fakes do not have.
 
-The recorder watches a pass over real tensors as it watches one over fakes, and writes down the same. What fakes give for nothing
-has its price here: the model is built in this host's memory, so its size is compared with what is free first; and a CPU has no
-kernel for a GPU's attention, so one is lent.
+The recorder watches this pass as it watches one over fakes. The model is built in this host's memory, so its size is compared
+with what is free first; and a CPU has no kernel for a GPU's attention, so one is lent.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ def bytes_of(model: nn.Module) -> int:
 
 
 class LentKernels(TorchDispatchMode):
-    """A GPU's fused attention on a CPU: outputs of the sizes it has on a GPU, the result by torch's own attention. Gradients are
-    zeros: they decide nothing about what a pass does."""
+    """A GPU's fused attention on a CPU: torch's own result, in outputs of the GPU's sizes. Gradients are zeros: none is read."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -24,8 +24,7 @@ LONG = 64  # steps of a sequence
 
 
 class FakeMode(FakeTensorMode):
-    """torch's, with two ops mended: its rule refuses grouped products outside bf16, which devices multiply; and it forgets what
-    a layer of an LSTM keeps for backward."""
+    """torch's, with two rules mended: it refuses grouped products outside bf16, and forgets what an LSTM keeps for backward."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)

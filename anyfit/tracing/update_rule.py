@@ -1,8 +1,7 @@
 """What the user's optimizer does to each element, learnt by stepping it once on small stand-ins.
 
-The optimizer is made by the user's own factory over the fake model, so its parameter groups and options are the real ones;
-then every group is given small real parameters and stepped while its ops and storages are counted. Any optimizer that
-works element by element is understood this way, and none has to be known by name.
+The user's own factory makes it over the fake model, so its parameter groups and options are the real ones; every group is then
+given small real parameters and stepped while its ops and storages are counted. No optimizer has to be known by name.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ class OptimizerStates:
         self.names = {slot.name: chunk for chunk in self._chunks for slot in chunk.state.chunk.slots}
 
     def make(self, carried: Carried | None) -> None:
-        """What is known at the start: the optimizer's constructor made it (Adagrad's does), it has stepped or loaded before, or
-        it was lifted from another placing."""
+        """The first state: from the optimizer's constructor (Adagrad's), its earlier steps, a load, or another placing."""
         state, parameters = self._users.optimizer.state, self._users.parameters
         for chunk in self._chunks:
             self._stepper.make_adam(chunk)

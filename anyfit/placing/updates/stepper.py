@@ -91,8 +91,7 @@ class Stepper:
     def in_one_pass(
         self, chunk: OptimizerState, inputs: Inputs, gradient: Tensor, now: State, out: State | None = None, part: Part = "all"
     ) -> tuple[Entries, Begun | None]:
-        """Steps parameters that have a gradient, by the kernel of where they lie. Gives what is then known of each and, of a
-        chunk that the host updates, what is still under way."""
+        """Steps parameters that have a gradient. Gives what is then known of each and what the host still has under way."""
         settings, factor = self.one_pass(chunk.state, inputs.groups), inputs.factor
         assert settings is not None
         made: Entries = {}
@@ -121,8 +120,7 @@ class Stepper:
     def by_torch(
         self, chunk: OptimizerState, inputs: Inputs, own: Views, exact: Tensor, entries: Entries, asked: list[str] | None = None
     ) -> Entries:
-        """Steps the optimizer, which sees these parameters alone, on their masters in `exact`; what it then knows of each, or of
-        those that are asked for."""
+        """Steps the optimizer on masters in `exact`, these parameters alone; what it then knows of each, or of those `asked`."""
         factor, groups = inputs.factor, inputs.groups
         assert not isinstance(factor, Tensor)
         if factor is not None:

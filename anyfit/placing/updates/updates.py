@@ -263,8 +263,7 @@ class Updates:
             chunk.update.forget_step()
 
     def turn_of(self, index: int) -> tuple[int, int]:
-        """In which order chunks are changed: those on the device first; those of two generations, or with moments pending, later,
-        the last first."""
+        """The order in which chunks change: resident first; those with two generations or pending moments later, backwards."""
         chunk = self._by_index.get(index)
         if chunk is not None and chunk.update.moments_pending:
             return 1, -index
