@@ -179,11 +179,3 @@ def refuse_sparse(name: str, gradient: Tensor) -> None:
 def clip_factor(norm: Tensor, clip_norm: float) -> Tensor:
     """What scales gradients of this norm down to `clip_norm`, never up (torch's clip_grad_norm_, to the bit)."""
     return torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
-
-
-def scale(gradients: list[Tensor], factor: float) -> None:
-    if any(each.layout != torch.strided for each in gradients):  # which foreach does not know
-        for each in gradients:
-            each.mul_(factor)
-    else:
-        torch._foreach_mul_(gradients, factor)

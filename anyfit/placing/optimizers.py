@@ -22,7 +22,6 @@ from anyfit.values.coupling import coupled_from_outside
 from anyfit.values.demands import StaysOnDevice, StaysWhole
 from anyfit.values.plan import Placement
 
-from .gradients import scale
 from .optimizer_state import Entries, OptimizerState
 
 
@@ -170,7 +169,7 @@ class UsersOptimizer:
                 if parameter.grad is not gradient:
                     parameter.grad = gradient
             if factor is not None:
-                scale(list(gradients.values()), factor)
+                torch._foreach_mul_(list(gradients.values()), factor)
             self.optimizer.step()
         finally:
             for name, weights in before.items():

@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 import anyfit
 from anyfit.values.demands import shared_memory
 from tests.machines import small_machine
+from tests.oracle import assert_close, train_plainly
 from tests.placing.test_optimizers import batches, compare, job_for
 from tests.plans import AWAY, ON_HOST, RESIDENT, STREAMED, hand_written, started
 
@@ -147,6 +148,36 @@ def test_sparse_and_complex_gradients_train_where_all_is_on_the_device(model: An
         with pytest.raises(ValueError, match=r"(sparse gradients|is complex).*all state on the device"):
             started(job, hand_written(job, placement, slots=8))
     assert anyfit.plan(job)
+
+
+class WordsAndLayer(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(super().forward(x))
+        return out
+
+
+class DenseWordsAndLayer(WordsAndLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.sparse = False
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sparse_gradients_train_beside_dense_ones(precision: Any) -> None:
+    compare(job_for(sgd, model=WordsAndLayer, precision=precision, clip_norm=None), RESIDENT)
+
+
+def test_sparse_gradients_are_clipped_beside_dense_ones() -> None:
+    """As torch clips dense ones: it has no norm of sparse ones."""
+    job, dense = (job_for(sgd, model=model, clip_norm=0.01) for model in (WordsAndLayer, DenseWordsAndLayer))
+    with started(job, hand_written(job, RESIDENT, chunk_bytes=256)) as run:
+        for batch in batches():
+            run.step(batch)
+        assert_close(run.state_dict(), train_plainly(dense, batches())[1], 1e-6)
 
 
 class Small(nn.Module):

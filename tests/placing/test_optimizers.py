@@ -17,7 +17,7 @@ import anyfit
 from anyfit.values.coupling import coupled
 from anyfit.values.plan import Placement
 from tests.oracle import PlainBf16, PlainFp32, assert_bit_equal
-from tests.plans import AWAY, ON_HOST, RESIDENT, STREAMED, hand_written, started
+from tests.plans import AWAY, ON_HOST, RESIDENT, STREAMED, chunk_count, hand_written, started
 
 Act = Callable[[nn.Module, Optimizer, int], None]
 PLACEMENTS = {"resident": RESIDENT, "streamed": STREAMED, "on host": ON_HOST, "away": AWAY}
@@ -155,8 +155,10 @@ def test_an_optimizer_that_couples_its_parameters_is_stepped_whole_or_refused_be
         job = job_for(optimizer, precision=precision, clip_norm=0.5)
         compare(job, RESIDENT)
         for placement in (STREAMED, AWAY):
-            with pytest.raises(ValueError, match=f"{reason}.*stepped together.*all optimizer state on the device"):
-                started(job, hand_written(job, placement, slots=8))
+            some = [RESIDENT, *[placement] * (chunk_count(job, 256) - 1)]
+            for placements in ([placement], some):
+                with pytest.raises(ValueError, match=f"{reason}.*stepped together.*all optimizer state on the device"):
+                    started(job, hand_written(job, *placements, slots=8, chunk_bytes=256))
 
 
 def test_what_is_known_to_couple_nothing() -> None:

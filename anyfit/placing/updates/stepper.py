@@ -22,7 +22,6 @@ from anyfit.kernels.split import Masters
 from anyfit.values.machine import update_threads
 
 from ..chunks import ChunkState
-from ..gradients import scale
 from ..lanes import Ticket
 from ..optimizer_state import Entries, Flat, OptimizerState, Views
 from ..optimizers import narrowed
@@ -124,7 +123,7 @@ class Stepper:
         factor, groups = inputs.factor, inputs.groups
         assert not isinstance(factor, Tensor)
         if factor is not None:
-            scale(list(own.values()), factor)
+            torch._foreach_mul_(list(own.values()), factor)
         working = zip(chunk.own_slots, self._masters(chunk.state, exact), strict=True)
         parameters = {slot.name: parameter for slot, parameter in working if slot.name in own}
         for name, parameter in parameters.items():
