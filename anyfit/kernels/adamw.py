@@ -156,9 +156,6 @@ def can_be_as_on_gpu() -> bool:
     return kernel is not None and kernel.vectors > 0
 
 
-# ---------------------------------------------------------------------- what is asked for
-
-
 @dataclass(frozen=True)
 class _Job:
     """An update that is known to touch nothing but its own elements."""
@@ -226,9 +223,6 @@ def _check(name: str, tensor: Tensor, elements: int, device: torch.device, *dtyp
             f"{name} must be a flat contiguous tensor of {elements} {wanted} on {device}, as the chunk's weights say; it is "
             f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
         )
-
-
-# ---------------------------------------------------------------------- in C++
 
 
 class _Update(ctypes.Structure):
@@ -367,9 +361,6 @@ def _kernel() -> _Kernel | None:
                 line = f"anyfit: {why}; the CPU update runs in plain torch, several times slower. Installing g++ makes it fast"
                 print(line, file=sys.stderr, flush=True)
         return _kernels[0]
-
-
-# ---------------------------------------------------------------------- in plain torch
 
 
 @torch.no_grad()

@@ -247,16 +247,14 @@ def _python_generator() -> Drawn:
     def read() -> Any:
         return ctypes.string_at(address, _WORDS.size), generator.gauss_next
 
-    def write(noted: Any) -> None:
+    def state_of(noted: Any) -> Any:
         words, gauss = noted
         index, *key = _WORDS.unpack(words)
-        random.setstate((3, (*key, index), gauss))
+        return 3, (*key, index), gauss
 
     try:
-        words, gauss = read()
-        index, *key = _WORDS.unpack(words)
-        if (3, (*key, index), gauss) == random.getstate():
-            return Drawn(read, write, "Python's random")
+        if state_of(read()) == random.getstate():
+            return Drawn(read, lambda noted: random.setstate(state_of(noted)), "Python's random")
     except Exception:  # another interpreter
         pass
     return Drawn(random.getstate, random.setstate, "Python's random")
@@ -327,11 +325,7 @@ def generator_cell(value: Any, name: str) -> Cell | None:
         return Drawn(lambda: value.get_state(legacy=False), value.set_state, name)
     bits = value.bit_generator if isinstance(value, np.random.Generator) else value
     if isinstance(bits, np.random.BitGenerator):
-
-        def write(noted: Any) -> None:
-            bits.state = noted
-
-        return Drawn(lambda: bits.state, write, name)
+        return Drawn(lambda: bits.state, lambda noted: setattr(bits, "state", noted), name)
     return None
 
 

@@ -45,12 +45,11 @@ class Settings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        now = [get() for get, _ in FLAGS]
-        changed = [index for index, (old, new) in enumerate(zip(self._flags, now, strict=True)) if old != new]
         with contextlib.ExitStack() as inside:
-            for index in changed:
-                FLAGS[index][1](self._flags[index])
-                inside.callback(FLAGS[index][1], now[index])
+            for (get, put), then in zip(FLAGS, self._flags, strict=True):
+                if (now := get()) != then:
+                    put(then)
+                    inside.callback(put, now)
             for kind, dtype, enabled in self._autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     inside.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))

@@ -113,8 +113,6 @@ class LocalGradients(Gradients):
             for slot in chunk.chunk.slots:
                 self._hook(slot.name, taker(chunk, slot))
 
-    # ------------------------------------------------------------------ on the device
-
     def _collector(self, _state: ChunkState, slot: Slot) -> Hook:
         def collect(parameter: Tensor) -> None:
             with quietly():
@@ -143,8 +141,6 @@ class LocalGradients(Gradients):
                 self.on_complete(state)
 
         return count
-
-    # ------------------------------------------------------------------ on the way to the host
 
     def _sender(self, state: ChunkState, slot: Slot) -> Hook:
         def send(parameter: Tensor) -> None:
@@ -225,8 +221,6 @@ class LocalGradients(Gradients):
         down, home.ticket = self._landings.add_up(state, filled, stretches, add, after, (home.ticket,))
         home.names.update(slot.name for slot in slots)
         return down
-
-    # ------------------------------------------------------------------ at the end of a step
 
     def finish(self) -> Norms:
         """By parameter; of gradients that a GPU's host has added up, by chunk, in the place of its first."""

@@ -84,7 +84,8 @@ class OptimizerState:
         for name, entry in made.items():
             rest, slot = dict(entry), slots[name]
             for key, value in entry.items():
-                if key in common and _is_like(value, slot):
+                is_like = isinstance(value, Tensor) and value.dim() > 0 and value.shape == slot.shape
+                if key in common and is_like and value.dtype == torch.float32:
                     if key not in moments:
                         moments[key] = zeros(key)
                     home = self.state.view(moments[key], slot)
@@ -101,10 +102,6 @@ class OptimizerState:
 
 class Flat:
     """Stands for an array that lies in a flat buffer."""
-
-
-def _is_like(value: Any, slot: Slot) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == slot.shape and value.dtype == torch.float32
 
 
 def _is_array(value: Any) -> bool:

@@ -44,10 +44,6 @@ class Input:
             self.version = version_of(tensor) if isinstance(self.packed, Tensor) else None
         self.given: Tensor | None = None
 
-    @property
-    def is_changed(self) -> bool:
-        return self.version is not None and version_of(self.packed) != self.version
-
 
 class Named:
     """A named tuple that holds inputs: its own constructor would ask them what they are."""
@@ -90,7 +86,7 @@ class Inputs:
 
     @property
     def are_changed(self) -> bool:
-        return any(each.is_changed for each in self._tensors.values())
+        return any(each.version is not None and version_of(each.packed) != each.version for each in self._tensors.values())
 
     def give(self) -> Any:
         """The arguments again."""

@@ -53,8 +53,8 @@ def opened(job: Job, *, resumes: bool = False) -> Opened:
         return Opened(job.build(), {})
     built = _built(job)
     if resumes:
-        dtypes = {name: each.dtype for name, each in built.model.named_parameters()}
-        return Opened(built.model, {name: functools.partial(_zeros, dtypes[name]) for name in built.absent})
+        absent = ((name, each) for name, each in built.model.named_parameters() if name in built.absent)
+        return Opened(built.model, {name: of_tensor(each.new_zeros(()).expand(each.shape)) for name, each in absent})
     weights = Weights.of(job.weights)
     folder = TensorFolder.open(weights.path)
     match, sources = _matched(built.model, folder, weights)
@@ -74,10 +74,6 @@ def opened(job: Job, *, resumes: bool = False) -> Opened:
                 buffer.copy_(sources[name].elements(0, buffer.numel()).view(buffer.shape))
     parameters = [name for name, _ in built.model.named_parameters() if name in sources]
     return Opened(built.model, {name: sources[name].elements for name in parameters}, match)
-
-
-def _zeros(dtype: torch.dtype, start: int, end: int) -> Tensor:
-    return torch.zeros(end - start, dtype=dtype)
 
 
 @dataclass(frozen=True)

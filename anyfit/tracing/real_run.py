@@ -29,12 +29,6 @@ FUSED = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_a
 LENT = {getattr(aten, f"{name}{suffix}") for name in FUSED for suffix in ("", "_backward")}
 
 
-def sized_model(job: Job) -> nn.Module:
-    """The job's model without bytes, where it is not made yet: for its size."""
-    with torch.device("meta"):
-        return job.build()
-
-
 def refuse_unless_it_can_run(job: Job, model: nn.Module, free_bytes: float) -> None:
     """Before it is made: by the model that `sized_model` gives."""
     refuse_unmade(model)

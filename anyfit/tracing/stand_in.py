@@ -62,11 +62,16 @@ def _kept_bytes(args: Sequence[Any]) -> int:
     return part + (part - half) * (length - LONG) // (LONG // 2)
 
 
+def sized_model(job: Job) -> nn.Module:
+    """The job's model without bytes, where it is not made yet."""
+    with torch.device("meta"):
+        return job.build()
+
+
 @contextmanager
 def fake_model(job: Job, mode: FakeTensorMode, memento: Memento) -> Iterator[nn.Module]:
     """The job's model on fake tensors, in the run's precision, ties kept; one that was given has its own again afterwards."""
-    with torch.device("meta"):
-        model = job.build()
+    model = sized_model(job)
     refuse_unmade(model)
     dtypes = job.dtypes(model)
 

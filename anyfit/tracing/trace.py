@@ -29,10 +29,10 @@ from .blocks import Blocks, find_blocks
 from .gpu_kernels import AsOnGpu, GpuRecorder
 from .loss_rule import read_rule, rows_for
 from .needs import is_whole
-from .real_run import LentKernels, bytes_of, real_batch, real_model, refuse_unless_it_can_run, sized_model
+from .real_run import LentKernels, bytes_of, real_batch, real_model, refuse_unless_it_can_run
 from .recorder import Recorder, Storage
 from .repeats import NotPeriodic, ParameterReads, Repeat, find_repeats, skipping, write_in
-from .stand_in import FakeMode, fake_batch, fake_model
+from .stand_in import FakeMode, fake_batch, fake_model, sized_model
 from .update_rule import learn
 
 Kind = Literal["cpu", "cuda"]
