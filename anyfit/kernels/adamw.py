@@ -101,8 +101,7 @@ def adamw(
     ranges     (start, end) in elements, ascending and disjoint: what is updated. All when not given
     part       what of the state: where `can_be_parted` says so, first the masters and then the moments come to the same as all
     threads    how many share the work, the calling one included; the n-th always begins with the n-th stretch of the chunk. On
-               several nodes of memory each has its share of chunk and threads, and the calling one only waits. Plain torch has
-               its own number
+               several nodes of memory the calling one only waits. Plain torch has its own number
     as_on_gpu  the bits of adamw_gpu.py, where `can_be_as_on_gpu`: square roots to the nearest float, and not this processor's
     waits      until it is done. Without, it begins after those that were begun before, on threads that do not rest between
                the two, and what is returned says when it is over; None where it is

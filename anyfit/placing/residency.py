@@ -116,8 +116,6 @@ class Residency:
         self.fetches = 0  # uploads so far
         self.misses = 0  # of them, those that somebody had to wait for
 
-    # ------------------------------------------------------------------ edits and updates
-
     def heed(self, index: int, *, is_written: bool = False) -> None:
         """Takes over what user code has written into weights of the chunk; `is_written`: it is known to have."""
         name = self._versions.edited(index)
@@ -225,8 +223,6 @@ class Residency:
             for index in chunks:
                 self._pinned.remove(index)
 
-    # ------------------------------------------------------------------ the order of use
-
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Inside, saved tensors that are views of slots are replaced."""
         return self._saved.watching(self.unpack)
@@ -258,8 +254,6 @@ class Residency:
         """The step under way was broken off: nothing is learnt from it."""
         self._order.forget()
         self._is_ahead = False
-
-    # ------------------------------------------------------------------ slots
 
     def _fetch_ahead(self) -> bool:
         """Whether a step is under way, and all that it needs next is there or comes."""
@@ -336,8 +330,6 @@ class Residency:
                 self.is_editing = False
                 for index in self.watched:
                     self._versions.note(index)
-
-    # ------------------------------------------------------------------ the end
 
     @property
     def device_bytes(self) -> int:

@@ -5,6 +5,7 @@ Torch's own errors name its ops and files; `explained` says where in the user's 
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import re
@@ -62,13 +63,8 @@ def leaving_no_mark(job: Job) -> Iterator[Memento]:
 def _eager() -> Iterator[None]:
     """Inside, what is compiled runs op by op: a compiler would learn from tensors that no run has."""
     with ExitStack() as inside:
-        compile_, told = torch.compile, False
-
-        def tell() -> None:
-            nonlocal told
-            if not told:
-                told = True
-                inside.enter_context(torch.compiler.set_stance("force_eager"))
+        compile_ = torch.compile
+        tell = functools.cache(lambda: inside.enter_context(torch.compiler.set_stance("force_eager")))  # once
 
         def compile_and_tell(*args: Any, **kwargs: Any) -> Any:
             made = compile_(*args, **kwargs)

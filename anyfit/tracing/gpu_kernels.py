@@ -44,11 +44,9 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """A fused kernel wherever CUDA has one (a half-precision type, or fp32 without grouped queries), else the plain formula.
-
-    All fused kernels keep the same for backward: the output, and a number for each row. Rows must lie together, a mask's too:
-    a bias over positions that was permuted is not taken. One of them makes gradients of the mask.
-    """
+    """A fused kernel wherever CUDA has one (half precision, or fp32 without grouped queries), else the plain formula. All fused
+    kernels keep the same for backward: the output, and a number for each row. Rows must lie together, a mask's too. One of them
+    makes gradients of the mask."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     head = query.shape[-1]
     fits = query.dim() == 4 and key.shape[-1] == value.shape[-1] == head and head % (8 if half else 4) == 0

@@ -125,9 +125,8 @@ def swapped(
 ) -> Iterator[None]:
     """Inside, the model computes with what these make of its parameters, by name, and buffers; tied ones stay one.
 
-    A copy of a module is not the module: a forward that was patched closes over the original, hooks and wrappers know it, and
-    some hold what cannot be copied. So the module itself is run, with each tensor replaced wherever the job's code holds it
-    (`values/memento.py` finds where), and the very same objects are there again afterwards."""
+    A copy of a module would not do: patched forwards, hooks and wrappers know the original. So the module itself is run, with
+    each tensor replaced wherever the job's code holds it (`values/memento.py` finds where), and put back afterwards."""
     instead: dict[int, Any] = {}  # by identity
     for name, parameter in model.named_parameters():
         instead[id(parameter)] = made = parameter_like(name, parameter)

@@ -28,12 +28,11 @@ ELEMENTS = 4096  # of a stand-in: large enough that step counters do not matter
 
 
 def learn(optimizer: Optimizer, device: str, *, sparse: bool = False) -> UpdateRule:
-    """Steps `optimizer` on stand-ins in place of its own parameters; it is of no further use afterwards. `sparse` says that the
-    model has layers with sparse gradients, the only ones that SparseAdam takes. Where the user left the choice to torch, it takes
-    one op for all parameters on a GPU and one for each on a CPU."""
+    """Steps `optimizer` on stand-ins for its own parameters; it is of no further use afterwards. `sparse`: the model has layers
+    with sparse gradients, the only ones that SparseAdam takes."""
     for group in optimizer.param_groups:
         if device == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
-            group["foreach"] = True
+            group["foreach"] = True  # torch's own choice: one op for all parameters on a GPU, one for each on a CPU
         if device == "cuda" and group.get("capturable"):  # the same numbers; a CPU's does not know it
             group["capturable"] = False
     optimizer.state.clear()  # what a constructor made for the fake parameters (Adagrad) is made for the stand-ins below
