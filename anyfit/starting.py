@@ -309,7 +309,7 @@ def rescue_for(job: Job, machine: Machine, known: Profile | None, placed: Placed
         return own if stays is None or own.state_stays else own.staying(stays, mirrored)
 
     return Rescue(
-        profile=made,
+        make_profile=made,
         search=search,
         keep=lambda correction: keep_correction(machine, correction),
         context_bytes=int(machine.device.context_bytes.value),

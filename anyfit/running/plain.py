@@ -30,6 +30,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -131,36 +132,34 @@ def fields_of(thing: Any) -> Iterator[tuple[str, Any]]:
                     continue  # not set
 
 
+def inline(_path: Path, value: Tensor) -> Any:
+    return in_base64(bytes_of(value).numpy().tobytes())
+
+
+def _refuse(path: Path, value: Any) -> Any:
+    raise NotPlainError(
+        f"a checkpoint cannot hold {shown(path)}: {type(value).__name__} is neither a tensor nor plain data (numbers, words, "
+        "lists, dictionaries, arrays, random generators)"
+    )
+
+
+@dataclass(eq=False)
 class Writer:
-    """Writes values as JSON.
+    """Writes values as JSON."""
 
-    ref         by identity, how something is named that has its own place in a checkpoint
-    tensor      how a tensor's numbers are written; inline where not given
-    opaque      what is written for what cannot be, or an error
-    start       what was there at the start, by path: what is not the same object is marked as new; None marks nothing
-    compares    it is written to be compared, and not to be read: objects are looked into wherever they are
-    libraries   packages whose objects are looked into, besides the user's own and torch's
-    """
-
-    def __init__(
-        self,
-        ref: Mapping[int, list[str]] | None = None,
-        tensor: Callable[[Path, Tensor], Any] | None = None,
-        opaque: Callable[[Path, Any], Any] | None = None,
-        start: Mapping[Path, Any] | None = None,
-        libraries: frozenset[str] = frozenset(),
-        *,
-        compares: bool = False,
-    ) -> None:
-        self._ref, self._tensor, self._opaque = ref or {}, tensor or inline, opaque or _refuse
-        self._start, self._compares, self._libraries = start, compares, libraries
-        self.met: dict[Path, Any] = {}  # everything that can change in place, or cannot be written, by where it is
-        self._first: dict[int, Path] = {}
-        self._leaves = 0
+    ref: Mapping[int, list[str]] = field(default_factory=dict)  # by identity, the name of what has its own place in a checkpoint
+    tensor: Callable[[Path, Tensor], Any] = inline  # writes a tensor's numbers
+    opaque: Callable[[Path, Any], Any] = _refuse  # what is written for what cannot be, or an error
+    start: Mapping[Path, Any] | None = None  # at the start, by path: another object is marked as new; None marks nothing
+    libraries: frozenset[str] = frozenset()  # whose objects are looked into, besides the user's own and torch's
+    compares: bool = False  # written to be compared, and not to be read: objects are looked into wherever they are
+    met: dict[Path, Any] = field(default_factory=dict)  # what can change in place, or cannot be written, by where it is
+    _first: dict[int, Path] = field(default_factory=dict)
+    _leaves: int = 0
 
     def write(self, value: Any, path: Path) -> Any:
         self._leaves = 0
-        self._root = path if self._start is None and not self._compares else ()  # others are written with many beside them
+        self._root = path if self.start is None and not self.compares else ()  # others are written with many beside them
         return self._write(value, path)
 
     def _write(self, value: Any, path: Path) -> Any:
@@ -170,8 +169,8 @@ class Writer:
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
-        if id(value) in self._ref:
-            return {"!ref": self._ref[id(value)]}
+        if id(value) in self.ref:
+            return {"!ref": self.ref[id(value)]}
         written = self._immutable(value, path)
         if written is not None:
             return written
@@ -180,7 +179,7 @@ class Writer:
         self._first[id(value)] = path
         self.met[path] = value
         written = self._mutable(value, path)
-        if self._start is not None and "!opaque" not in written and there_at(self._start, path) is not value:
+        if self.start is not None and "!opaque" not in written and there_at(self.start, path) is not value:
             written = {"!new": written}
         return written
 
@@ -208,8 +207,8 @@ class Writer:
 
     def _refuse_unless_there(self, value: Any, path: Path) -> None:
         """Marks a user's class as opaque unless one of it was at this path: it can be found there, and not be made."""
-        if not self._compares and (self._start is None or type(self._start.get(path)) is not type(value)):
-            self._opaque(path, value)
+        if not self.compares and (self.start is None or type(self.start.get(path)) is not type(value)):
+            self.opaque(path, value)
 
     def _mutable(self, value: Any, path: Path) -> dict[str, Any] | list[Any]:
         kind = type(value)
@@ -219,7 +218,7 @@ class Writer:
             return self._of_tensor(value, path)
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufcSUmM":
             flat = torch.from_numpy(np.frombuffer(np.ascontiguousarray(value).tobytes() or b"", np.uint8).copy())
-            return {"!array": [value.dtype.str, list(value.shape), self._tensor(path, flat)]}
+            return {"!array": [value.dtype.str, list(value.shape), self.tensor(path, flat)]}
         if isinstance(value, dict | list | set | collections.deque):
             return self._of_container(value, path)
         written = _of_generator(value, self._write, path)
@@ -230,14 +229,14 @@ class Writer:
         if type(value) is io.BytesIO:
             return {"!bytesio": in_base64(value.getvalue())}
         if self._is_looked_into(value, path):
-            if not self._compares and (self._start is None or type(self._start.get(path)) is not kind):
+            if not self.compares and (self.start is None or type(self.start.get(path)) is not kind):
                 return self._mark_opaque(path, value)
             fields = {name: self._write(item, (*path, f".{name}")) for name, item in fields_of(value)}
             return {"!object": [class_name(kind), fields]}
         return self._mark_opaque(path, value)
 
     def _mark_opaque(self, path: Path, value: Any) -> dict[str, Any]:
-        written = None if self._is_inert(value, path) else self._opaque(path, value)
+        written = None if self._is_inert(value, path) else self.opaque(path, value)
         return {"!opaque": type(value).__name__} if written is None else {"!opaque": written}
 
     def _is_looked_into(self, value: Any, path: Path) -> bool:
@@ -249,7 +248,7 @@ class Writer:
             return True
         if root in INERT or kind.__module__.startswith(INERT_OF_TORCH) or root in ({*sys.stdlib_module_names} | {"numpy"}):
             return False
-        return path[0] not in AROUND or root == "torch" or not is_owned_by_library(kind, self._libraries)
+        return path[0] not in AROUND or root == "torch" or not is_owned_by_library(kind, self.libraries)
 
     def _is_inert(self, value: Any, path: Path) -> bool:
         if isinstance(value, types.ModuleType | weakref.ReferenceType):
@@ -263,13 +262,13 @@ class Writer:
         name = type(value).__module__
         if name.partition(".")[0] in INERT or name.startswith(INERT_OF_TORCH):
             return True
-        return path[0] in AROUND and name != "builtins" and is_owned_by_library(type(value), self._libraries)
+        return path[0] in AROUND and name != "builtins" and is_owned_by_library(type(value), self.libraries)
 
     def _of_tensor(self, value: Tensor, path: Path) -> dict[str, Any]:
         is_odd = value.layout != torch.strided or value.is_meta or type(value) not in (Tensor, nn.Parameter, nn.Buffer)
         if is_odd or value.is_quantized or value.is_nested:
             return self._mark_opaque(path, value)
-        if self._start is None and not value.dim() and not value.dtype.is_complex and not value.requires_grad and value.is_cpu:
+        if self.start is None and not value.dim() and not value.dtype.is_complex and not value.requires_grad and value.is_cpu:
             return {"!number": [name_of(value.dtype), value.item()]}
         about: dict[str, Any] = {"dtype": name_of(value.dtype), "shape": list(value.shape)}
         if not value.is_contiguous() and torch.empty_like(value).stride() == value.stride():  # dense
@@ -278,7 +277,7 @@ class Writer:
             about["requires_grad"] = True
         if not value.is_cpu:
             about["on_device"] = True
-        return {"!tensor": [about, self._tensor(path, value.detach())]}
+        return {"!tensor": [about, self.tensor(path, value.detach())]}
 
     def _of_container(self, value: Any, path: Path) -> dict[str, Any] | list[Any]:
         kind = type(value)
@@ -348,17 +347,6 @@ def _of_generator(value: Any, write: Callable[[Any, Path], Any], path: Path) -> 
 def plain(value: Any, path: Path) -> Any:
     """JSON of plain data; an error names what is not plain."""
     return Writer().write(value, path)
-
-
-def inline(_path: Path, value: Tensor) -> Any:
-    return in_base64(bytes_of(value).numpy().tobytes())
-
-
-def _refuse(path: Path, value: Any) -> Any:
-    raise NotPlainError(
-        f"a checkpoint cannot hold {shown(path)}: {type(value).__name__} is neither a tensor nor plain data (numbers, words, "
-        "lists, dictionaries, arrays, random generators)"
-    )
 
 
 def bytes_of(value: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,22 +19,18 @@ from .shortage import Shortfall, is_about_memory, shortfall_of
 from .step import WATCHED_STEPS, Counting, Step, shapes_of
 
 
+@dataclass(eq=False)
 class Replacing:
     """`rescue` has other plans, and `before` the state that a repeated step starts from: None for a plan that was given."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        progress: Progress,
-        saves: Saves,
-        counting: Counting,
-        rescue: Rescue | None,
-        rehearsal: Rehearsal | None,
-        before: Before | None,
-    ) -> None:
-        self._engine, self._progress, self._saves, self._counting = engine, progress, saves, counting
-        self._rescue, self._rehearsal, self._before = rescue, rehearsal, before
-        self._tried: Counter[Any] = Counter()  # steps made with the plan at hand, by the shapes of the batch
+    _engine: Engine
+    _progress: Progress
+    _saves: Saves
+    _counting: Counting
+    _rescue: Rescue | None
+    _rehearsal: Rehearsal | None
+    _before: Before | None
+    _tried: Counter[Any] = field(default_factory=Counter)  # steps made with the plan at hand, by the shapes of the batch
 
     def attempt(self, step: Step, batch: Batch) -> Tensor:
         """The step, with one plan after another until it fits."""

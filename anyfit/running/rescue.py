@@ -45,30 +45,19 @@ MOST_CELLS = 2**20  # of all that a step can reach
 SMALL_BYTES = 2**20  # of a buffer
 
 
+@dataclass(eq=False)
 class Rescue:
-    """What a run asks for another plan. Only one whose plan the planner made has it: what was planned by hand is not changed.
+    """What a run asks for another plan. Only one whose plan the planner made has it: what was planned by hand is not changed."""
 
-    profile          of the job; asked for when first needed
-    search           the planner
-    keep             takes what was learnt about the forecast, for later plans
-    context_bytes    of the device, outside torch's allocator
-    beside_bytes     of host memory, that the planner counts besides the plan's so many
-    """
-
-    def __init__(
-        self,
-        profile: Callable[[], Profile],
-        search: Callable[[Profile], Plan],
-        keep: Callable[[Correction], None],
-        context_bytes: int = 0,
-        beside_bytes: Callable[[int], int] = lambda _host_bytes: 0,
-    ) -> None:
-        self._make, self._search, self._keep = profile, search, keep
-        self.context_bytes, self._beside_bytes = context_bytes, beside_bytes
+    make_profile: Callable[[], Profile]  # of the job; called when first needed
+    search: Callable[[Profile], Plan]  # the planner
+    keep: Callable[[Correction], None]  # takes what was learnt about the forecast, for later plans
+    context_bytes: int = 0  # of the device, outside torch's allocator
+    beside_bytes: Callable[[int], int] = lambda _host_bytes: 0  # of host memory, counted besides the plan's so many
 
     @functools.cached_property
     def profile(self) -> Profile:
-        return self._make()
+        return self.make_profile()
 
     def with_less_device(self, plan: Plan, short: Shortfall, rescues: int) -> Plan:
         """A plan with room for what was needed, after so many rescues of the same step; NoPlan where there is none."""
@@ -87,7 +76,7 @@ class Rescue:
             return self._smaller(plan, profile, short, verdict)
         correction = self.profile.correction
         if correction is not None and correction != profile.correction:
-            self._keep(correction)
+            self.keep(correction)
         return found
 
     def _smaller(self, plan: Plan, profile: Profile, short: Shortfall, verdict: NoPlan) -> Plan:
@@ -108,7 +97,7 @@ class Rescue:
             why = f"the plan has {show_bytes(held)} on the host, and {show_bytes(fewer_bytes)} are to go"
             raise NoPlan(why, fewer_bytes - held)
         kept = held - fewer_bytes
-        return self._first(plan, [replace(self.profile, host_limit_bytes=kept + self._beside_bytes(kept))])
+        return self._first(plan, [replace(self.profile, host_limit_bytes=kept + self.beside_bytes(kept))])
 
     def restricted(self, plan: Plan, findings: Findings) -> Plan:
         return self._first(plan, [findings.restrict(self.profile)])
@@ -121,7 +110,7 @@ class Rescue:
             for profile in profiles:
                 passes = tuple(each for each in profile.passes if is_asked_for(each.micro_batch, plan.micro_batch))
                 try:
-                    found = self._search(replace(profile, passes=passes)) if passes else None
+                    found = self.search(replace(profile, passes=passes)) if passes else None
                 except NoPlan as verdict:
                     why = verdict
                     continue

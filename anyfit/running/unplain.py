@@ -10,6 +10,7 @@ import math
 import random
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -20,28 +21,17 @@ from . import plain as writing
 from .plain import IMMUTABLE, Path, class_name, dtype_of, fields_of, from_base64, shown, there_at
 
 
+@dataclass(eq=False)
 class Reader:
-    """Makes values of JSON.
+    """Makes values of JSON."""
 
-    tensor    the bytes of a tensor that is not inline, by what a Writer put there
-    find      a parameter, buffer or module by its name
-    live      what there is, by path: what was changed in place is restored there, and what cannot be made is found there
-    touches   whether any of that is changed; without, all objects are new, to see whether they can be made
-    """
-
-    def __init__(
-        self,
-        tensor: Callable[[str], Tensor] | None = None,
-        find: Callable[[list[str]], Any] | None = None,
-        live: Mapping[Path, Any] | None = None,
-        device: torch.device | None = None,
-        *,
-        touches: bool = True,
-    ) -> None:
-        self._tensor, self._find, self._live = tensor, find, live or {}
-        self._device, self._touches = device, touches
-        self._made: dict[Path, Any] = {}
-        self._root: Path = ()
+    tensor: Callable[[str], Tensor] | None = None  # the bytes of a tensor that is not inline, by what a Writer put there
+    find: Callable[[list[str]], Any] | None = None  # a parameter, buffer or module by its name
+    live: Mapping[Path, Any] = field(default_factory=dict)  # by path, what is restored in place, or is found since none is made
+    device: torch.device | None = None
+    touches: bool = True  # whether `live` is changed; without, all objects are new, to see whether they can be made
+    _made: dict[Path, Any] = field(default_factory=dict)
+    _root: Path = ()
 
     def read_alone(self, written: Any, path: Path) -> Any:
         """What was written with nothing beside it."""
@@ -53,8 +43,8 @@ class Reader:
             return written
         is_new = isinstance(written, dict) and len(written) == 1 and "!new" in written
         written = written["!new"] if is_new else written
-        there = there_at(self._live, path)
-        value = self._value(written, path, there, there if not is_new and self._touches else None)
+        there = there_at(self.live, path)
+        value = self._value(written, path, there, there if not is_new and self.touches else None)
         self._made[path] = value
         return value
 
@@ -69,9 +59,9 @@ class Reader:
         if tag == "!same":
             return self._met((*self._root, *map(str, found)))
         if tag == "!ref":
-            if self._find is None:
+            if self.find is None:
                 raise ValueError(f"{shown(path)} is {found}, and nothing is known by name")
-            return self._find(found)
+            return self.find(found)
         if tag == "!opaque":
             return there
         if tag == "!object":
@@ -94,8 +84,6 @@ class Reader:
             return values
         if tag in _GENERATORS:
             return _GENERATORS[tag](found, home)
-        if tag in IMMUTABLE:
-            return IMMUTABLE[tag][2](found)
         if tag in _READ:
             return _READ[tag](found)
         if tag == "!frozenset":
@@ -107,21 +95,21 @@ class Reader:
     def _met(self, path: Path) -> Any:
         if path in self._made:
             return self._made[path]
-        if self._live.get(path) is None:
+        if self.live.get(path) is None:
             raise ValueError(f"{shown(path)} is spoken of, and is not there")
-        return there_at(self._live, path)
+        return there_at(self.live, path)
 
     def _set_fields(self, there: Any, fields: Mapping[str, Any], path: Path) -> None:
         before = dict(fields_of(there))
-        for field, item in fields.items():
-            if field not in before and hasattr(type(there), field):
-                raise ValueError(f"{shown(path)}.{field} would take the place of what its class has")
-            value = self.read(item, (*path, f".{field}"))
-            if self._touches and before.get(field) is not value:
-                _set(there, field, value)
-        if self._touches:
-            for field in before.keys() - fields.keys():
-                vars(there).pop(field, None)
+        for name, item in fields.items():
+            if name not in before and hasattr(type(there), name):
+                raise ValueError(f"{shown(path)}.{name} would take the place of what its class has")
+            value = self.read(item, (*path, f".{name}"))
+            if self.touches and before.get(name) is not value:
+                _set(there, name, value)
+        if self.touches:
+            for name in before.keys() - fields.keys():
+                vars(there).pop(name, None)
 
     def _container(self, tag: str, written: Mapping[str, Any], path: Path, there: Any, home: Any) -> Any:
         found, name = written[tag], written.get("class")
@@ -161,9 +149,9 @@ class Reader:
     def _bytes(self, where: Any) -> Tensor:
         if isinstance(where, str):
             return torch.frombuffer(bytearray(from_base64(where)) or bytearray(1), dtype=torch.uint8)
-        if self._tensor is None:
+        if self.tensor is None:
             raise ValueError(f"a tensor at {where}, where none can be")
-        return self._tensor(where["at"])
+        return self.tensor(where["at"])
 
     @torch.no_grad()
     def _read_tensor(self, about: Mapping[str, Any], where: Any, home: Any) -> Tensor:
@@ -178,7 +166,7 @@ class Reader:
             values = flat[: count * dtype.itemsize].view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
         if type(home) in (Tensor, nn.Parameter, nn.Buffer) and home.shape == values.shape and home.dtype == dtype:
             return cast(Tensor, home.copy_(values))
-        device = self._device if about.get("on_device") and self._device is not None else torch.device("cpu")
+        device = self.device if about.get("on_device") and self.device is not None else torch.device("cpu")
         if "stride" in about:
             if 1 + sum((size - 1) * step for size, step in zip(shape, about["stride"], strict=True)) != count:
                 raise ValueError(f"a tensor of {shape} with strides of {about['stride']}")
@@ -209,12 +197,12 @@ def _filled(home: Any, kind: type, items: Any) -> Any:
     return there
 
 
-def _set(there: Any, field: str, value: Any) -> None:
+def _set(there: Any, name: str, value: Any) -> None:
     """Sets a field without calling its class's __setattr__."""
-    if hasattr(there, "__dict__") and not isinstance(vars(type(there)).get(field), types.MemberDescriptorType):
-        vars(there)[field] = value
+    if hasattr(there, "__dict__") and not isinstance(vars(type(there)).get(name), types.MemberDescriptorType):
+        vars(there)[name] = value
     else:
-        object.__setattr__(there, field, value)
+        object.__setattr__(there, name, value)
 
 
 def _torch_generator(found: Any, home: Any) -> torch.Generator:
@@ -263,7 +251,7 @@ _GENERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "!numpy.RandomState": _numpy_state,
     "!random.Random": _python_generator,
 }
-_READ: dict[str, Callable[[Any], Any]] = {
+_READ: dict[str, Callable[[Any], Any]] = {tag: read for tag, (_kind, _write, read) in IMMUTABLE.items()} | {
     "!number": lambda found: torch.tensor(found[1], dtype=dtype_of(found[0])),
     "!scalar": lambda found: np.frombuffer(from_base64(found[1]), np.dtype(found[0]))[0],
     "!size": lambda found: torch.Size([int(each) for each in found]),
