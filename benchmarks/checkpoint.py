@@ -152,7 +152,7 @@ def waiting(trained: Trained, folder: Path) -> Figures:
     """One save while training waits, between two looks at the disk."""
     run = trained.run
     trained.step()
-    run._placed.residency.settle_all()  # the update under way is the step's, not the save's
+    run._engine.placed.residency.settle_all()  # the update under way is the step's, not the save's
     began = time.perf_counter()
     run.save(folder, wait=False)
     seconds = time.perf_counter() - began
@@ -221,7 +221,7 @@ def _all_beside(
 ) -> None:
     with started(None) as run:
         trained = Trained(run, found["model"])
-        placed: Any = run._placed
+        placed: Any = run._engine.placed
         held = found["host_bytes"] = placed.host_bytes
         found["parameters"] = sum(each.numel() for each in run.model.parameters())
         found["updated_on"] = dict(Counter(each.route for each in run.plan.chunks))

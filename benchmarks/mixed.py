@@ -168,7 +168,7 @@ def measure(
         clipped += run.metrics.gradient_norm > job.clip_norm
     if recorded is not None and timeline is not None:
         timeline.write_text(json.dumps(recorded.document(name)))
-    placed = run._placed
+    placed = run._engine.placed
     median = statistics.median(seconds[warmup:])
     row = {
         "system": "anyfit",

@@ -111,7 +111,7 @@ def divided(shards: int) -> Placement:
 
 
 def come_to_rest(run: Run) -> None:
-    residency = run._placed.residency
+    residency = run._engine.placed.residency
     residency.settle_all()
     for slot in residency.slots.all:
         if slot.ticket is not None:

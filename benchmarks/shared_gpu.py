@@ -96,7 +96,7 @@ def train(rank: int, count: int, model: str, steps: int, passes: int, folder: st
             seconds.append(time.perf_counter() - begun)
             if rank == 0:
                 print(f"  {count} at work: step {len(losses)}, {seconds[-1]:.2f} s, loss {losses[-1]:.6f}", flush=True)
-        held = {"device": run._placed.device_bytes, "host": run._placed.host_bytes}
+        held = {"device": run._engine.placed.device_bytes, "host": run._engine.placed.host_bytes}
         weights = run.state_dict()
     row: Row = {"losses": losses, "step_seconds": statistics.median(seconds[1:]), "held_bytes": held}
     if count == 1:

@@ -1,9 +1,8 @@
 """What ranks agree on, or their replicas part.
 
-At the end of a step one exchange has the norm of the gradients, the loss, and what all must know. The optimizer with its groups,
-the learning-rate schedule, the loss and the order of the data are compared before the first exchange (`facts_of`). What a script
-may change later, settings of groups and the place in the data, is compared in every step as two numbers of that exchange; only
-where they differ are the values sent, to name the first one.
+One exchange at the end of a step has the norm of the gradients, the loss, and what all must know. Optimizer, schedule, loss and
+order of the data are compared before the first (`facts_of`). What a script may change later, settings of groups and the place in
+the data, is compared in every step as two checksums; only where they differ are the values sent, to name the first one.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from anyfit.values.job import Batch, Job
 from .engine import Engine, Progress
 from .host_memory import HostMemory
 from .loader import Data
+from .plain import class_name
 from .saves import Saves
 from .team import Peers
 
@@ -177,7 +177,7 @@ def difference(everybody: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> 
 def facts_of(job: Job, model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     """What all ranks must have alike before they exchange weights."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    facts = {"optimizer": _class(optimizer)}
+    facts = {"optimizer": class_name(type(optimizer))}
     facts |= {
         f"group of {names.get(id(parameter), '?')}": str(index)
         for index, group in enumerate(optimizer.param_groups)
@@ -201,7 +201,7 @@ def facts_of_schedule(scheduler: LRScheduler | None) -> dict[str, str]:
         return {"scheduler": "none"}
     state = {f"scheduler.{name}": repr(_plain(value)) for name, value in sorted(scheduler.state_dict().items())}
     lambdas = getattr(scheduler, "lr_lambdas", [])
-    return {"scheduler": _class(scheduler), **state} | {
+    return {"scheduler": class_name(type(scheduler)), **state} | {
         f"code of scheduler.lr_lambdas[{index}]": code_of(each) for index, each in enumerate(lambdas)
     }
 
@@ -222,7 +222,9 @@ def _code(function: Any, depth: int) -> object:
         cells = (cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType())
         return _bytes(function.__code__), [_code(each, depth + 1) for each in cells if callable(each)]
     called = type(function).__call__ if callable(function) else None
-    return _class(function), _bytes(called.__code__) if isinstance(called, types.FunctionType) else ""
+    return class_name(function if isinstance(function, type) else type(function)), _bytes(called.__code__) if isinstance(
+        called, types.FunctionType
+    ) else ""
 
 
 def _bytes(code: types.CodeType) -> object:
@@ -234,11 +236,6 @@ def _bytes(code: types.CodeType) -> object:
         for each in code.co_consts
     ]
     return code.co_name, code.co_code.hex(), code.co_names, code.co_varnames, constants
-
-
-def _class(thing: object) -> str:
-    kind = thing if isinstance(thing, type) else type(thing)
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _digest(text: str) -> str:

@@ -43,6 +43,7 @@ from .stored import Opened
 from .team import Team
 
 PROGRESS, PLAN, EXTRA = "progress.json", "plan.json", "extra.json"
+open = Opened
 OVER_SHARE, OVER_BYTES = 0.25, 2**20  # addresses, and not memory: for a header, and where ranks share unevenly
 
 
@@ -180,14 +181,9 @@ def full_state_dict(placed: Placed) -> dict[str, Any]:
     return {name: tensors[first[id(each)]] if id(each) in first else each for name, each in found}
 
 
-def open(folder: str | Path) -> Opened:
-    """A checkpoint's tensors, each read whole or in part when it is wanted. `verify` compares the checksums of its files."""
-    return Opened(folder)
-
-
 def check(folder: str | Path) -> Path:
     """The folder (or the one that stood aside when a process died between two renames), all files whole; or an error."""
-    opened = open(folder)
+    opened = Opened(folder)
     opened.verify()
     return opened.folder
 

@@ -1,8 +1,8 @@
 """Who uses a run folder: one launch at a time, named in a file of it while it runs.
 
-The file holds the process, its start and its host. Another process refuses the folder, unless the one in the file started it (a
-launcher of ranks) or is gone. A process of this host can be looked for. One of another host cannot, but it touches its file every
-few seconds, and is gone when it does not. The file is read and written under a lock.
+The file, read and written under a lock, holds the process, its start and its host. Another process refuses the folder, unless the
+one in the file started it (a launcher of ranks) or is gone. One of another host is gone when it has not touched its file for
+long.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def _took(file: Path, folder: Path, say: Callable[[str], None]) -> bool:
             if holder is None or holder.is_gone or (since and time.monotonic() - since > GONE_SECONDS):
                 if holder is not None:
                     say(f"took {folder} over from {holder}, which is gone")
-                _write(found, Holder.this())
+                os.ftruncate(found, 0)
+                os.pwrite(found, json.dumps(asdict(Holder.this())).encode(), 0)
                 return True
             if holder.is_of_this:
                 return False
@@ -140,11 +141,6 @@ def _read(found: int) -> Holder | None:
         return Holder(int(told["pid"]), float(told["started"]), str(told["host"]))
     except (ValueError, KeyError, TypeError):
         return None  # just made, or cut short when its process died
-
-
-def _write(found: int, holder: Holder) -> None:
-    os.ftruncate(found, 0)
-    os.pwrite(found, json.dumps(asdict(holder)).encode(), 0)
 
 
 def _host() -> str:

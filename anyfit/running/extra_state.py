@@ -1,13 +1,10 @@
-"""What a run depends on besides parameters, buffers and optimizer state: extra state of modules (`get_extra_state`), and whatever
-else changes in training, so that a resumed run is the one that never stopped.
+"""What a resumed run needs besides parameters, buffers and optimizer state: `get_extra_state`, and what else training changes.
 
-**Where it is looked for.** In the attributes of every module and of the optimizer (counters, annealed temperatures, averages,
-random generators, a teacher hidden in a list); in those of their classes, where these are the user's own; and in the variables
-that the loss, and functions of these classes, read from around them.
-
-**What is kept.** The checksums of all of it at the start. A checkpoint holds what differs from those, and nothing else: a setting
-that the user changes between two runs stays changed. What was changed in place is restored in place. What cannot be written as
-plain data (plain.py) is named when it is saved, and such a checkpoint is not resumed.
+It is looked for in the attributes of every module and of the optimizer (counters, averages, generators, a teacher hidden in a
+list), in those of their classes, where these are the user's own, and in variables that the loss and these classes' functions
+read from around them. A checkpoint holds what differs from the checksums of the start, and nothing else: a setting that the user
+changes between two runs stays changed. What was changed in place is restored in place. What cannot be written as plain data
+(plain.py) is named when it is saved, and such a checkpoint is not resumed.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import json
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,7 +55,6 @@ class ExtraState:
         for path, written, met in self._compared():
             self._noted[path] = written
             self._start |= {where: Weak(each) if isinstance(each, Tensor) else each for where, each in met.items()}
-
         self._lost: dict[str, str] = {}  # what the last checkpoint does not hold
         self._said: set[str] = set()
 
@@ -256,17 +253,14 @@ def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 # ---------------------------------------------------------------------- where it is looked for
 
 
+@dataclass(frozen=True, eq=False)
 class _Holder(MutableMapping[str, Any]):
-    """Names and values of something: iterates over those that are wanted, and reads and sets any. `now` has them all."""
+    """Names and values of something: iterates over those that are wanted, and reads and sets any. `_now` has them all."""
 
-    def __init__(
-        self,
-        now: Callable[[], Mapping[str, Any]],
-        wants: Callable[[str, Any], bool],
-        put: Callable[[str, Any], object],
-        drop: Callable[[str], object],
-    ) -> None:
-        self._now, self._wants, self._put, self._drop = now, wants, put, drop
+    _now: Callable[[], Mapping[str, Any]]
+    _wants: Callable[[str, Any], bool]
+    _put: Callable[[str, Any], object]
+    _drop: Callable[[str], object]
 
     def __getitem__(self, name: str) -> Any:
         return self._now()[name]

@@ -181,7 +181,7 @@ def padded(size: int) -> int:
 
 
 class BlockFile:
-    """A file of this content, written by threads, each of which takes the next block; the first error ends it."""
+    """A safetensors file of this content, what the image holds from there. Threads take block by block; an error ends all."""
 
     def __init__(self, path: Path, content: Content, wrote: Callable[[int], None], image: Image | None = None) -> None:
         assert BLOCK_BYTES % MOST_ITEM_BYTES == 0
@@ -271,17 +271,6 @@ class BlockFile:
         for file in (self._file, self._direct):
             if file is not None:
                 os.close(file)
-
-
-def write_tensors(
-    path: Path, content: Content, wrote: Callable[[int], None], *, threads: int = THREADS, image: Image | None = None
-) -> FileRecord:
-    """Writes a safetensors file block by block; what the image holds from there."""
-    file = BlockFile(path, content, wrote, image)
-    try:
-        return file.write(threads)
-    finally:
-        file.close()
 
 
 def write_text(path: Path, text: str) -> FileRecord:

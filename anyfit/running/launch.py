@@ -1,12 +1,10 @@
 """How a run was launched: its place among the ranks, its folder, and what happens when it is told to stop.
 
-`anyfit fit` opens a `Launch` around the demo or the user's script; `anyfit.start` picks it up. After each step the launch
-writes metrics, saves when it is time, and, when a signal asked for it (Ctrl-C, a cluster's preemption), saves and ends
-with that signal's status. A script run by plain `python` or torchrun has no launch, and nothing of this happens to it.
-
-Each of several ranks has a launch. All save, and all end after the same step where one was told to stop; rank 0 alone writes the
-folder's files and reports. A script may start several runs: the first has the folder itself, the second `run-2` in it, and so on
-in the order of their starts, so that --resume finds each one's checkpoints.
+`anyfit fit` opens a `Launch` around the demo or the user's script, and `anyfit.start` picks it up; plain `python` and torchrun
+have none. After each step it writes metrics, saves when it is time, and, after a signal (Ctrl-C, a cluster's preemption), saves
+and ends with that signal's status. Every rank has one: all save, and all end after the same step; rank 0 alone writes the
+folder's files and reports. A script's first run has the folder itself, its second `run-2` in it, and so on: --resume finds each
+one's checkpoints.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """The order of the data: the same for any machine, and exactly resumable.
 
-An epoch's order is a permutation drawn from (seed, epoch). Epochs follow each other without a seam, so that only an incomplete
-batch at the very end is dropped. Each rank gets its share of every batch. The position counts the batches that were given to the
-user; one that was prefetched does not count.
-
-A batch's random numbers (augmentations, masking in collate_fn) are drawn from (seed, rank, position), whichever process makes it:
-so they are the same after a resume and for any number of workers, and different on every rank.
+An epoch's order is a permutation drawn from (seed, epoch). Epochs follow each other without a seam: only an incomplete batch at
+the very end is dropped. Each rank gets its share of every batch. The position counts the batches that the user was given, and not
+those that were prefetched. A batch's random numbers (augmentations, masking in collate_fn) are drawn from (seed, rank, position):
+the same after a resume and for any number of workers, and different on every rank.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -71,7 +70,7 @@ class Loader:
         made = _Made(self._dataset, options.pop("collate_fn", None) or default_collate, f"{self._seed} {self._rank}")
         # Of its own, or to go on in the middle would draw one random number more than not to have stopped.
         seeds = torch.Generator().manual_seed((self._seed * 1_000_003 + self._rank) % 2**63)
-        options["worker_init_fn"] = _Beginning(made, options.get("worker_init_fn"))
+        options["worker_init_fn"] = functools.partial(_begin_worker, made, options.get("worker_init_fn"))
         inner: Iterator[Any] = iter(
             DataLoader(made, batch_sampler=self._batches(self.position), collate_fn=_as_it_is, generator=seeds, **options)  # type: ignore[arg-type]
         )
@@ -183,16 +182,11 @@ class _Made:
         return len(self.dataset)
 
 
-class _Beginning:
-    """Of a worker: it finds the user's own dataset where torch says, and then does what the user wants first."""
-
-    def __init__(self, made: _Made, then: Callable[[int], Any] | None) -> None:
-        self._made, self._then = made, then
-
-    def __call__(self, worker: int) -> None:
-        object.__setattr__(get_worker_info(), "dataset", self._made.dataset)  # it is frozen
-        if self._then is not None:
-            self._then(worker)
+def _begin_worker(made: _Made, then: Callable[[int], Any] | None, worker: int) -> None:
+    """The worker finds the user's own dataset where torch says, and then does what the user wants first."""
+    object.__setattr__(get_worker_info(), "dataset", made.dataset)  # it is frozen
+    if then is not None:
+        then(worker)
 
 
 def _as_it_is(batch: Any) -> Any:

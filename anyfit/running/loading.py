@@ -165,7 +165,7 @@ def _compared(
     if is_former:
         with _reading(folder / PROGRESS):
             document = upgraded(document, settings.to_json())
-            others = [nothing_else() for _ in document["random"]]
+            others: list[Any] = [NOTHING_ELSE] * len(document["random"])
     else:
         others = opened.document(EXTRA)
     with _reading(folder / EXTRA):
@@ -230,10 +230,7 @@ FORMER_HOLDS = (
     f"it is of version {FORMER_VERSION}, which holds weights, buffers, optimizer, scheduler, data position and random state, and "
     "nothing else: attributes of modules, their get_extra_state and numpy's random state are those of the start"
 )
-
-
-def nothing_else() -> dict[str, Any]:
-    return {"changed": [], "gone": [], "lost": {}, "modules": {}, "buffers": {"changed": {}, "gone": [], "own": {}}}
+NOTHING_ELSE = {"changed": [], "gone": [], "lost": {}, "modules": {}, "buffers": {"changed": {}, "gone": [], "own": {}}}
 
 
 def upgraded(document: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

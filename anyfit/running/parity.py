@@ -1,11 +1,8 @@
 """Parity: a few steps as a plan places them, beside the same steps in plain PyTorch.
 
 Plain PyTorch here is a loop over the same micro-batches with torch's own clipping and the user's optimizer. In bf16 it keeps fp32
-masters, and rounds them to bf16 by the split's own rule.
-
-Many plans are for models that plain PyTorch has no room for. Then a few of the repeated blocks are compared, on few samples, by a
-plan that makes every choice of the given one: for activations, for where chunks lie, how they are updated and whether before the
-norm is known, and with chunks so small that there are some of each.
+masters, and rounds them by the split's own rule. Where it has no room for the model, a few of the repeated blocks are compared,
+on few samples, by a plan that makes every choice of the given one, with chunks so small that there are some of each placement.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ import base64
 import collections
 import decimal
 import enum
-import fractions
 import functools
 import io
 import itertools
@@ -31,6 +30,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -89,11 +89,7 @@ def dtype_of(name: Any) -> torch.dtype:
 # By tag, what cannot change in place: its class, how it is written, how it is read.
 IMMUTABLE: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "!decimal": (decimal.Decimal, str, decimal.Decimal),
-    "!fraction": (
-        fractions.Fraction,
-        lambda it: [it.numerator, it.denominator],
-        lambda found: fractions.Fraction(*map(int, found)),
-    ),
+    "!fraction": (Fraction, lambda it: [it.numerator, it.denominator], lambda found: Fraction(*map(int, found))),
     "!complex": (complex, lambda it: [it.real, it.imag], lambda found: complex(*map(float, found))),
     "!bytes": (bytes, in_base64, from_base64),
     "!range": (range, lambda it: [it.start, it.stop, it.step], lambda found: range(*map(int, found))),
@@ -190,11 +186,9 @@ class Writer:
             items = [self._write(item, (*path, str(index))) for index, item in enumerate(value)]
             if type(value) is tuple:
                 return {"!tuple": items}
-            self.met[path] = value
             self._refuse_unless_there(value, path)
             return {"!tuple": items, "class": class_name(type(value))}
         if isinstance(value, enum.Enum):
-            self.met[path] = value
             self._refuse_unless_there(value, path)
             return {"!enum": [class_name(type(value)), value.name]}
         if isinstance(value, np.generic) and not isinstance(value, np.void | np.object_):
@@ -207,6 +201,7 @@ class Writer:
 
     def _refuse_unless_there(self, value: Any, path: Path) -> None:
         """Marks a user's class as opaque unless one of it was at this path: it can be found there, and not be made."""
+        self.met[path] = value
         if not self.compares and (self.start is None or type(self.start.get(path)) is not type(value)):
             self.opaque(path, value)
 
@@ -221,7 +216,7 @@ class Writer:
             return {"!array": [value.dtype.str, list(value.shape), self.tensor(path, flat)]}
         if isinstance(value, dict | list | set | collections.deque):
             return self._of_container(value, path)
-        written = _of_generator(value, self._write, path)
+        written = _of_generator(value)
         if written is not None:
             return written
         if isinstance(value, bytearray):
@@ -326,7 +321,7 @@ def is_iterator(value: Any) -> bool:
     return hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
 
 
-def _of_generator(value: Any, write: Callable[[Any, Path], Any], path: Path) -> dict[str, Any] | None:
+def _of_generator(value: Any) -> dict[str, Any] | None:
     if isinstance(value, torch.Generator):
         return {"!torch.Generator": [str(value.device), in_base64(value.get_state().numpy().tobytes())]}
     if isinstance(value, np.random.Generator) and type(value.bit_generator).__name__ in BIT_GENERATORS:

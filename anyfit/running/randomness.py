@@ -102,12 +102,10 @@ def _number(key: str, whose: str, size: int) -> int:
 
 def _saved(generator: Any) -> Callable[[], object]:
     """A function that restores its state."""
-    if isinstance(generator, torch.Generator):
+    if hasattr(generator, "set_state"):  # torch's, or a RandomState
         return functools.partial(generator.set_state, generator.get_state())
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())
-    if isinstance(generator, np.random.RandomState):
-        return functools.partial(generator.set_state, generator.get_state())
     return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
 
 

@@ -1,12 +1,10 @@
 """Rescue: a run that has run out of memory is planned anew, with what it has shown, and goes on with the step it was in.
 
 A step that ends in an error about device memory has changed nothing that counts. So its graph and gradients are freed, random
-states and buffers restored, a plan is searched that leaves more room, the state is moved to where it wants it, and the step is
-repeated: with the same micro-batches, so that the losses are those of a run to which nothing happened.
-
-How much more room: the forecast was too small by at least `needed / expected`. What the rest of the step would have needed nobody
-has seen, so a margin is added, twice as large with each rescue of the step. Where nothing fits with it, plans are tried that need
-less than the one at hand, as long as there is one.
+states and buffers restored, the state is moved to where a plan with more room wants it, and the step is repeated with the same
+micro-batches: the losses are those of a run to which nothing happened. The forecast was too small by at least `needed /
+expected`; a margin for the rest of the step is added, twice as large with each rescue. Where nothing fits with it, plans are
+tried that need less than the one at hand.
 """
 
 from __future__ import annotations

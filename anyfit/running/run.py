@@ -171,8 +171,8 @@ class Run:
         """Full weights by original name, tied ones under each name, on the host: the fp32 masters; and the buffers."""
         self._progress.check_open()
         self._peers.begin(Kind.READ_WEIGHTS)
-        self._placed.settle()
-        return checkpoint.full_state_dict(self._placed)
+        self._engine.placed.settle()
+        return checkpoint.full_state_dict(self._engine.placed)
 
     @contextmanager
     def weights(self) -> Iterator[nn.Module]:
@@ -180,10 +180,10 @@ class Run:
         self._progress.check_open()
         self._peers.begin(Kind.OPEN_WEIGHTS)
         self.finish_saving()
-        with self._placed.residency.editing():
-            before = self._placed.state.snapshot()
+        with self._engine.placed.residency.editing():
+            before = self._engine.placed.state.snapshot()
             yield self.model
-            self._placed.state.adopt_edits(before)
+            self._engine.placed.state.adopt_edits(before)
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Writes a checkpoint: all of it or nothing; one that stood there is replaced only once the new one is whole.
@@ -271,10 +271,6 @@ class Run:
         return self._step.is_under_way
 
     @property
-    def _placed(self) -> Placed:
-        return self._engine.placed
-
-    @property
     def metrics(self) -> Metrics:
         """Of the last step. Looking waits for the device."""
         last, forecast = self._step.last, self.plan.forecast
@@ -324,22 +320,22 @@ class Run:
         finally:
             self.saves.close()
             self._engine.unfreeze()
-            self._placed.close()
+            self._engine.placed.close()
             self._end()
 
     def give_up(self) -> None:
         """Lets go of a run that could not be started: no rank waits for another."""
         if self.team is None:
-            self._placed.close()
+            self._engine.placed.close()
         else:
-            self._placed.lanes.close.detach()
+            self._engine.placed.lanes.close.detach()
         self._end()
 
     def _part_from_others(self, error: BaseException) -> None:
         """This rank has failed: it tells the others, and does not wait for them."""
         assert self.team is not None
         self.team.ending.claims(error)
-        self._placed.lanes.close.detach()  # its threads may wait long for the others
+        self._engine.placed.lanes.close.detach()  # its threads may wait long for the others
         self._end()
 
     def _end(self) -> None:

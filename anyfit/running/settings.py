@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,23 +71,25 @@ class Settings:
     def _of_job(self) -> dict[str, Any]:
         job, loss = self._job, self._job.loss
         named = getattr(loss, "__qualname__", type(loss).__qualname__)
-        return {
-            "batch_size": job.batch_size,
-            "precision": job.precision,
-            "seed": job.seed,
-            "clip_norm": job.clip_norm,
-            "loss": f"{getattr(loss, '__module__', '')}.{named}",
-        }
+        plain_settings = {key: getattr(job, key) for key in ("batch_size", "precision", "seed", "clip_norm")}
+        return {**plain_settings, "loss": f"{getattr(loss, '__module__', '')}.{named}"}
 
     def check(self, document: Mapping[str, Any]) -> None:
         """Refuses by name what is not of this run, or cannot be of any."""
         kind = document["optimizer"]
         if kind != class_name(type(self._optimizer)):
             raise ValueError(f"it was trained with {_short(kind)}; Job(optimizer=) makes {type(self._optimizer).__name__}")
-        self._check_kind_of_scheduler(document)
+        scheduler, saved, kinds = self._scheduler, document["scheduler"], document["scheduler_kind"]
+        if (scheduler is None) != (saved is None):
+            raise ValueError(f"saved {'without' if scheduler else 'with'} a scheduler; Job(scheduler=) differs")
+        if scheduler is not None and kinds != _kinds(scheduler):
+            raise ValueError(
+                f"it was trained with the scheduler {_tree(kinds)}, and Job(scheduler=) makes {_tree(_kinds(scheduler))}; the "
+                "state of one means nothing to the other: give the same"
+            )
         self._check_groups(document["groups"])
-        if self._scheduler is not None:
-            self._check_scheduler(self._scheduler, document)
+        if scheduler is not None:
+            self._check_scheduler(scheduler, document)
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         matches = self._matched(groups)
@@ -141,16 +144,6 @@ class Settings:
                 )
             found.append(index)
         return found
-
-    def _check_kind_of_scheduler(self, document: Mapping[str, Any]) -> None:
-        scheduler, saved, kinds = self._scheduler, document["scheduler"], document["scheduler_kind"]
-        if (scheduler is None) != (saved is None):
-            raise ValueError(f"saved {'without' if scheduler else 'with'} a scheduler; Job(scheduler=) differs")
-        if scheduler is not None and kinds != _kinds(scheduler):
-            raise ValueError(
-                f"it was trained with the scheduler {_tree(kinds)}, and Job(scheduler=) makes {_tree(_kinds(scheduler))}; the "
-                "state of one means nothing to the other: give the same"
-            )
 
     def _check_scheduler(self, scheduler: LRScheduler, document: Mapping[str, Any]) -> None:
         saved, known = document["scheduler"], scheduler.state_dict()
@@ -231,12 +224,10 @@ def _tree(kinds: Any) -> str:
 
 def _lenient(state: Mapping[str, Any]) -> Any:
     """As JSON; what cannot be written is met again when it is saved, and named there."""
-    found = {}
+    found: dict[str, Any] = dict.fromkeys(state)
     for key, value in state.items():
-        try:
+        with suppress(TypeError):
             found[key] = plain(value, ("scheduler", key))
-        except TypeError:
-            found[key] = None
     return found
 
 

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -118,27 +118,23 @@ class Figures:
     seconds: float  # since the end of the step before
 
 
+@dataclass(eq=False)
 class Step:
     """The step under way: how many samples went backward, their loss and its weight; and the figures of the one before."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        progress: Progress,
-        peers: Peers,
-        agreement: Agreement,
-        counting: Counting,
-        scheduler: LRScheduler | None,
-    ) -> None:
-        self._engine, self._progress, self._peers = engine, progress, peers
-        self._agreement, self._counting, self._scheduler = agreement, counting, scheduler
-        self._open: list[Open] = []
-        self.rows = 0  # samples that went backward since the last update
-        self._weight: Tensor | None = None  # of those samples, where the loss gives weights
-        self._loss: Tensor | None = None  # of those samples, so far
-        self._part: Batch | None = None  # the last micro-batch
-        self.last: Figures | None = None
-        self._clock = time.perf_counter()
+    _engine: Engine
+    _progress: Progress
+    _peers: Peers
+    _agreement: Agreement
+    _counting: Counting
+    _scheduler: LRScheduler | None
+    _open: list[Open] = field(default_factory=list)
+    rows: int = 0  # samples that went backward since the last update
+    _weight: Tensor | None = None  # of those samples, where the loss gives weights
+    _loss: Tensor | None = None  # of those samples, so far
+    _part: Batch | None = None  # the last micro-batch
+    last: Figures | None = None
+    _clock: float = field(default_factory=time.perf_counter)
 
     @property
     def is_under_way(self) -> bool:

@@ -1,9 +1,7 @@
 """Storage for torch.distributed.checkpoint with JSON metadata: its own is a pickle, which may run anything when it is read.
 
-Whatever torch.distributed.checkpoint saves and loads, DTensors in any layout too, these write and read:
-
-    dcp.save(state, storage_writer=Writer(folder))
-    dcp.load(state, storage_reader=Reader(folder))
+What torch.distributed.checkpoint saves and loads, DTensors in any layout too, `Writer` and `Reader` write and read:
+dcp.save(state, storage_writer=Writer(folder)), dcp.load(state, storage_reader=Reader(folder)).
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from torch.futures import Future
 
 from . import files
 from .boxes import Box, whole
-from .files import DTYPES, MANIFEST, Aside, Content, Entry, FileRecord, Image, Whole, data_file, write_tensors, write_text
+from .files import DTYPES, MANIFEST, Aside, BlockFile, Content, Entry, FileRecord, Image, Whole, data_file, write_text
 from .stored import Opened, StoredBox
 
 
@@ -62,21 +61,14 @@ def numbered(plans: Iterable[SavePlan]) -> list[SavePlan]:
 
 @dataclass
 class Writer(StorageWriter):
-    """Writes a checkpoint to `folder`, where it is whole or is not.
-
-    documents    other files of it, JSON, by name
-    moments      names of tensors that are an optimizer's
-    extra        and of those that are neither its nor the model's
-    threads      that write a rank's file
-    wrote        is told of bytes on their way to the disk, from any thread
-    """
+    """Writes a checkpoint to `folder`, where it is whole or is not."""
 
     folder: Path
-    documents: Mapping[str, str] = field(default_factory=dict)
-    moments: Container[str] = ()
-    extra: Container[str] = ()
-    threads: int = files.THREADS
-    wrote: Callable[[int], None] = lambda _count: None
+    documents: Mapping[str, str] = field(default_factory=dict)  # other files of it, JSON, by name
+    moments: Container[str] = ()  # names of tensors that are an optimizer's
+    extra: Container[str] = ()  # and of those that are neither its nor the model's
+    threads: int = files.THREADS  # that write a rank's file
+    wrote: Callable[[int], None] = lambda _count: None  # is told of bytes on their way to the disk, from any thread
 
     def __post_init__(self) -> None:
         self.aside = Aside(self.folder)
@@ -105,8 +97,9 @@ class Writer(StorageWriter):
         """This rank's file; from the image what that holds of it."""
         if not self.aside.path.is_dir():
             raise FileNotFoundError(f"{self.aside.path}, which rank 0 has made, is not seen here: all ranks save to one place")
-        file = self.aside.path / data_file(plan.storage_data)
-        return write_tensors(file, content, self.wrote, threads=self.threads, image=image)
+        path = self.aside.path / data_file(plan.storage_data)
+        with closing(BlockFile(path, content, self.wrote, image)) as file:
+            return file.write(self.threads)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the other files, once all ranks have theirs, and puts the checkpoint in its place."""
@@ -150,8 +143,6 @@ def results_of(plan: SavePlan, record: FileRecord) -> list[WriteResult]:
 
 
 class Reader(StorageReader):
-    """Reads a checkpoint for torch.distributed.checkpoint: dcp.load(state, storage_reader=Reader(folder))."""
-
     def __init__(self, folder: str | Path | Opened) -> None:
         self._opened = folder if isinstance(folder, Opened) else Opened(folder)
 

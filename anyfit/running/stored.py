@@ -1,7 +1,6 @@
 """A checkpoint that is there: its tensors by name, each to be read whole or in part when it is wanted.
 
-Nothing of it is executed: what is read is JSON and bytes, and all of it is checked against each other before a number of it is
-used.
+Nothing of it is executed: it is JSON and bytes, all checked against each other before a number of it is used.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ L(a + b) is compared with L(a) and L(b), random ops held still, and once more wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -199,12 +199,12 @@ class Trial:
         if read.kind == "divided":
             return self._divided(read, both, halves)
         try:
-            cuts = [halves, *self._other_cuts()]  # one pair of halves may be equal by chance
+            cuts = [[each.loss for each in parts] for parts in (halves, *self._other_cuts())]  # halves may be equal by chance
         except Exception as error:
             return _whole(read, f"the loss does not run on samples in another order, nor one by one ({_said(error)})")
-        if all(self._is_near(both.loss, sum(each.loss for each in parts) / len(parts), parts) for parts in cuts):
+        if all(self._near(both.loss, sum(losses) / len(losses), losses) for losses in cuts):
             return read
-        if all(self._is_near(both.loss, sum(each.loss for each in parts), parts) for parts in cuts):
+        if all(self._near(both.loss, sum(losses), losses) for losses in cuts):
             return replace(read, kind="sum", why="the loss is a sum over samples")
         first, second = (f"{each.loss:.6g}" for each in halves)
         return _whole(
@@ -260,16 +260,11 @@ class Trial:
 
     def _add_up(self, both: tuple[float, float], halves: list[tuple[float, float]]) -> bool:
         sums, weights = zip(*halves, strict=True)
-        near = all(
-            self._near(one, sum(parts), max(map(abs, (one, *parts)))) for one, parts in zip(both, (sums, weights), strict=True)
-        )
+        near = all(self._near(one, sum(parts), (one, *parts)) for one, parts in zip(both, (sums, weights), strict=True))
         return near and all(map(math.isfinite, (*both, *sums, *weights)))
 
-    def _is_near(self, one: float, other: float, halves: list[_Told]) -> bool:
-        return self._near(one, other, max(abs(each.loss) for each in halves))
-
-    def _near(self, one: float, other: float, scale: float) -> bool:
-        return abs(one - other) <= self._tolerance * max(scale, 1e-12)
+    def _near(self, one: float, other: float, scales: Iterable[float]) -> bool:
+        return abs(one - other) <= self._tolerance * max(*map(abs, scales), 1e-12)
 
     def _finite(self, batch: Batch) -> list[_Told] | None:
         try:

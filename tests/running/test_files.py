@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from anyfit.kernels.pages import in_huge_pages
 from anyfit.placing.stretches import Fetcher, Stretch
 from anyfit.running import files
 from anyfit.running.boxes import whole
-from anyfit.running.files import BlockFile, Content, Entry, FileRecord, Image, Whole, padded, write_tensors
+from anyfit.running.files import BlockFile, Content, Entry, FileRecord, Image, Whole, padded
 from anyfit.running.saving import Part
 from anyfit.values.tensor_files import header_bytes
 from tests.conftest import FULL
@@ -54,8 +55,9 @@ def with_bytes(size: int) -> tuple[Content, bytes]:
     return content_of([random_tensor(size - header, torch.uint8)])
 
 
-def write(path: Path, content: Content, **options: Any) -> FileRecord:
-    return write_tensors(path, content, lambda _count: None, **options)
+def write(path: Path, content: Content, threads: int = files.THREADS, image: Image | None = None) -> FileRecord:
+    with closing(BlockFile(path, content, lambda _count: None, image)) as file:
+        return file.write(threads)
 
 
 def is_right(path: Path, record: FileRecord, expected: bytes) -> bool:
