@@ -67,22 +67,19 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Post:
-    """What ranks tell each other once, from any thread: each a word, and rank 0 what came of them."""
+    """What ranks tell each other once, from any thread."""
 
     store: Store  # over a connection of its own: others wait on theirs
     key: str
 
-    def tell(self, word: str) -> None:
-        self.store.raw.set(f"{self.key}/{self.store.index}", word)
-
-    def all_told(self) -> list[str]:
-        return [self.store.await_key(f"{self.key}/{index}", "it to save").decode() for index in range(self.store.count)]
-
-    def conclude(self, word: str) -> None:
-        self.store.raw.set(self.key, word)
-
-    def conclusion(self) -> str:
-        return self.store.await_key(self.key, "it to save").decode()
+    def settle(self, word: str, conclude: Callable[[list[str]], str]) -> str:
+        """Every rank tells a word; rank 0 concludes from all of them, and all learn what."""
+        store = self.store
+        store.raw.set(f"{self.key}/{store.index}", word)
+        if store.index == 0:
+            words = [store.await_key(f"{self.key}/{index}", "it to save").decode() for index in range(store.count)]
+            store.raw.set(self.key, conclude(words))
+        return store.await_key(self.key, "it to save").decode()
 
 
 class Kind(Enum):

@@ -132,17 +132,11 @@ def _shares_cores(profile: Profile, plan: Plan) -> bool:
 
 def _correction(profile: Profile, plan: Plan, peak_bytes: int) -> Correction | None:
     """Where the device held more than the forecast's band. Less is no reason to leave less room."""
-    expected, error = plan.forecast.peak_bytes["device"], plan.forecast.peak_error
-    if not 0 < expected * (1 + error) < peak_bytes:
+    expected = plan.forecast.peak_bytes["device"]
+    if not 0 < expected * (1 + plan.forecast.peak_error) < peak_bytes:
         return None
-    return Correction(
-        model=profile.model,
-        where="in a check",
-        needed_bytes=peak_bytes,
-        expected_bytes=expected,
-        error=peak_bytes / expected * (1 + LEAST_STEP) - 1,
-        date=_today(),
-    )
+    error = peak_bytes / expected * (1 + LEAST_STEP) - 1
+    return Correction(profile.model, "in a check", peak_bytes, expected, error, _today())
 
 
 def _today() -> str:

@@ -1,8 +1,7 @@
 """Who uses a run folder: one launch at a time, named in a file of it while it runs.
 
 The file, read and written under a lock, holds the process, its start and its host. Another process refuses the folder, unless the
-one in the file started it (a launcher of ranks) or is gone. One of another host is gone when it has not touched its file for
-long.
+one in the file started it (a launcher of ranks) or is gone: one of another host is when it no longer touches the file.
 """
 
 from __future__ import annotations

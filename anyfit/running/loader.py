@@ -128,20 +128,16 @@ class Data:
             raise RuntimeError("this run has a loader; one data order a run can be resumed")
         job = self._job
         self.loader = Loader(dataset, job.batch_size, job.seed, epochs, shuffle, self._ranks, **options)
-        self._refuse_other_order(self.loader.order)
+        before, order = self._order, self.loader.order
+        if self._position and before is not None and before != order:
+            was, now = ("shuffled" if each["shuffle"] else "not shuffled" for each in (before, order))
+            raise ValueError(
+                f"the checkpoint stands at batch {self._position} of an order of {before['samples']} samples, and this dataset "
+                f"has {order['samples']} ({was} then, {now} now): the order is another; give run.loader the same data, or "
+                "draw batches from a loader of your own"
+            )
         self.loader.position = self._position
         return self.loader
-
-    def _refuse_other_order(self, order: dict[str, Any]) -> None:
-        before = self._order
-        if not self._position or before is None or before == order:
-            return
-        was, now = ("shuffled" if each["shuffle"] else "not shuffled" for each in (before, order))
-        raise ValueError(
-            f"the checkpoint stands at batch {self._position} of an order of {before['samples']} samples, and this dataset "
-            f"has {order['samples']} ({was} then, {now} now): the order is another; give run.loader the same data, or "
-            "draw batches from a loader of your own"
-        )
 
     def take_up(self, position: int, order: dict[str, Any] | None) -> None:
         self._position, self._order = position, order

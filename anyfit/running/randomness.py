@@ -146,12 +146,9 @@ def _is_generator(each: object) -> bool:
 
 
 def _within(each: Any) -> Iterator[Any]:
-    if isinstance(each, dict):  # not any mapping: one may read its values from a file
+    if isinstance(each, dict | list | tuple):  # not any mapping: one may read its values from a file
         if len(each) <= MOST_ITEMS:
-            yield from each.values()
-    elif isinstance(each, list | tuple):
-        if len(each) <= MOST_ITEMS:
-            yield from each
+            yield from each.values() if isinstance(each, dict) else each
     elif isinstance(each, types.FunctionType):
         yield from _of_function(each)
     elif isinstance(each, types.MethodType):

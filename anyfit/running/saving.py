@@ -144,14 +144,9 @@ class Saving:
             word = {"error": _in_words(error)}
         self._content = None
         if self._post is None:
-            failed = word.get("error") or self._conclude([word])
+            failed = self._conclude([word])
         else:
-            self._post.tell(json.dumps(word))
-            if self._index == 0:
-                failed = self._conclude([json.loads(each) for each in self._post.all_told()])
-                self._post.conclude(failed or "")
-            else:
-                failed = self._post.conclusion()
+            failed = self._post.settle(json.dumps(word), lambda words: self._conclude([json.loads(each) for each in words]))
         if failed:
             raise OSError(could_not_write(self.folder, failed))
 

@@ -41,9 +41,11 @@ class Settings:
         self._state = None if scheduler is None else _lenient(scheduler.state_dict())
 
     def to_json(self) -> dict[str, Any]:
+        written = self._written_groups()
+        started = [*self._groups, *written[len(self._groups) :]]  # of a group added later, as it is
         groups = [
             {"names": names, "settings": now, "start": start}
-            for names, now, start in zip(self._names(), self._written_groups(), self._started(), strict=True)
+            for names, now, start in zip(self._names(), written, started, strict=True)
         ]
         return {
             "optimizer": class_name(type(self._optimizer)),
@@ -63,10 +65,6 @@ class Settings:
             {key: plain(value, (f"parameter group {index}", key)) for key, value in group.items() if key != "params"}
             for index, group in enumerate(self._optimizer.param_groups)
         ]
-
-    def _started(self) -> list[dict[str, Any]]:
-        """The settings of every group at the start; of one added later, as they are."""
-        return [*self._groups, *self._written_groups()[len(self._groups) :]]
 
     def _of_job(self) -> dict[str, Any]:
         job, loss = self._job, self._job.loss
