@@ -14,7 +14,7 @@ import math
 import re
 import types
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,12 +128,17 @@ class Agreement:
     def _refuse_different(self, facts: Mapping[str, str], who: list[int]) -> None:
         """All ranks know that checksums differ; the values may not, as a list and a tuple of the same numbers."""
         everybody = self._engine.ranks.objects(facts)
-        if all(everybody[rank] == everybody[who[0]] for rank in who):
-            return
-        raise ValueError(
-            f"{difference([everybody[rank] for rank in who], who)}, in step {self._progress.steps + 1}: their weights "
-            "would part. Do the same to the optimizer, the schedule and the loader on every rank"
-        )
+        first = everybody[who[0]]
+        for rank in who:
+            theirs = everybody[rank]
+            for name in (*first, *theirs):
+                if theirs.get(name) != first.get(name):
+                    what, within, where = name.partition(" in group ")
+                    raise ValueError(
+                        f"rank {rank} has {what} {theirs.get(name, 'none')}{within}{where}, rank {who[0]} has "
+                        f"{first.get(name, 'none')}, in step {self._progress.steps + 1}: their weights would part. Do the same "
+                        "to the optimizer, the schedule and the loader on every rank"
+                    )
 
 
 # ---------------------------------------------------------------------- facts that all ranks must have alike
@@ -158,20 +163,6 @@ def number_of_settings(optimizer: Optimizer) -> int:
 
 def _settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(name, plain) for name, value in group.items() if name != "params" and (plain := _plain(value)) is not _OTHER]
-
-
-def difference(everybody: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
-    """The first fact in which a rank differs from the first of them, in words."""
-    first = everybody[0]
-    for rank, theirs in zip(ranks, everybody, strict=True):
-        for name in (*first, *theirs):
-            if theirs.get(name) != first.get(name):
-                what, within, where = name.partition(" in group ")
-                return (
-                    f"rank {rank} has {what} {theirs.get(name, 'none')}{within}{where}, "
-                    f"rank {ranks[0]} has {first.get(name, 'none')}"
-                )
-    return "ranks differ"
 
 
 def facts_of(job: Job, model: nn.Module, optimizer: Optimizer) -> dict[str, str]:

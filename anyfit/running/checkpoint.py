@@ -8,9 +8,8 @@
     extra.json                                                by rank, what else has changed since the start (extra_state.py)
     plan.json                                                 the plan it was trained with, for reference
 
-Every rank writes its own part, in parallel; of replicas one does. It is written beside its place, and renamed last. Loading
-(loading.py) compares every name, shape and checksum before anything of the run changes; then each rank reads the boxes that
-overlap its shard. Nothing in it is executed.
+Every rank writes its own part; of replicas one does. It is written beside its place, and renamed last. Loading (loading.py)
+compares every name, shape and checksum before anything of the run changes; then each rank reads the boxes that overlap its shard.
 """
 
 from __future__ import annotations

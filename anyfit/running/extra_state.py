@@ -208,16 +208,10 @@ class ExtraState:
 
     def make_buffers(self, document: Any, stored: Mapping[str, StoredTensor], device: torch.device) -> None:
         """Makes empty buffers of the saved shapes, where these have changed."""
-        for name in document["gone"]:
-            owner, leaf = self._owner(name)
-            owner._buffers[leaf] = None
-        for name in document["changed"]:
-            owner, leaf = self._owner(name)
-            owner._buffers[leaf] = torch.empty(stored[name].shape, dtype=stored[name].dtype, device=device)
-
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
-        module, _, leaf = name.rpartition(".")
-        return self._model.get_submodule(module), leaf
+        made = {name: torch.empty(stored[name].shape, dtype=stored[name].dtype, device=device) for name in document["changed"]}
+        for name, buffer in (dict.fromkeys(document["gone"]) | made).items():
+            module, _, leaf = name.rpartition(".")
+            self._model.get_submodule(module)._buffers[leaf] = buffer
 
     def load(self, document: Any, tensor: Callable[[str], Tensor], device: torch.device) -> None:
         buffers = dict(self._model.named_buffers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 
@@ -66,16 +67,8 @@ def shortage(plan: Plan, needed_bytes: int, where: str) -> str:
 def module_at(model: nn.Module, place: TracebackType | FrameType | None) -> str:
     """The innermost module of the model at work, from a traceback or a frame."""
     names = {id(module): name for name, module in model.named_modules()}
-    frames = []
-    if isinstance(place, FrameType):
-        while place is not None:
-            frames.append(place)
-            place = place.f_back
-    else:
-        while place is not None:
-            frames.insert(0, place.tb_frame)
-            place = place.tb_next
-    for frame in frames:
+    outwards = traceback.walk_stack(place) if isinstance(place, FrameType) else reversed([*traceback.walk_tb(place)])
+    for frame, _line in outwards:
         name = names.get(id(frame.f_locals.get("self")))
         if name:
             return f"in {name}"

@@ -11,16 +11,14 @@ All of it goes through torch's key-value store, a few bytes at a time, so that i
     at/<rank>            where a rank is, from a thread that beats: its act, and what it waits for
     failed, shown        the first error, and whether a person has seen it
 
-**Who fails, and who only notices.** When a rank ends, the collectives of all others fail, with N tracebacks that say nothing. So
-the first to fail says so before it lets go of anything, and shows its error; the others end without a word. One that was killed
-says nothing: then the first of those that notice tells which rank is gone. A rank that is stuck in a collective, where no Python
-runs, is ended by the thread that beats.
+**Failures.** When a rank ends, the collectives of all others fail, with tracebacks that say nothing. So the first to fail says so
+before it lets go of anything, and shows its error; the others end without a word. Of one that was killed, the first to notice
+tells which is gone. A rank that is stuck in a collective, where no Python runs, is ended by the thread that beats.
 
 **Acts.** Steps, saves and evaluations are collective: all ranks make the same ones in the same order. Each is entered under its
-number before it begins, and a rank that finds another there than its own has found the mistake before anything hangs. A rank
-whose data ends first takes part, with nothing of its own, in the acts that it has not begun (`Run.close`). One that catches an
-error of its own act goes on only if all others have failed in it too, at the same place: else it would meet them in an act that
-they have not ended.
+number before it begins: a rank that finds another act there has found the mistake before anything hangs. A rank whose data ends
+first takes part, with nothing of its own, in the acts that it has not begun (`Run.close`). One that catches an error of its own
+act goes on only if all others have failed in it too, at the same place: else it would meet them in an act they have not ended.
 """
 
 from __future__ import annotations
