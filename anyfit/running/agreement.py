@@ -15,7 +15,6 @@ import re
 import types
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,21 +36,15 @@ _OF_TORCH = ("defaults", "state", "param_groups")  # attributes of every optimiz
 NOWHERE = -1  # of a rank that takes part with no data of its own
 
 
-@dataclass(frozen=True)
-class Agreed:
-    norm: Tensor
-    scale: float  # what gradients still are to be scaled by
-    loss: Tensor  # of the batch, over all ranks
-
-
 class Agreement:
     def __init__(self, engine: Engine, progress: Progress, peers: Peers, saves: Saves, host: HostMemory, data: Data) -> None:
         self._engine, self._progress, self._peers = engine, progress, peers
         self._saves, self._host, self._data = saves, host, data
         self.signal = 0  # that some rank was sent, as all know after the step
 
-    def reach(self, loss: Tensor | None, weight: Tensor | None, rows: int) -> Agreed:
-        """`loss` and `weight` are this rank's sums over `rows` samples. Raises where ranks went different ways."""
+    def reach(self, loss: Tensor | None, weight: Tensor | None, rows: int) -> tuple[Tensor, Tensor, float]:
+        """The loss of the batch and the norm over all ranks, and what gradients still are to be scaled by. Takes this rank's sums
+        over `rows` samples. Raises where ranks went different ways."""
         engine, ranks, is_mute = self._engine, self._engine.ranks, self._peers.is_mute
         gradients = engine.placed.gradients
         nothing = torch.zeros((), device=engine.device)
@@ -89,7 +82,7 @@ class Agreement:
             wanted = set().union(*({*engine.placed.state.parameters} - set(each) for each in ranks.objects(missing)))
             gradients.count_in(sorted(wanted))
         scale = self._scale(weights if is_weighted else None, samples)
-        return Agreed((squares.sum().sqrt() * scale).to(torch.float32), scale, (losses.sum() * scale).to(torch.float32))
+        return (losses.sum() * scale).to(torch.float32), (squares.sum().sqrt() * scale).to(torch.float32), scale
 
     def mean_loss(self, batch: Batch) -> Tensor:
         engine = self._engine

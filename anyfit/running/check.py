@@ -7,12 +7,12 @@ is over the rates alone, whether or not the plan knew an earlier pace, so that c
 from __future__ import annotations
 
 import copy
-import datetime
 import itertools
 import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ def _pace(profile: Profile, plan: Plan, measured_seconds: float) -> Pace | str:
     by_rates = profile.batch_size / each.micro_batch * (each.seconds + again) / (profile.pace.scale if profile.pace else 1.0)
     if not measured_seconds > 0:
         return "no computation was seen"
-    return Pace(profile.model, profile.parameters, profile.precision, measured_seconds, by_rates, _today())
+    return Pace(profile.model, profile.parameters, profile.precision, measured_seconds, by_rates, date.today().isoformat())
 
 
 def _shares_cores(profile: Profile, plan: Plan) -> bool:
@@ -136,8 +136,4 @@ def _correction(profile: Profile, plan: Plan, peak_bytes: int) -> Correction | N
     if not 0 < expected * (1 + plan.forecast.peak_error) < peak_bytes:
         return None
     error = peak_bytes / expected * (1 + LEAST_STEP) - 1
-    return Correction(profile.model, "in a check", peak_bytes, expected, error, _today())
-
-
-def _today() -> str:
-    return datetime.date.today().isoformat()
+    return Correction(profile.model, "in a check", peak_bytes, expected, error, date.today().isoformat())

@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
@@ -164,7 +163,9 @@ class Heartbeat:
 
     def __init__(self, store: Store, acts: Acts, ending: Ending, hang_seconds: float) -> None:
         self._store, self._acts, self.ending, self.hang_seconds = store, acts, ending, hang_seconds
-        self.index, self._watch, self._beats = store.index, Watch(), 0
+        self.index, self._beats = store.index, 0
+        self._since: dict[tuple[str, str, int], float] = {}
+        self._seen: dict[int, tuple[bytes, float]] = {}  # by rank, its last beat and when it came
 
     def start(self) -> None:
         self._raw = self._store.raw.clone()
@@ -182,20 +183,42 @@ class Heartbeat:
         if self._raw.check(["failed"]):
             self._hear()
             return
-        waited = self._watch.waited(self._acts.count, position.waits)
+        waited = self._waited(position.waits)
         longest = max((seconds for kind, seconds in waited.items() if kind), default=0.0)
         if any(seconds > (DEVICE_SECONDS if kind == "device" else WORD_SECONDS) for kind, seconds in waited.items() if kind):
             self._heed_error_of_another(position)
         if longest > self.hang_seconds:
             self._end_of_hang(position, longest)
         if max(waited.values(), default=0.0) > PATIENCE_SECONDS:
-            gone = self._watch.gone(self._raw, self._store.count, self.index)
+            gone = self._gone()
             if gone:
                 has = "have" if len(gone) > 1 else "has"
                 self._end_with(
                     f"{ranks_in_words(gone)} {has} given no sign of life for {GONE_SECONDS:.0f} s, and rank {self.index} waits "
                     f"{position.doing}: {'; '.join(position.waits.values())}"
                 )
+
+    def _waited(self, waits: Mapping[str, str]) -> dict[str, float]:
+        """By kind, how many seconds this rank has waited for the same thing."""
+        now = time.monotonic()
+        keys = {kind: (kind, label, self._acts.count) for kind, label in waits.items()}
+        self._since = {key: self._since.get(key, now) for key in keys.values()}
+        if not waits:
+            self._seen.clear()
+        return {kind: now - self._since[key] for kind, key in keys.items()}
+
+    def _gone(self) -> list[int]:
+        """Ranks without a beat for GONE_SECONDS."""
+        now, gone, store = time.monotonic(), [], self._raw
+        for index in range(self._store.count):
+            if index == self.index or store.check([f"parted/{index}"]):
+                continue
+            beat = store.get(f"at/{index}") if store.check([f"at/{index}"]) else b""
+            if index not in self._seen or self._seen[index][0] != beat:
+                self._seen[index] = beat, now
+            elif now - self._seen[index][1] > GONE_SECONDS:
+                gone.append(index)
+        return gone
 
     def _heed_error_of_another(self, position: Position) -> None:
         """A rank that caught its own error does not come to what this rank waits for."""
@@ -243,34 +266,6 @@ class Heartbeat:
         self._raw.set("shown", str(self.index))
         print(f"anyfit: {message}", file=sys.stderr, flush=True)
         self.ending.end(1)
-
-
-class Watch:
-    def __init__(self) -> None:
-        self._since: dict[tuple[str, str, int], float] = {}
-        self._seen: dict[int, tuple[bytes, float]] = {}  # by rank, its last beat and when it came
-
-    def waited(self, acts: int, waits: Mapping[str, str]) -> dict[str, float]:
-        """By kind, how many seconds this rank has waited for the same thing."""
-        now = time.monotonic()
-        keys = {kind: (kind, label, acts) for kind, label in waits.items()}
-        self._since = {key: self._since.get(key, now) for key in keys.values()}
-        if not waits:
-            self._seen.clear()
-        return {kind: now - self._since[key] for kind, key in keys.items()}
-
-    def gone(self, store: Any, count: int, mine: int) -> list[int]:
-        """Ranks without a beat for GONE_SECONDS."""
-        now, gone = time.monotonic(), []
-        for index in range(count):
-            if index == mine or store.check([f"parted/{index}"]):
-                continue
-            beat = store.get(f"at/{index}") if store.check([f"at/{index}"]) else b""
-            if index not in self._seen or self._seen[index][0] != beat:
-                self._seen[index] = beat, now
-            elif now - self._seen[index][1] > GONE_SECONDS:
-                gone.append(index)
-        return gone
 
 
 def _beat(heart: weakref.ref[Heartbeat], stop: threading.Event) -> None:

@@ -375,8 +375,7 @@ def gpu_of(rank: Rank) -> int:
 
 def seed_of(seed: int, rank: int, steps: int = 0) -> int:
     """Of the random numbers that a rank draws once the model is built: its own, and after so many steps others."""
-    text = f"{seed} {rank} {steps}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    return int.from_bytes(hashlib.sha256(f"{seed} {rank} {steps}".encode()).digest()[:7])
 
 
 def joined(hang_seconds: float) -> Team | None:

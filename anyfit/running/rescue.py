@@ -157,21 +157,6 @@ class Kept:
     copy: Tensor
 
 
-class NumpyState:
-    """Of numpy's global generator. Reading it takes longer than all else that is noted, so it is read only where its memory has
-    changed, or where it holds a normal number that was drawn and not used."""
-
-    def __init__(self) -> None:
-        self._memory, self._state = b"", dict[str, Any]()
-
-    def read(self) -> dict[str, Any]:
-        address = numpy_address()
-        memory = b"" if address is None else ctypes.string_at(address, NUMPY_BYTES)
-        if not memory or memory != self._memory or self._state["has_gauss"]:
-            self._memory, self._state = memory, np.random.get_state(legacy=False)
-        return self._state
-
-
 class Buffers:
     """Random numbers and buffers as they were before a step: a few microseconds, and one copy of all small buffers together."""
 
@@ -180,13 +165,13 @@ class Buffers:
         self._modules = [module for module in model.modules() if module._buffers]
         self._kept: dict[tuple[int, str], Kept] = {}
         self._random: tuple[Any, ...] = ()
-        self._numpy = NumpyState()
+        self._numpy_memory, self._numpy_state = b"", dict[str, Any]()
 
     def note(self) -> None:
         """Large buffers that have not changed since the last note are not copied again. Small ones are: torch does not count what
         batch norms write into their statistics."""
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        self._random = torch.get_rng_state(), cuda, random.getstate(), self._numpy.read()
+        self._random = torch.get_rng_state(), cuda, random.getstate(), self._read_numpy()
         copies: dict[torch.dtype, list[Kept]] = {}
         for module in self._modules:
             for name, buffer in module._buffers.items():
@@ -203,6 +188,15 @@ class Buffers:
         for group in copies.values():
             with torch.no_grad():
                 torch._foreach_copy_([kept.copy for kept in group], [kept.buffer for kept in group])
+
+    def _read_numpy(self) -> dict[str, Any]:
+        """Reading the state of numpy's global generator takes longer than all else that is noted. So it is read only where its
+        memory has changed, or where it holds a normal number that was drawn and not used."""
+        address = numpy_address()
+        memory = b"" if address is None else ctypes.string_at(address, NUMPY_BYTES)
+        if not memory or memory != self._numpy_memory or self._numpy_state["has_gauss"]:
+            self._numpy_memory, self._numpy_state = memory, np.random.get_state(legacy=False)
+        return self._numpy_state
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -247,8 +247,7 @@ class Step:
         loss = self._loss
         if engine.ranks.are_several:
             with placed.lanes.computing(Task.NORM):
-                agreed = self._agreement.reach(self._loss, self._weight, self.rows)
-            loss, norm, scale = agreed.loss, agreed.norm, agreed.scale
+                loss, norm, scale = self._agreement.reach(self._loss, self._weight, self.rows)
         else:
             if self._loss is not None and self._weight is not None:
                 loss = self._loss / self._weight
