@@ -39,7 +39,10 @@ OFFLOAD = ("fetch", "offload", "return")  # what the computation waits for, by t
 def check(job: Job, plan: Plan, profile: Profile, machine: Machine, steps: int, kinds: parity.Kinds) -> Check:
     """The forecast of a plan beside what it does on a machine. `profile` is the job's, with or without a pace."""
     device = device_for(machine, Rank(0, 1, 0))
-    _refuse_others(job, plan)
+    rows = job.rows(job.sample)
+    if rows is not None and rows != job.batch_size:
+        raise ValueError(f"check trains on Job(sample=), which has {rows} samples; give one of batch_size ({job.batch_size})")
+    plan.refuse_for_another_job(job.batch_size, job.precision, "anyfit plan")
     if isinstance(job.model, nn.Module):
         job = replace(job, model=copy.deepcopy(job.model))  # the user's own stays as it is
     torch.manual_seed(job.seed)
@@ -81,14 +84,6 @@ def check(job: Job, plan: Plan, profile: Profile, machine: Machine, steps: int, 
         no_pace=pace if isinstance(pace, str) else None,
         correction=_correction(profile, plan, peaks["device"]),
     )
-
-
-def _refuse_others(job: Job, plan: Plan) -> None:
-    """The sample must be a whole batch to be trained on, and one that the plan is for."""
-    rows = job.rows(job.sample)
-    if rows is not None and rows != job.batch_size:
-        raise ValueError(f"check trains on Job(sample=), which has {rows} samples; give one of batch_size ({job.batch_size})")
-    plan.refuse_for_another_job(job.batch_size, job.precision, "anyfit plan")
 
 
 def shares_of(document: Mapping[str, Any]) -> dict[str, float]:

@@ -190,7 +190,7 @@ def check(folder: str | Path) -> Path:
 # ---------------------------------------------------------------------- a folder of them, each named by its step
 
 
-def newest(parent: Path) -> tuple[Path | None, list[str]]:
+def newest(parent: Path, say: Callable[[str], None] = lambda _line: None) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint in a folder of them, and why newer ones were passed over."""
     skipped: list[str] = []
     for name in _numbered(parent):
@@ -199,6 +199,7 @@ def newest(parent: Path) -> tuple[Path | None, list[str]]:
             return parent / name, skipped
         except (ValueError, OSError) as error:
             skipped.append(str(error))
+            say(f"passed over a checkpoint: {error}")
     return None, skipped
 
 
@@ -207,9 +208,7 @@ def latest(folder: str | Path, say: Callable[[str], None]) -> Path:
     folder = Path(folder)
     if folder.name != "latest" or folder.exists():
         return folder
-    found, skipped = newest(folder.parent)
-    for reason in skipped:
-        say(f"passed over a checkpoint: {reason}")
+    found, skipped = newest(folder.parent, say)
     if found is None:
         raise FileNotFoundError(f"no whole checkpoint in {folder.parent.absolute()}" + "".join(f"; {why}" for why in skipped))
     say(f"going on from {found}")

@@ -305,10 +305,7 @@ class Launch:
         """Where `--resume` goes on; None is the beginning."""
         from .checkpoint import newest
 
-        found, passed_over = newest(self.checkpoints)
-        for reason in passed_over:
-            self.say(f"passed over a checkpoint: {reason}")
-        return found
+        return newest(self.checkpoints, self.say)[0]
 
     def plan_for(self, machine: Machine, ranks: int = 1) -> Plan | None:
         """The plan the command line named, or the one a resumed run had, where the machine and the ranks are still the same."""

@@ -40,7 +40,18 @@ _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, Rec
 def load(folder: Path, placed: Placed, settings: Settings, extra: ExtraState, team: Team | None = None) -> dict[str, Any]:
     """Puts a checkpoint's state into the placed model, and random states where as many ranks go on; returns its progress."""
     ranks = placed.ranks
-    opened, progress, others, randoms = _checked(folder, placed, settings, extra, team)
+    try:  # each rank reads its share of the checksums, and all hear what one finds
+        opened = Opened(folder)
+        progress, others, randoms = _compared(opened, placed, settings, extra)
+        opened.verify(ranks.index, ranks.count)
+        _refuse_not_finite(opened, placed)
+    except (OSError, ValueError) as error:
+        if team is not None:
+            team.hear_of(error)
+        raise
+    if team is not None:
+        team.hear_of(None)
+        team.agree({f"checkpoint in {folder}": hashlib.sha256(opened.manifest).hexdigest()})
     placed.residency.drop_all()
     # Nothing has changed up to here.
     extra.make_buffers(others[0]["buffers"], opened.weights, placed.device)
@@ -68,27 +79,6 @@ def load(folder: Path, placed: Placed, settings: Settings, extra: ExtraState, te
     if len(randoms) == ranks.count:
         randoms[ranks.index].restore()
     return progress | {"ranks": len(randoms), "version": opened.version}
-
-
-def _checked(
-    folder: Path, placed: Placed, settings: Settings, extra: ExtraState, team: Team | None
-) -> tuple[Opened, dict[str, Any], list[Any], list[Randoms]]:
-    """A checkpoint that is whole and of this model. Each rank reads its share of the checksums, and all hear what one finds."""
-    ranks = placed.ranks
-    try:
-        opened = Opened(folder)
-        found = _compared(opened, placed, settings, extra)
-        opened.verify(ranks.index, ranks.count)
-        _refuse_not_finite(opened, placed)
-        manifest = hashlib.sha256(opened.manifest).hexdigest()
-    except (OSError, ValueError) as error:
-        if team is not None:
-            team.hear_of(error)
-        raise
-    if team is not None:
-        team.hear_of(None)
-        team.agree({f"checkpoint in {folder}": manifest})
-    return opened, *found
 
 
 def _refuse_not_finite(opened: Opened, placed: Placed) -> None:

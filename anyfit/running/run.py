@@ -159,8 +159,8 @@ class Run:
         return self._agreement.mean_loss(batch)
 
     def loader(self, dataset: Sized, *, epochs: int = 1, shuffle: bool = True, **options: Any) -> Loader:
-        """Batches of the dataset in an order that depends on the seed alone; resumes where a checkpoint stood. `options` are torch's
-        DataLoader's: collate_fn, num_workers, …"""
+        """Batches of the dataset in an order that depends on the seed alone; resumes where a checkpoint stood. `options` are for
+        torch's DataLoader: collate_fn, num_workers, …"""
         return self._data.make_loader(dataset, epochs, shuffle, options)
 
     # ------------------------------------------------------------------ weights and checkpoints

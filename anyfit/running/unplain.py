@@ -105,8 +105,12 @@ class Reader:
             if name not in before and hasattr(type(there), name):
                 raise ValueError(f"{shown(path)}.{name} would take the place of what its class has")
             value = self.read(item, (*path, f".{name}"))
-            if self.touches and before.get(name) is not value:
-                _set(there, name, value)
+            if not self.touches or before.get(name) is value:
+                continue
+            if hasattr(there, "__dict__") and not isinstance(vars(type(there)).get(name), types.MemberDescriptorType):
+                vars(there)[name] = value  # without calling its class's __setattr__
+            else:
+                object.__setattr__(there, name, value)
         if self.touches:
             for name in before.keys() - fields.keys():
                 vars(there).pop(name, None)
@@ -195,14 +199,6 @@ def _filled(home: Any, kind: type, items: Any) -> Any:
         there.clear()
         (there.update if isinstance(there, set) else there.extend)(items)
     return there
-
-
-def _set(there: Any, name: str, value: Any) -> None:
-    """Sets a field without calling its class's __setattr__."""
-    if hasattr(there, "__dict__") and not isinstance(vars(type(there)).get(name), types.MemberDescriptorType):
-        vars(there)[name] = value
-    else:
-        object.__setattr__(there, name, value)
 
 
 def _torch_generator(found: Any, home: Any) -> torch.Generator:
