@@ -206,9 +206,8 @@ def _code(function: Any, depth: int) -> object:
         cells = (cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType())
         return _bytes(function.__code__), [_code(each, depth + 1) for each in cells if callable(each)]
     called = type(function).__call__ if callable(function) else None
-    return class_name(function if isinstance(function, type) else type(function)), _bytes(called.__code__) if isinstance(
-        called, types.FunctionType
-    ) else ""
+    code = _bytes(called.__code__) if isinstance(called, types.FunctionType) else ""
+    return class_name(function if isinstance(function, type) else type(function)), code
 
 
 def _bytes(code: types.CodeType) -> object:
