@@ -315,7 +315,7 @@ def test_wrong_batches_are_refused_with_what_to_do() -> None:
     with anyfit.start(job, machine=small_machine()) as run:
         with pytest.raises(ValueError, match="the batch has 5 samples"):
             run.step(byte_batches(1, 5)[0])
-        with pytest.raises(TypeError, match="unhashable type"):  # as the loss says itself
+        with pytest.raises((TypeError, KeyError), match="slice"):  # as the loss says itself, by the version of Python
             run.step({"text": "hello"})
     with pytest.raises(RuntimeError, match="closed"):
         run.step(byte_batches(1, ROWS)[0])
