@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -90,3 +90,21 @@ def test_the_first_product_of_each_thread_takes_a_workspace_for_good() -> None:
     more = [event for event in after if event[1] >= MIB]
     assert more == [("take", 32 * MIB), ("take", MIB), ("take", 32 * MIB)]
     assert [event for event in after if event[1] < MIB] == before
+
+
+def test_one_group_with_more_moments_is_not_updated_in_one_pass() -> None:
+    device, rule = anyfit.Machine.load("h200").device, graph_of(Dropping).update
+    assert rule.state_bytes_per_element == (8,)
+    assert memory.is_in_one_pass(rule, device)
+    assert not memory.is_in_one_pass(replace(rule, state_bytes_per_element=(8, 12)), device)  # amsgrad
+    assert not memory.is_in_one_pass(rule, anyfit.Machine.load("laptop-cpu").device)
+
+
+def test_scratch_for_masters_and_gradients_is_as_large_as_the_largest_chunk() -> None:
+    """Where torch updates: here with more moments than a kernel knows."""
+    device, graph = anyfit.Machine.load("h200").device, graph_of(Dropping)
+    chunks = memory.chunks_of(graph, 1024)
+    assert len({chunk.elements for chunk in chunks}) > 1
+    by_torch = replace(graph, update=replace(graph.update, state_bytes_per_element=(12,)))
+    assert memory.state_bytes(by_torch, chunks, device).scratch == 8 * max(chunk.elements for chunk in chunks)  # both in fp32
+    assert memory.state_bytes(graph, chunks, device).scratch == max(chunk.bytes for chunk in chunks)  # gradients alone

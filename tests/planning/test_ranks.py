@@ -99,6 +99,7 @@ def test_every_sentence_of_a_why_is_true_in_the_simulator(case: tuple[Profile, F
             r"(more a step|less, too close to tell apart,) and (.+) (less|more) memory",
             why,
         ):
+            assert named[said[1]] != mine
             other = planned(profile, named[said[1]], said[2])
             assert said[3] == show_seconds(abs(other.chosen.step_seconds - seconds))
             assert (said[4] == "more a step") == (other.chosen.step_seconds >= seconds)

@@ -18,7 +18,7 @@ from anyfit.planning import search
 from anyfit.planning.candidate import Candidate, Rates
 from anyfit.planning.footprint import Footprint, footprint_of
 from anyfit.planning.forecast import start_seconds
-from anyfit.planning.simulation import Simulated, simulate
+from anyfit.planning.simulation import Simulated, computation, simulate
 from anyfit.planning.space import Space
 from anyfit.tracing import trace
 from anyfit.values.calibration import Calibration
@@ -93,6 +93,14 @@ def test_a_step_is_its_parts(candidate: Candidate) -> None:
     parts = simulated.compute_seconds + simulated.recompute_seconds + simulated.update_seconds + waited
     assert simulated.step_seconds == pytest.approx(parts + sum(simulated.waits_seconds.values()))
     assert simulate(candidate, EASY) == simulated
+
+
+@given(candidates())
+def test_a_step_like_the_last_need_not_be_played(candidate: Candidate) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(computation, "ALIKE", -1.0)  # none is
+        in_full = simulate(candidate, EASY)
+    assert simulate(candidate, EASY).step_seconds == pytest.approx(in_full.step_seconds, rel=1e-6)
 
 
 @given(candidates())
