@@ -98,8 +98,8 @@ class Recorder(TorchDispatchMode):
             self._meet(each, "input", self._outside)
 
     def reads_of(self, parameter: torch.Tensor) -> list[int]:
-        """Ops that read one that was left out."""
-        return self._parameters[parameter.untyped_storage()._cdata]
+        """Ops that read one that was left out; none where the pass has given it other memory."""
+        return self._parameters.get(parameter.untyped_storage()._cdata, [])
 
     def mark_gradient(self, tensor: torch.Tensor) -> Storage | None:
         storages = [self._known.get(each.untyped_storage()._cdata) for each in _tensors(tensor)]  # a sparse one has several
