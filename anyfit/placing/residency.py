@@ -100,7 +100,7 @@ class Residency:
                 parameter.__class__ = watched_kind(type(parameter))
                 parameter.anyfit = (self, slot.name, index)
         named = {index: [slot.name for slot in state.chunks[index].chunk.slots] for index in self.watched}
-        self._versions = Versions({at: [(name, state.parameters[name]) for name in names] for at, names in named.items()})
+        self.versions = Versions({at: [(name, state.parameters[name]) for name in names] for at, names in named.items()})
         on_device = {index: state.chunks[index].on_device for index in self.watched - self._fetched}
         # How many hold weights on the device besides the parameters:
         self._alone = {at: uses_of(flat) - len(named[at]) for at, flat in on_device.items() if flat is not None}
@@ -118,7 +118,7 @@ class Residency:
 
     def heed(self, index: int, *, is_written: bool = False) -> None:
         """Takes over what user code has written into weights of the chunk; `is_written`: it is known to have."""
-        name = self._versions.edited(index)
+        name = self.versions.edited(index)
         if name is None and is_written:
             name = self._state.chunks[index].chunk.slots[0].name
         if name is None or self.is_editing:
@@ -138,17 +138,23 @@ class Residency:
             on_device = slot.weights() if slot is not None else state.on_device
             assert on_device is not None
             take_over(state, on_device)
-        self._versions.note(index)
+        self.versions.note(index)
         self.on_edit(state)
 
     def heed_all(self) -> None:
         for index in self.watched:
             self.heed(index)
 
+    def ready(self, needed: set[int]) -> None:
+        """Makes the weights of these chunks ready for the op that the computation is given next, whatever mode that is in."""
+        if not (self._is_ahead and needed == self._needed):  # as by the op before: most have parameters of the same chunk
+            with _untransformed(), _outside_inference():
+                self.touch(needed)
+
     def touch(self, chunks: Iterable[int]) -> None:
         """Makes the weights of these chunks ready for what the computation is given next."""
         needed = set(chunks)
-        if self._is_ahead and needed == self._needed:  # as by the op before: most have parameters of the same chunk
+        if self._is_ahead and needed == self._needed:
             return
         self._needed, self._is_ahead = needed, False
         for index in needed:
@@ -329,7 +335,7 @@ class Residency:
                         self.drop(slot.state)
                 self.is_editing = False
                 for index in self.watched:
-                    self._versions.note(index)
+                    self.versions.note(index)
 
     @property
     def device_bytes(self) -> int:
@@ -351,3 +357,17 @@ class Residency:
                     parameter.__class__ = self.kinds[slot.name]
                     if index in self._fetched and not state.is_gathered:
                         parameter.data = state.view(state.weights, slot)
+
+
+def _untransformed() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no transform of torch.func is at work: what it would make of a weight is gone when the transform is."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def _outside_inference() -> contextlib.AbstractContextManager[Any]:
+    """Inside, views of weights are made that serve after the user's inference mode too."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()

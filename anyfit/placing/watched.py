@@ -7,8 +7,7 @@ they leave the device, and before a step or a reader needs them. A numpy array c
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +27,8 @@ class Watched(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         with quietly():
-            if func in FACTS:
-                return func(*args, **kwargs)
-            watched = [item for item in leaves((args, kwargs)) if isinstance(item, Watched) and hasattr(item, "anyfit")]
-            if not watched:  # a copy the user made
-                return func(*args, **kwargs)
-            return called(watched[0].anyfit[0], func, args, kwargs, watched)
+            return func(*args, **(kwargs or {})) if func in FACTS else called(func, args, kwargs or {})
 
 
 def watched_kind(kind: type[nn.Parameter]) -> type[Watched]:
@@ -58,36 +51,52 @@ FACTS = {getattr(torch.Tensor, name).__get__ for name in PROPERTIES if hasattr(t
 }  # fmt: skip
 READ_GRADIENT, SET_GRADIENT, SET_DATA = _Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.data.__set__
 LENDS = {_Tensor.data.__get__, torch.Tensor.detach, torch.detach}
+LOOKS = {READ_GRADIENT, SET_GRADIENT, SET_DATA} | LENDS
 
 
-def called(residency: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], watched: Sequence[Any]) -> Any:
-    """An op with watched parameters: their weights are made ready, and edits of them taken over."""
-    name = watched[0].anyfit[1]
-    if func == READ_GRADIENT:
-        if name in residency.moved_gradients:
-            raise RuntimeError(
-                f"the gradient of {name} has left for the host, as the plan says; run.metrics.gradient_norm is there "
-                "after the step, and a plan with gradients on the device keeps p.grad"
-            )
+def called(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """An op with watched parameters: their weights are made ready, and edits of them taken over. Every op of the user's code that
+    takes a weight comes here, so it looks at no more than the op's own arguments."""
+    given = (*args, *kwargs.values()) if kwargs else args
+    kinds = list(map(type, given))
+    watched = [each for each, kind in zip(given, kinds, strict=True) if issubclass(kind, Watched)]  # isinstance is torch's, in Python
+    has_lists = not watched or any(issubclass(kind, list | tuple | dict) for kind in kinds)
+    if has_lists:
+        watched = [each for each in leaves((args, kwargs)) if issubclass(type(each), Watched)]
+    watched = [each for each in watched if hasattr(each, "anyfit")]
+    if not watched:  # a copy the user made
         return func(*args, **kwargs)
-    if func == SET_GRADIENT:
-        if args[1] is not None:
-            raise RuntimeError(f"p.grad of {name} cannot be set: its chunk is updated by the plan's own schedule")
-        return func(*args, **kwargs)
+    residency = watched[0].anyfit[0]
+    if func in LOOKS:
+        return _looked_at(residency, func, args, watched[0])
     chunks = {each.anyfit[2] for each in watched}
-    with _untransformed(), _outside_inference():
-        residency.touch(chunks)
-    if func == SET_DATA:
-        _set_data(name, watched[0], args[1])
-        result = None
-    elif func in LENDS:
-        return watched[0].detach().as_subclass(Lent)
-    else:
-        result = func(*args, **kwargs)
-    writes_list = _writes_list(func, args)
-    for index in chunks:
-        residency.heed(index, is_written=writes_list)
+    residency.ready(chunks)
+    result = func(*args, **kwargs)
+    writes_list = has_lists and _writes_list(func, args)
+    if writes_list or residency.versions.have_changed(watched):
+        for index in chunks:
+            residency.heed(index, is_written=writes_list)
     return result
+
+
+def _looked_at(residency: Any, func: Callable[..., Any], args: Any, parameter: Any) -> Any:
+    """A parameter's gradient or data, read or set."""
+    name, index = parameter.anyfit[1:]
+    if func == READ_GRADIENT and name in residency.moved_gradients:
+        raise RuntimeError(
+            f"the gradient of {name} has left for the host, as the plan says; run.metrics.gradient_norm is there "
+            "after the step, and a plan with gradients on the device keeps p.grad"
+        )
+    if func == SET_GRADIENT and args[1] is not None:
+        raise RuntimeError(f"p.grad of {name} cannot be set: its chunk is updated by the plan's own schedule")
+    if func in (READ_GRADIENT, SET_GRADIENT):
+        return func(*args)
+    residency.ready({index})
+    if func in LENDS:
+        return parameter.detach().as_subclass(Lent)
+    _set_data(name, parameter, args[1])
+    residency.heed(index)
+    return None
 
 
 def _set_data(name: str, parameter: Tensor, given: Tensor) -> None:
@@ -101,20 +110,6 @@ def _set_data(name: str, parameter: Tensor, given: Tensor) -> None:
             "module.a.weight = module.b.weight"
         )
     parameter.detach().copy_(given)
-
-
-def _untransformed() -> contextlib.AbstractContextManager[Any]:
-    """Inside, no transform of torch.func is at work: what it would make of a weight is gone when the transform is."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return contextlib.nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
-
-
-def _outside_inference() -> contextlib.AbstractContextManager[Any]:
-    """Inside, views of weights are made that serve after the user's inference mode too."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def _writes_list(func: Any, args: Sequence[Any]) -> bool:
@@ -138,6 +133,10 @@ class Versions:
                 if each._version != self._known[name]:
                     return name
         return None
+
+    def have_changed(self, parameters: Iterable[Any]) -> bool:
+        """Whether one of these has been written since."""
+        return any(each._version != self._known[each.anyfit[1]] for each in parameters)
 
     def note(self, chunk: int) -> None:
         with quietly():
