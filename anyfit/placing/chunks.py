@@ -337,11 +337,11 @@ class ModelState:
                 "requires_grad_(True) takes effect in a new run: anyfit.start"
             )
 
-    def bind(self, state: ChunkState, flat: Tensor | None) -> None:
-        """A chunk's parameters are views of a flat buffer; of none, they are absent."""
+    def bind(self, state: ChunkState, flat: Tensor) -> None:
+        """A chunk's parameters are views of a flat buffer."""
         with quietly():
             for slot in state.chunk.slots:
-                self.parameters[slot.name].data = self.absent.of(state, slot) if flat is None else state.view(flat, slot)
+                self.parameters[slot.name].data = state.view(flat, slot)
 
     def snapshot(self) -> dict[int, Tensor]:
         """The weights of chunks that are nowhere but on the device, to tell later what the user edited."""

@@ -1,8 +1,10 @@
 """Lanes: where copies and updates run beside the computation, in an order that tickets keep.
 
 A lane does one job after another on a thread of its own. With a stream (on a GPU) the thread only issues the job; without one
-it does the work itself, or begins it on the threads of a kernel. Either way a job starts after the tickets it was given, and its
-own ticket says when it is done. The computation is not a lane: it is whatever the calling thread does, on its current stream.
+it does the work itself, or begins it on the threads of a kernel. A copy that waits for nothing but the GPU is issued by whoever
+asks for it: threads that take turns at Python's lock slow down the one that launches the model's ops. Either way a job starts
+after the tickets it was given, and its own ticket says when it is done. The computation is not a lane: it is whatever the calling
+thread does, on its current stream.
 
 The jobs of a lane of several tracks have as many parts, each on a stream of its own: the first part of one job then runs beside
 the second of the job before. Tests give a `delay`, called before every job: an order that only held by luck gives wrong numbers.
@@ -122,6 +124,13 @@ class Ticket:
         """Done, or failed."""
         return self._reached.is_set() and (self._event is None or bool(self._event.query()))
 
+    @property
+    def is_issued(self) -> bool:
+        """What is left of it is the GPU's."""
+        if not self._reached.is_set() or self._error is not None:
+            return False
+        return not isinstance(self._event, Begun) or self._event.query()
+
 
 class Over(Ticket):
     """A job that is done or has failed: for whoever only needs it out of the way."""
@@ -133,6 +142,10 @@ class Over(Ticket):
     @property
     def is_over(self) -> bool:
         return self._ticket.is_over
+
+    @property
+    def is_issued(self) -> bool:
+        return self._ticket.is_issued
 
     def reach(self) -> Any:
         try:
@@ -220,10 +233,13 @@ def _hold(stream: Any, event: Any) -> None:
 
 class Lane:
     """Jobs are done in the order they were given. With a `depth` they are done by urgency: fewer than so many are under way when
-    the next is chosen, the most urgent of those that could start at once."""
+    the next is chosen, the most urgent of those that could start at once. Jobs of a `direct` lane only issue work to the GPU."""
 
-    def __init__(self, delay: Callable[[], None] | None, *tracks: Track, depth: int | None = None) -> None:
+    def __init__(self, delay: Callable[[], None] | None, *tracks: Track, depth: int | None = None, direct: bool = False) -> None:
         self.tracks, self._delay, self._depth = tracks, delay, depth
+        self._is_direct = direct and delay is None and tracks[0].stream is not None
+        self._lock = threading.Lock()
+        self._open = 0  # jobs that the thread has been given and has not come to the end of
         self._under_way: deque[Any] = deque()  # events
         self._given: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._waiting: list[Job | None] = []  # given, and looked at
@@ -237,7 +253,15 @@ class Lane:
     def run_parts(self, parts: Sequence[Part], after: Iterable[Ticket | None] = (), order: float = 0) -> Ticket:
         """The same, with a part for each track."""
         ticket = Ticket(parts[-1][1])
-        self._given.put(Job(parts, tuple(each for each in after if each is not None), ticket, order))
+        job = Job(parts, tuple(each for each in after if each is not None), ticket, order)
+        may_issue = self._is_direct and all(each.is_issued for each in job.after) and _is_unobserved()
+        with self._lock:
+            if not (may_issue and self._open == 0):
+                self._open += 1
+                self._given.put(job)
+                return ticket
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                self._do(job)
         return ticket
 
     def uses(self, tensors: Iterable[Tensor]) -> None:
@@ -263,20 +287,25 @@ class Lane:
         if stream is not None:
             _cuda.set_device(stream.device)
         while (job := self._next()) is not None:
-            ticket, events, error = job.ticket, [], None
-            try:
-                events = [event for event in (each.reach() for each in job.after) if event is not None]
-                for track, (work, label) in zip(self.tracks, job.parts, strict=False):
-                    if self._delay is not None:
-                        self._delay()
-                    events = track.do(work, label, events)
-                    del work
-            except BaseException as raised:  # the thread lives on, and whoever waits for the ticket gets it
-                error = raised
-            del job  # whatever tensors it holds are let go before anybody is told
-            self._under_way.extend(events if self._depth is not None else ())
-            ticket.resolve(events[0] if events and error is None else None, error)
-            del ticket, error, events
+            given, job = [job], None
+            self._do(given.pop())
+            with self._lock:
+                self._open -= 1
+
+    def _do(self, job: Job) -> None:
+        ticket, events, error = job.ticket, [], None
+        try:
+            events = [event for event in (each.reach() for each in job.after) if event is not None]
+            for track, (work, label) in zip(self.tracks, job.parts, strict=False):
+                if self._delay is not None:
+                    self._delay()
+                events = track.do(work, label, events)
+                del work
+        except BaseException as raised:  # whoever waits for the ticket gets it
+            error = raised
+        del job  # whatever tensors it holds are let go before anybody is told
+        self._under_way.extend(events if self._depth is not None else ())
+        ticket.resolve(events[0] if events and error is None else None, error)
 
     def _next(self) -> Job | None:
         if self._depth is None:
@@ -296,6 +325,12 @@ class Lane:
                 Over(ticket).wait()
 
 
+def _is_unobserved() -> bool:
+    """Whether ops of this thread are seen by nobody else, and make tensors as on any other."""
+    is_seen = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
+    return not is_seen and not torch.is_inference_mode_enabled()
+
+
 class Lanes:
     """The lanes of one run, and the computation's side of their order."""
 
@@ -309,11 +344,11 @@ class Lanes:
         def stream() -> Any:
             return _cuda.Stream(device) if self._on_gpu else None
 
-        self.up = Lane(delay, Track("uploads", stream()))
-        self.down = Lane(delay, Track("downloads", stream()))
+        self.up = Lane(delay, Track("uploads", stream()), direct=True)
+        self.down = Lane(delay, Track("downloads", stream()), direct=True)
         self.host = Lane(delay, Track("host updates", None), depth=HOST_DEPTH)
         # In one queue with these, what waits for its update would keep back a weight that the computation waits for.
-        self.fresh = Lane(delay, Track("fresh weights", stream()))
+        self.fresh = Lane(delay, Track("fresh weights", stream()), direct=True)
         tracks = (Track(name, stream()) for name in ("state uploads", "updates", "state downloads"))
         self.streamed = Lane(delay, *tracks, depth=STREAMED_DEPTH)
         self.all = [self.up, self.down, self.host, self.fresh, self.streamed]

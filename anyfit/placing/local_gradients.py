@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +28,9 @@ from .lanes import Label, Lanes, Task, Ticket
 from .tiers import Tier
 
 Hook = Callable[[Tensor], None]
+NOTHING_CHANGES = nullcontext()
 Runs = Sequence[tuple[int, int]]  # (start, end) in elements
+SMALL_BYTES, SMALL_TOGETHER_BYTES = 2**18, 2**20  # of gradients that are copied in one launch
 
 
 @dataclass(eq=False)
@@ -35,6 +38,27 @@ class ChunkStaging(StagingBuffer):
     state: ChunkState | None = None
     slots: dict[str, Slot] = field(default_factory=dict)  # of parameters whose gradient is in it
     _known: dict[int, tuple[Tensor, Views]] = field(default_factory=dict)
+    _small: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (place, gradient), still to be copied
+    _small_bytes: int = 0
+
+    def put(self, place: Tensor, gradient: Tensor) -> None:
+        """Copies a gradient to its place. On a GPU small ones go together: a launch takes the host longer than their bytes."""
+        if gradient.is_cuda and gradient.nbytes < SMALL_BYTES:
+            self._small.append((place, gradient))
+            self._small_bytes += gradient.nbytes
+            if self._small_bytes >= SMALL_TOGETHER_BYTES:
+                self.put_small()
+        else:
+            place.copy_(gradient)
+
+    def put_small(self) -> None:
+        """Copies those that wait to be copied together."""
+        if self._small:
+            torch._foreach_copy_([place for place, _ in self._small], [gradient for _, gradient in self._small])
+            self._small, self._small_bytes = [], 0
+
+    def empty(self) -> None:
+        self.state, self.slots, self._small, self._small_bytes = None, {}, [], 0
 
     def filled_by(self, state: ChunkState) -> tuple[Tensor, Views]:
         """The buffer as a chunk's gradients fill it: all of them, and each by name."""
@@ -144,7 +168,7 @@ class LocalGradients(Gradients):
 
     def _sender(self, state: ChunkState, slot: Slot) -> Hook:
         def send(parameter: Tensor) -> None:
-            with quietly(), torch.no_grad():
+            with quietly(), torch.no_grad() if torch.is_grad_enabled() else NOTHING_CHANGES:
                 gradient, parameter.grad = parameter.grad, None
                 if gradient is None:  # a hook of the user's has taken it
                     return
@@ -159,9 +183,10 @@ class LocalGradients(Gradients):
                     staging = self._staging_for(state)
                 staged = staging.filled_by(state)[1][slot.name]
                 if slot.name in staging.slots:
+                    staging.put_small()
                     staged.add_(gradient)
                     return
-                staged.copy_(gradient)
+                staging.put(staged, gradient)
                 staging.slots[slot.name] = slot
                 if len(staging.slots) == len(state.chunk.slots):
                     self._go_down(staging)
@@ -195,7 +220,8 @@ class LocalGradients(Gradients):
     def _go_down(self, staging: ChunkStaging) -> None:
         state, slots = staging.state, list(staging.slots.values())
         assert state is not None
-        staging.state, staging.slots = None, {}
+        staging.put_small()
+        staging.empty()
         home = self._on_host[state.index]
         filled, views = staging.filled_by(state)
         stretches = home.stretches if len(slots) == len(home.views) else stretches_of(slots)
@@ -276,7 +302,7 @@ class LocalGradients(Gradients):
         self._counted.clear()
         self._norms.clear()
         for staging in self._staging:
-            staging.state, staging.slots = None, {}
+            staging.empty()
         for home in self._on_host.values():
             home.names.clear()
             home.squares.clear()

@@ -78,6 +78,12 @@ class Order:
         return list(found)
 
 
+def _homes(model: ModelState, state: ChunkState) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
+    assert state.on_device is not None
+    views = ((slot, state.view(state.on_device, slot)) for slot in state.chunk.slots)
+    return [(model.parameters[slot.name], view, model.absent.of(state, slot)) for slot, view in views]
+
+
 class Residency:
     def __init__(self, state: ModelState, lanes: Lanes, slots: int, prefetch: int) -> None:
         self._state, self._lanes, self._prefetch_depth = state, lanes, prefetch
@@ -101,8 +107,10 @@ class Residency:
                 parameter.anyfit = (self, slot.name, index)
         named = {index: [slot.name for slot in state.chunks[index].chunk.slots] for index in self.watched}
         self.versions = Versions({at: [(name, state.parameters[name]) for name in names] for at, names in named.items()})
-        on_device = {index: state.chunks[index].on_device for index in self.watched - self._fetched}
+        # Of chunks on the device that are watched: each parameter, its weights and what stands for them while they are away.
+        self._homes = {index: _homes(state, state.chunks[index]) for index in self.watched - self._fetched}
         # How many hold weights on the device besides the parameters:
+        on_device = {index: state.chunks[index].on_device for index in self._homes}
         self._alone = {at: uses_of(flat) - len(named[at]) for at, flat in on_device.items() if flat is not None}
         self._parted: set[int] = set()  # chunks on the device whose parameters wait for an update
         self.on_edit: Callable[[ChunkState], None] = lambda _state: None  # what was made of the old weights does not count
@@ -185,14 +193,18 @@ class Residency:
             update.restart = None
         if state.index in self._parted:
             self._parted.discard(state.index)
-            self._state.bind(state, state.on_device)
+            with quietly():
+                for parameter, home, _absent in self._homes[state.index]:
+                    parameter.data = home
 
     def part(self, state: ChunkState) -> None:
         """Its weights on the device will be old ones until the chunk is settled: who reads them past the watching gets none."""
         if state.index in self.watched and state.index not in self._fetched:
             self._is_ahead = False
             self._parted.add(state.index)
-            self._state.bind(state, None)
+            with quietly():
+                for parameter, _home, absent in self._homes[state.index]:
+                    parameter.data = absent
 
     def part_all(self) -> None:
         """No weights are where parameters are, until an op asks for them."""

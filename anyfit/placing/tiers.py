@@ -191,11 +191,20 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: dict[str, Tensor] = {}
+        self._places: dict[tuple[str, int, torch.dtype], dict[str, Tensor]] = {}
+
+    def places(self, name: str, key: int, flat: Tensor, make: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Views that `make` makes of a buffer which `flat` has given: once, as each takes the host a few microseconds."""
+        found = self._places.get((name, key, flat.dtype))
+        if found is None:
+            found = self._places[name, key, flat.dtype] = make(flat)
+        return found
 
     def flat(self, name: str, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         size = elements * dtype.itemsize
         if name not in self._buffers or self._buffers[name].numel() < size:
             self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._places = {key: each for key, each in self._places.items() if key[0] != name}
         return self._buffers[name][:size].view(dtype)
 
     @property

@@ -59,7 +59,9 @@ def called(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     takes a weight comes here, so it looks at no more than the op's own arguments."""
     given = (*args, *kwargs.values()) if kwargs else args
     kinds = list(map(type, given))
-    watched = [each for each, kind in zip(given, kinds, strict=True) if issubclass(kind, Watched)]  # isinstance is torch's, in Python
+    watched = [
+        each for each, kind in zip(given, kinds, strict=True) if issubclass(kind, Watched)
+    ]  # isinstance is torch's, in Python
     has_lists = not watched or any(issubclass(kind, list | tuple | dict) for kind in kinds)
     if has_lists:
         watched = [each for each in leaves((args, kwargs)) if issubclass(type(each), Watched)]

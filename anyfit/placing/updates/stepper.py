@@ -164,7 +164,9 @@ def adam_state(masters: Masters, moments: Views) -> State:
 def gathered(state: ChunkState, gradients: Views, scratch: Scratch) -> Tensor:
     """Gradients that autograd made, side by side at the chunk's offsets."""
     flat = scratch.flat("gathered", state.own.elements, next(iter(gradients.values())).dtype)
-    torch._foreach_copy_(list(views(state, gradients, flat).values()), list(gradients.values()), non_blocking=True)
+    names = [slot.name for slot in state.own.slots]
+    places = scratch.places("gathered", state.index, flat, lambda flat: views(state, names, flat))
+    torch._foreach_copy_([places[name] for name in gradients], list(gradients.values()), non_blocking=True)
     return flat
 
 
