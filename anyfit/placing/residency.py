@@ -15,6 +15,7 @@ import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .chunks import ChunkState, ModelState, quietly
 from .lanes import Lanes
 from .slots import DeviceSlot, DeviceSlots, Saved, SavedTensors, uses_of
-from .watched import Versions, take_over, watched_kind
+from .watched import Present, Versions, take_over, watched_kind
 
 LOOK_AHEAD = 64  # touches in which a step that left the forecast order is looked for again
 
@@ -78,10 +79,23 @@ class Order:
         return list(found)
 
 
-def _homes(model: ModelState, state: ChunkState) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
-    assert state.on_device is not None
-    views = ((slot, state.view(state.on_device, slot)) for slot in state.chunk.slots)
-    return [(model.parameters[slot.name], view, model.absent.of(state, slot)) for slot, view in views]
+@dataclass(frozen=True)
+class Home:
+    """A parameter whose weights live on the device, and are updated elsewhere."""
+
+    parameter: Any
+    there: Tensor
+    absent: Tensor
+    present: type[nn.Parameter]
+    watched: type[nn.Parameter]
+
+    def bind(self, *, is_watched: bool) -> None:
+        self.parameter.data = self.there
+        self.parameter.__class__ = self.watched if is_watched else self.present
+
+    def part(self) -> None:
+        self.parameter.__class__ = self.watched
+        self.parameter.data = self.absent
 
 
 class Residency:
@@ -107,8 +121,8 @@ class Residency:
                 parameter.anyfit = (self, slot.name, index)
         named = {index: [slot.name for slot in state.chunks[index].chunk.slots] for index in self.watched}
         self.versions = Versions({at: [(name, state.parameters[name]) for name in names] for at, names in named.items()})
-        # Of chunks on the device that are watched: each parameter, its weights and what stands for them while they are away.
-        self._homes = {index: _homes(state, state.chunks[index]) for index in self.watched - self._fetched}
+        # Of chunks on the device that are watched: how each parameter is while its weights are fresh, and while they are not.
+        self._homes = {index: self._homes_of(state.chunks[index]) for index in self.watched - self._fetched}
         # How many hold weights on the device besides the parameters:
         on_device = {index: state.chunks[index].on_device for index in self._homes}
         self._alone = {at: uses_of(flat) - len(named[at]) for at, flat in on_device.items() if flat is not None}
@@ -123,6 +137,15 @@ class Residency:
         self.undo: list[Callable[[], None]] = []  # what the end has to put back
         self.fetches = 0  # uploads so far
         self.misses = 0  # of them, those that somebody had to wait for
+
+    def _homes_of(self, state: ChunkState) -> list[Home]:
+        assert state.on_device is not None
+        homes = []
+        for slot in state.chunk.slots:
+            kinds = watched_kind(self.kinds[slot.name], Present), watched_kind(self.kinds[slot.name])
+            there, absent = state.view(state.on_device, slot), self._state.absent.of(state, slot)
+            homes.append(Home(self._state.parameters[slot.name], there, absent, *kinds))
+        return homes
 
     def heed(self, index: int, *, is_written: bool = False) -> None:
         """Takes over what user code has written into weights of the chunk; `is_written`: it is known to have."""
@@ -194,8 +217,8 @@ class Residency:
         if state.index in self._parted:
             self._parted.discard(state.index)
             with quietly():
-                for parameter, home, _absent in self._homes[state.index]:
-                    parameter.data = home
+                for home in self._homes[state.index]:
+                    home.bind(is_watched=torch._C._len_torch_dispatch_stack() > 0)  # under which torch does not count all writes
 
     def part(self, state: ChunkState) -> None:
         """Its weights on the device will be old ones until the chunk is settled: who reads them past the watching gets none."""
@@ -203,8 +226,8 @@ class Residency:
             self._is_ahead = False
             self._parted.add(state.index)
             with quietly():
-                for parameter, _home, absent in self._homes[state.index]:
-                    parameter.data = absent
+                for home in self._homes[state.index]:
+                    home.part()
 
     def part_all(self) -> None:
         """No weights are where parameters are, until an op asks for them."""

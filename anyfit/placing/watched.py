@@ -31,9 +31,53 @@ class Watched(nn.Parameter):
             return func(*args, **(kwargs or {})) if func in FACTS else called(func, args, kwargs or {})
 
 
-def watched_kind(kind: type[nn.Parameter]) -> type[Watched]:
+class Present(Watched):
+    """The same while its weights are fresh and stay on the device: ops go straight to torch, and are not slowed down. Writes are
+    counted by torch; `data`, whose writes it does not count, and gradients are looked after here."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Any:
+        return _asked(DATA, self)
+
+    @data.setter
+    def data(self, given: Tensor) -> None:
+        _asked(SET_DATA, self, given)
+
+    @property
+    def grad(self) -> Any:
+        return _asked(READ_GRADIENT, self)
+
+    @grad.setter
+    def grad(self, given: Tensor | None) -> None:
+        _asked(SET_GRADIENT, self, given)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _asked(SET_GRADIENT, self, None)
+
+    def detach(self) -> Any:
+        return _asked(torch.Tensor.detach, self)
+
+
+def _asked(func: Callable[..., Any], *args: Any) -> Any:
+    if not torch._C._is_torch_function_enabled():  # by the engine
+        return func(*args)
+    with quietly():
+        return _looked_at(args[0].anyfit[0], func, args, args[0])
+
+
+_kinds: dict[Any, type[Watched]] = {}
+
+
+def watched_kind(kind: type[nn.Parameter], by: type[Watched] = Watched) -> type[Watched]:
     """A parameter of the user's own class keeps what that class has."""
-    return Watched if kind is nn.Parameter else type(kind.__name__, (Watched, kind), {})
+    if kind is nn.Parameter:
+        return by
+    if (kind, by) not in _kinds:
+        _kinds[kind, by] = type(kind.__name__, (by, kind), {})
+    return _kinds[kind, by]
 
 
 # What may be asked of a parameter that is not there.
@@ -49,8 +93,9 @@ FACTS = {getattr(torch.Tensor, name).__get__ for name in PROPERTIES if hasattr(t
     _Tensor.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel, torch.Tensor.is_pinned,
     torch.Tensor.get_device, torch.Tensor.ndimension, torch.Tensor.__dir__,
 }  # fmt: skip
-READ_GRADIENT, SET_GRADIENT, SET_DATA = _Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.data.__set__
-LENDS = {_Tensor.data.__get__, torch.Tensor.detach, torch.detach}
+READ_GRADIENT, SET_GRADIENT = _Tensor.grad.__get__, _Tensor.grad.__set__
+DATA, SET_DATA = _Tensor.data.__get__, _Tensor.data.__set__
+LENDS = {DATA, torch.Tensor.detach, torch.detach}
 LOOKS = {READ_GRADIENT, SET_GRADIENT, SET_DATA} | LENDS
 
 
