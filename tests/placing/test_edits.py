@@ -81,6 +81,55 @@ def test_edits_that_forward_makes_count(placement: Placement) -> None:
     compare(job_for(adamw, loss=clipped), placement)
 
 
+class Named(nn.Parameter):
+    """A parameter class of the user's own."""
+
+    label = "mine"
+
+
+class OfOwnClass(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self[0].weight = Named(self[0].weight.detach())
+
+
+def test_edits_of_fresh_weights_count_and_gradients_that_left_are_named() -> None:
+    """Weights that are fresh, and stay on the device, are not watched op by op."""
+    kinds, refusals = set(), list[str]()
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        for parameter in model.parameters():
+            parameter.sum()  # which makes its weights fresh
+        clamp_data(model, 0)
+        out = model(batch["x"])
+        assert model[0].weight.label == "mine"
+        kinds.add(type(model[2].weight).__mro__[0].__name__)
+        return (out - batch["y"]).square().mean()
+
+    placement = replace(ON_HOST, speculates=True)
+    for each in (ON_HOST, placement):
+        compare(replace(job_for(adamw, model=OfOwnClass), loss=loss), each)
+    assert "Present" in kinds
+
+    def reads_gradient(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        hidden = model[1](model[0](batch["x"]))
+
+        def look(_gradient: Tensor) -> None:
+            try:
+                model[2].weight.grad  # noqa: B018
+            except RuntimeError as error:
+                refusals.append(str(error))
+
+        hidden.register_hook(look)
+        return (model[2](hidden) - batch["y"]).square().mean()
+
+    job = replace(job_for(adamw, model=OfOwnClass), loss=reads_gradient)
+    with started(job, hand_written(job, placement)) as run:
+        for batch in batches(4):
+            run.step(batch)
+    assert any("the gradient of 2.weight has left for the host" in each for each in refusals)
+
+
 @pytest.mark.parametrize("placement", ELSEWHERE)
 def test_arrays_of_weights_that_live_elsewhere_cannot_be_written(placement: Placement) -> None:
     job = job_for(adamw)
