@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anyfit.values.calibration import Calibration, Figure
-from anyfit.values.machine import Curve, Device, Host, Limits, Machine
+from anyfit.values.machine import NO_LAUNCH_SLOWDOWN, Curve, Device, Host, Limits, Machine
 
 GIB = 2**30
 
@@ -36,6 +36,7 @@ def small_machine(*, device_bytes: int = 8 * GIB, cores: int = 2, flops_per_seco
             operations={},
             launch_seconds=figure(1e-6),
             host_seconds=figure(1e-6),
+            launch_slowdown=NO_LAUNCH_SLOWDOWN,
             workspace_bytes=figure(0),
             measured={},
             processors=figure(0),

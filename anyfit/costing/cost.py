@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import get_args
 
 from anyfit.values.graph import COSTLY_OPS, LEAST_OFFLOAD_BYTES, Graph
 from anyfit.values.layout import CHUNK_BYTES, Chunk
-from anyfit.values.machine import Machine, update_threads
+from anyfit.values.machine import Beside, Device, Machine, update_threads
 from anyfit.values.precision import PRECISIONS
-from anyfit.values.profile import BlockCost, ChoiceCost, HostRates, Layout, LoadedRates, Pass, Profile, UpdateCost
+from anyfit.values.profile import (
+    BlockCost,
+    ChoiceCost,
+    HostRates,
+    LaunchCosts,
+    Layout,
+    LoadedRates,
+    Pass,
+    Profile,
+    Segment,
+    UpdateCost,
+)
 
 from .links import Links
 from .memory import chunk_costs, chunks_of, chunks_together, live_bytes, reserved_bytes, segments, state_bytes, temporary_bytes
-from .times import copy_seconds, device_seconds, measured_share, pass_seconds, rough_share, update_seconds
+from .times import (
+    copy_seconds,
+    device_seconds,
+    lengthened,
+    measured_share,
+    op_seconds,
+    rough_share,
+    timing_of,
+    update_seconds,
+)
 
 # A pass is rough where convolutions and routed experts, which the curves price badly, take this much of the device's seconds: a
 # convolution that only cuts images into patches does not.
@@ -25,6 +48,7 @@ LEAST_MEASURED_OF_ROUGH = 0.95
 # State that is partly on the host lies in about this many chunks at least, so that some can stay and few be in the way.
 FINE_CHUNKS, MOST_CHUNKS = 32, 200
 LEAST_CHUNK_BYTES = {"cpu": 2**14, "cuda": 2**23}  # a GPU is done with less before it has been told of it
+Ops = Sequence[tuple[float, float]]  # by op, seconds of the host that launches it and of the device
 HOST_BOUND = 1.2  # a pass that takes this many times the device's own seconds waits for the host
 
 
@@ -141,7 +165,22 @@ def _host_rates(machine: Machine, ranks: int = 1) -> HostRates:
         each_way = host.bytes_per_second.value / 2 / ranks
         up, down = min(up, each_way), min(down, each_way)
     slower = LoadedRates(loaded, min(copies.up_loaded.value / ranks, up), min(copies.down_loaded.value / ranks, down))
-    return HostRates(max(alone, loaded), up, down, overlaps=True, loaded=slower)
+    return HostRates(max(alone, loaded), up, down, overlaps=True, loaded=slower, launching=_launch_costs(machine.device))
+
+
+def _launch_costs(device: Device) -> LaunchCosts:
+    fitted, call = device.calibration, device.host_seconds.value
+    share = fitted.launch_slowdown_share.value
+    updates, copies, both = (1 + share * (device.launch_slowdown[beside].value - 1) for beside in get_args(Beside))
+    return LaunchCosts(
+        beside_updates=updates,
+        beside_copies=copies,
+        beside_both=both,
+        watched_seconds=fitted.watched_calls.value * call,
+        gradient_seconds=fitted.gradient_calls.value * call,
+        fetch_seconds=fitted.fetch_calls.value * call,
+        bind_seconds=fitted.bind_calls.value * call,
+    )
 
 
 def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, share: int) -> Pass:
@@ -150,10 +189,10 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, share: int) -
     flops = {"forward": [0] * count, "backward": [0] * count}
     seconds = {"forward": [0.0] * count, "backward": [0.0] * count}
     recompute = [0.0] * count
-    all_seconds = pass_seconds(graph, machine, -(-share // graph.micro_batch))
-    device = machine.device
-    look_seconds = device.calibration.selective_call_factor.value * device.host_seconds.value if device.kind == "cuda" else 0.0
-    choices = _choices(graph, all_seconds, _host_rates(machine), look_seconds)
+    device, passes = machine.device, -(-share // graph.micro_batch)
+    ops = op_seconds(graph, machine, passes)
+    all_seconds = lengthened(ops, passes)
+    choices = _choices(graph, ops, all_seconds, machine)
     for op, took in zip(graph.ops, all_seconds, strict=True):
         flops[op.phase][op.block] += op.flops
         seconds[op.phase][op.block] += took
@@ -183,7 +222,7 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, share: int) -
             )
             for index, block in enumerate(graph.blocks)
         ),
-        segments=segments(graph, all_seconds, consuming),
+        segments=_timed(graph, segments(graph, all_seconds, consuming), ops if device.kind == "cuda" else None),
         peak_bytes=live[peak],
         peak_bytes_accumulating=max(consuming),
         peak_at=graph.ops[peak].module or graph.model,
@@ -191,20 +230,34 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, share: int) -
     )
 
 
-def _choices(graph: Graph, took: Sequence[float], host: HostRates, look_seconds: float) -> list[Mapping[str, ChoiceCost]]:
+def _timed(graph: Graph, found: Sequence[Segment], ops: Ops | None) -> tuple[Segment, ...]:
+    """With what the host and the device take for each, where these are two: segments are cut where another block begins."""
+    if ops is None:
+        return tuple(found)
+    cut = groupby(zip(graph.ops, ops, strict=True), key=lambda pair: (pair[0].block, pair[0].phase))
+    return tuple(
+        replace(segment, timing=timing_of(seconds for _, seconds in stretch))
+        for segment, (_, stretch) in zip(found, cut, strict=True)
+    )
+
+
+def _choices(graph: Graph, ops: Ops, took: Sequence[float], machine: Machine) -> list[Mapping[str, ChoiceCost]]:
     """What the activations of each block cost under each choice: bytes that stay for backward, bytes that move, seconds on top.
 
     keep        all that forward leaves stays
     recompute   its inputs stay; its forward is recomputed
     selective   the results of COSTLY_OPS stay too, whether backward needs them or not; all other forward ops are recomputed.
-                Python looks at every call of the block, both times, which takes the host `look_seconds` each
+                Python looks at every call of the block, both times, which takes the host a while
     offload     what is large enough moves to the host and back; only the rest stays. Of what other blocks save too, and of
                 buffers, a copy moves
 
     A value that is kept counts where it is saved, not where it is made: a block's input is its own. What is outside blocks can
-    only be kept, and so is what nothing can come between. `took` are the seconds of every op.
+    only be kept, and so is what nothing can come between. `took` are the seconds by which every op lengthens the pass.
     """
-    count = len(graph.blocks)
+    count, device, host = len(graph.blocks), machine.device, _host_rates(machine)
+    is_launched = device.kind == "cuda"
+    look_seconds = device.calibration.selective_call_factor.value * device.host_seconds.value if is_launched else 0.0
+    added, noted = device.calibration.recompute_call_factor.value, device.calibration.recompute_calls.value
     kept, costly, large, last = ([0] * count for _ in range(4))
     for value in graph.values:
         maker = graph.ops[value.born]
@@ -216,19 +269,27 @@ def _choices(graph: Graph, took: Sequence[float], host: HostRates, look_seconds:
             large[home] += value.bytes if value.bytes >= LEAST_OFFLOAD_BYTES else 0
             if value.dies < len(graph.ops) and graph.ops[value.dies].block == value.block:  # not the block's output
                 last[value.block] = max(last[value.block], value.born)
+    again: list[list[tuple[float, float]]] = [[] for _ in range(count)]  # by block, ops that are recomputed: host, device
+    looked: list[list[tuple[float, float]]] = [[] for _ in range(count)]  # the same of what is selective
     forward, cheap = [0.0] * count, [0.0] * count
     for index, (op, seconds) in enumerate(zip(graph.ops, took, strict=True)):
         if op.phase == "forward" and index <= last[op.block]:
+            launch, busy = ops[index]
+            look, stays = look_seconds * op.calls, _is_costly(op.name)
+            again[op.block].append(((1 + added) * launch, busy))
+            looked[op.block].append((look if stays else launch + look, 0.0 if stays else busy))
             forward[op.block] += seconds
-            cheap[op.block] += (0.0 if _is_costly(op.name) else seconds) + look_seconds * op.calls
+            cheap[op.block] += (0.0 if stays else seconds) + look
     costs: list[Mapping[str, ChoiceCost]] = []
     for index, block in enumerate(graph.blocks):
         choices: dict[str, ChoiceCost] = {"keep": ChoiceCost(kept[index], 0, 0.0)}
         if block.name and not block.is_whole:
+            note = noted * device.host_seconds.value, 0.0
+            whole, part = (timing_of([note, *each[index]]) if is_launched else None for each in (again, looked))
             moved = block.offload_bytes
             copies = moved / host.down_bytes_per_second + moved / host.up_bytes_per_second
-            choices["recompute"] = ChoiceCost(block.input_bytes, 0, forward[index])
-            choices["selective"] = ChoiceCost(block.input_bytes + costly[index], 0, cheap[index])
+            choices["recompute"] = ChoiceCost(block.input_bytes, 0, forward[index], whole)
+            choices["selective"] = ChoiceCost(block.input_bytes + costly[index], 0, cheap[index], part)
             choices["offload"] = ChoiceCost(kept[index] - large[index], moved, copies)
         costs.append(choices)
     return costs

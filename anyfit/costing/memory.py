@@ -94,6 +94,7 @@ def chunk_costs(graph: Graph, chunks: Sequence[Chunk]) -> tuple[ChunkCost, ...]:
                 parameters=tuple(slot.name for slot in chunk.slots if not graph.blocks[block_of[slot.name]].name),
                 summed_bytes=sums,
                 is_split=chunk.is_split,
+                tensors=len(chunk.slots),
             )
         )
     return tuple(costs)

@@ -5,17 +5,20 @@
     host(op)   = calls * host_seconds                                                views before it included
 
 On a GPU the host runs ahead: op i starts when it has been launched and op i-1 is done, so a small model takes the host's time and
-a large one the device's; both wait for a step's first batch. On a CPU device both are the same cores, and the times add up.
+a large one the device's; both wait for a step's first batch. A pass with nothing beside it is played through op by op
+(`lengthened`); of a stretch of one, three figures say how it ends whatever the host is at (`timing_of`, values/profile.py). On a
+CPU device both are the same cores, and the times add up.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from anyfit.values.graph import Graph, Op, UpdateRule
 from anyfit.values.layout import Chunk
 from anyfit.values.machine import Curve, Device, Machine
+from anyfit.values.profile import Timing
 
 from .memory import is_in_one_pass
 
@@ -83,9 +86,9 @@ def copy_seconds(graph: Graph, machine: Machine) -> float:
     return graph.batch_bytes / machine.copies.pageable.value if machine.copies is not None else 0.0
 
 
-def pass_seconds(graph: Graph, machine: Machine, passes: int = 1) -> list[float]:
-    """By how many seconds each op lengthens its pass; the first op waits for the batch. Where a step has several passes, it is
-    their mean: while the device works on one, the host prepares the next, and adds up its gradients besides."""
+def op_seconds(graph: Graph, machine: Machine, passes: int = 1) -> list[tuple[float, float]]:
+    """By op: seconds of the host that launches it, and of the device. The first waits for the batch too. Where a step has several
+    passes, the host adds up gradients besides. On a CPU device there is nothing to launch, and the host's seconds are its own."""
     device = machine.device
     known: dict[int, float] = {}  # like blocks have like calls: each is priced once
     for op in graph.ops:
@@ -94,23 +97,46 @@ def pass_seconds(graph: Graph, machine: Machine, passes: int = 1) -> list[float]
     call_seconds = device.host_seconds.value * device.calibration.host_call_factor.value
     if device.kind == "cpu":
         launch = device.launch_seconds.value
-        return [known[op.call] + max(op.calls * call_seconds - launch, 0.0) for op in graph.ops]
+        return [(0.0, known[op.call] + max(op.calls * call_seconds - launch, 0.0)) for op in graph.ops]
     backward = sum(op.phase == "backward" for op in graph.ops) or 1
     summed = (passes > 1) * device.calibration.accumulation_calls.value * len(graph.parameters) / backward
-    took = [0.0] * len(graph.ops)
-    batch = copy_seconds(graph, machine)
+    added = {"forward": 0.0, "backward": summed}
+    found = [((op.calls + added[op.phase]) * call_seconds, known[op.call]) for op in graph.ops]
+    if found:
+        found[0] = found[0][0] + copy_seconds(graph, machine), found[0][1]
+    return found
+
+
+def lengthened(ops: Sequence[tuple[float, float]], passes: int = 1) -> list[float]:
+    """By how many seconds each op lengthens its pass, with nothing beside it. Where a step has several passes, it is their mean:
+    while the device works on one, the host launches the next."""
+    took = [0.0] * len(ops)
     host = done = 0.0
     played = min(passes, PLAYED)  # the last of these stands for the others
     for number in range(played):
         weight = (1 if number < played - 1 else passes - played + 1) / passes
-        host += batch
-        busy_until = max(done, host) if number == 0 else done
-        for index, op in enumerate(graph.ops):
-            host += (op.calls + (summed if op.phase == "backward" else 0.0)) * call_seconds
-            busy_until = max(busy_until, host) + known[op.call]
-            took[index] += weight * (busy_until - done)
-            done = busy_until
+        for index, (launch, device) in enumerate(ops):
+            host += launch
+            over = max(done, host) + device
+            took[index] += weight * (over - done)
+            done = over
     return took
+
+
+def pass_seconds(graph: Graph, machine: Machine, passes: int = 1) -> list[float]:
+    """By how many seconds each op lengthens its pass, as `lengthened` has it."""
+    return lengthened(op_seconds(graph, machine, passes), passes)
+
+
+def timing_of(ops: Iterable[tuple[float, float]]) -> Timing:
+    """Of ops in a row, each with the host's seconds and the device's."""
+    launches, host, device, alone = 0, 0.0, 0.0, 0.0
+    for launch, busy in ops:
+        launches += 1
+        host += launch
+        device += busy
+        alone = max(alone, host) + busy
+    return Timing(launches, host, device, alone)
 
 
 def update_seconds(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) -> float:

@@ -4,6 +4,8 @@ A step takes at least what the computation does in it, waits apart:
 
     passes + gradients put in staging buffers + norm + updates of resident chunks, and starting the other updates
 
+and what the host takes from one norm to the next: to start updates, and to launch all passes.
+
 Where host and device share cores, all copies and updates come on top. Else there are lanes that do one job at a time: the host's
 updates, copies to the device, copies from it. Steps are alike, so between the end of one forward and the end of the next a lane
 has jobs for every chunk that is updated elsewhere. No job begins before its head is over, and its tail still follows when it is
@@ -38,6 +40,7 @@ from anyfit.values.precision import SUM_BYTES
 
 from .candidate import ADDED, ONE_PHASE, Candidate, Rates
 from .simulation.clock import DONE
+from .simulation.computation import RANK_PASSES
 
 
 class Job(NamedTuple):
@@ -61,11 +64,13 @@ def least_seconds(candidate: Candidate, rates: Rates, again: float = 0.0) -> flo
     staged = reduced * (given - sent) + passes * sent
     slowness = candidate.slowness(rates)
     again *= slowness
-    segments = _segment_seconds(candidate, slowness)
+    segments = [slowness * seconds for seconds in candidate.segment_seconds]
     one_pass = sum(segments) + again
     after = norm + candidate.ending_seconds(rates.update_seconds * resident / shards, rates)
     added = (passes > 1) * (passes * given - staged)
     least = passes * one_pass + rates.gather_seconds * staged + rates.add_seconds * added + after
+    if rates.host.overlaps:
+        least = max(least, _launched(candidate, rates, norm))
     exchanged = _exchanged(candidate)
     jobs = list(_jobs(candidate, rates, segments, one_pass, norm, again))
     moving = list(_moving(candidate, rates, segments, one_pass, after - again)) if candidate.offloaded else []
@@ -74,6 +79,12 @@ def least_seconds(candidate: Candidate, rates: Rates, again: float = 0.0) -> flo
     lanes = [[job for job in jobs if job.lane == lane] for lane in ("host", "up", "down")]
     lanes += [[job for job in moving if job.lane == lane] for lane in ("up", "down")]
     return max(least, exchanged, *map(_over, lanes))
+
+
+def _launched(candidate: Candidate, rates: Rates, norm: float) -> float:
+    """From norm to norm: the host starts the updates and launches all passes; of a rank's, those that are played."""
+    passes = candidate.accumulation if candidate.division.is_alone else min(candidate.accumulation, RANK_PASSES)
+    return norm + candidate.ending_seconds(0.0, rates) + passes * candidate.launch_seconds
 
 
 def _exchanged(candidate: Candidate) -> float:
@@ -119,18 +130,6 @@ def _moving(candidate: Candidate, rates: Rates, seconds: list[float], one_pass: 
             landed = forward_over[block] + down
             yield Job("down", earlier + forward_over[block], down, up + tail)
             yield Job("up", earlier + max(landed, backward_begins[after.get(block, block)]), up, tail)
-
-
-def _segment_seconds(candidate: Candidate, slowness: float) -> list[float]:
-    """With what is recomputed in it."""
-    again = [
-        block.choices[choice].seconds if choice in ("recompute", "selective") else 0.0
-        for block, choice in zip(candidate.profile_pass.blocks, candidate.activations, strict=True)
-    ]
-    return [
-        slowness * (segment.seconds + (again[segment.block] if segment.phase == "backward" else 0.0))
-        for segment in candidate.profile_pass.segments
-    ]
 
 
 def _jobs(

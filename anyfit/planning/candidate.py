@@ -9,7 +9,7 @@ from functools import cached_property
 from anyfit.values.calibration import Calibration
 from anyfit.values.plan import Activations, Placement
 from anyfit.values.precision import PRECISIONS, SUM_BYTES
-from anyfit.values.profile import ALONE, ChunkCost, Division, HostRates, Pass, Profile
+from anyfit.values.profile import ALONE, ChoiceCost, ChunkCost, Division, HostRates, Pass, Profile, Segment, Timing
 
 NORM_BYTES, UPDATE_BYTES, GATHER_BYTES = 2, 30, 4  # read and written of a parameter on the device
 UPDATE_TRAFFIC = 26  # bytes of the host's memory that an update reads and writes
@@ -134,6 +134,35 @@ class Candidate:
 
     @property
     def recompute_seconds(self) -> float:
-        """Of one pass: forward work that backward does once more."""
+        """Of one pass: forward work that the device does once more in backward."""
+        return sum(each.device_seconds for each in self._recomputed if each is not None)
+
+    @cached_property
+    def _recomputed(self) -> tuple[ChoiceCost | None, ...]:
+        """By block, what recomputing it costs; None where it is not."""
         pairs = zip(self.profile_pass.blocks, self.activations, strict=True)
-        return sum(block.choices[choice].seconds for block, choice in pairs if choice in ("recompute", "selective"))
+        return tuple(block.choices[choice] if choice in ("recompute", "selective") else None for block, choice in pairs)
+
+    @cached_property
+    def segment_seconds(self) -> tuple[float, ...]:
+        """By segment, of the device, with what is recomputed in it."""
+        again = [0.0 if each is None else each.device_seconds for each in self._recomputed]
+        return tuple(
+            each.device_seconds + (again[each.block] if each.phase == "backward" else 0.0) for each in self.profile_pass.segments
+        )
+
+    @cached_property
+    def timings(self) -> tuple[Timing, ...]:
+        """By segment, of host and device, with what is recomputed in it."""
+
+        def timing(segment: Segment) -> Timing:
+            again = self._recomputed[segment.block] if segment.phase == "backward" else None
+            return segment.played if again is None else again.recomputed.then(segment.played)
+
+        return tuple(map(timing, self.profile_pass.segments))
+
+    @property
+    def launch_seconds(self) -> float:
+        """Of one pass, that the host takes at least to launch it."""
+        again = sum(each.timing.launch_seconds for each in self._recomputed if each is not None and each.timing is not None)
+        return again + self.profile_pass.played.launch_seconds

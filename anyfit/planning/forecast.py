@@ -33,14 +33,15 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
     else:
         peak = state.resident + state.accumulators + max(each.peak_bytes_accumulating, update.scratch_bytes)
     peak += profile.workspace_bytes
-    compute = passes * (each.seconds - each.seconds_recompute)
+    launches = passes * each.launch_wait_seconds
+    compute = passes * (each.seconds - each.seconds_recompute) - launches
     recompute = passes * each.seconds_recompute
     updated = update.seconds + (accumulation > 1) * accumulation * profile.trainable * add_seconds(profile)
-    seconds = compute + recompute + updated
+    seconds = compute + recompute + updated + launches
     return Forecast(
         step_seconds=seconds,
         step_error=profile.time_error,
-        split_seconds={"compute": compute, "recompute": recompute, "update": updated},
+        split_seconds={"compute": compute, "recompute": recompute, "update": updated, "exposed launch": launches},
         peak_bytes={"device": peak, "host": 0, "disk": 0},
         peak_error=profile.memory_error,
         reserved_bytes=max(each.reserved_bytes, peak) + profile.context_bytes,
@@ -65,6 +66,7 @@ def forecast_of(space: Space, offer: Offer) -> Forecast:
         "exposed update": waits["update"] + waits["gradients"],
         "exposed offload": waits["fetch"] + waits["activations"],
         "exposed communication": waits["exchange"],
+        "exposed launch": waits["launch"],
     }
     seconds["update"] = simulated.step_seconds - (simulated.compute_seconds + simulated.recompute_seconds) - sum(waits.values())
     total = sum(seconds.values())

@@ -133,10 +133,10 @@ class LocalSearch:
     def _pass_seconds(self, knobs: Knobs) -> float:
         """Of all passes of a step, and nothing else."""
         candidate = self._candidates.of(knobs)
-        one = sum(each.seconds for each in candidate.profile_pass.segments) + candidate.recompute_seconds
-        if candidate.division.is_alone or not self._is_gpu:
-            return candidate.accumulation * one
-        return candidate.accumulation * one * self._evaluation.rates.calibration.overlap_slowdown.value
+        device, launch = sum(candidate.segment_seconds), candidate.launch_seconds
+        if self._is_gpu and not candidate.division.is_alone:
+            device *= self._evaluation.rates.calibration.overlap_slowdown.value
+        return candidate.accumulation * max(device, launch)
 
     def fillings(self, knobs: Knobs) -> Iterator[Knobs]:
         filled = self.fill(knobs)

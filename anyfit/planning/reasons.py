@@ -14,6 +14,7 @@ from anyfit.values.units import show_bytes, show_count, show_seconds
 from .evaluation import Offer
 from .fastest import Found, Neighbour, among, described, fastest_on_device, fitting, handicapped
 from .forecast import forecast_of, passes_of
+from .launch_bound import why_launch_bound
 from .space import Space
 
 # Where no other choice was priced, why.
@@ -100,6 +101,7 @@ def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alt
         decisions=(
             *decisions,
             Decision("micro-batch", passes_said(profile.batch_size, micro_batch), why_so_many),
+            *why_launch_bound(profile, micro_batch, passes_of(profile.batch_size, micro_batch), found.chosen),
             *_restrictions(profile, found.chosen),
         ),
         alternatives=alternatives,

@@ -8,13 +8,15 @@ words. A convolution is read together with its backward, twice its FLOPs.
 
 Small models are bound by what the host takes for a dispatcher call, with autograd, the allocator and Python. It is read on a few
 transformer blocks, forward and backward, with tensors so tiny that their arithmetic costs nothing. Calls are counted below
-autograd, views included, as the recorder of a pass counts them.
+autograd, views included, as the recorder of a pass counts them. Beside a GPU the same is read while the host updates and while
+it copies: the threads that do this have caches, memory and Python's lock in common with the one that launches.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +26,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .meters import Effort, Ladder, Meter, Work, climb, pace_timer_of, rate_meter, timer_of
+from anyfit.values.machine import Beside
+
+from .meters import Effort, Ladder, Load, Meter, Work, beside, climb, pace_timer_of, rate_meter, timer_of
 
 aten = torch.ops.aten
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCKS, HEADS, WIDTH, LENGTH = 4, 2, 32, 8  # of the transformer that the host's calls are read on
+LAUNCH_READINGS = 4  # so many times as long as others: beside a load they differ more
 Shape = tuple[int, ...]
 Draw = Callable[..., Tensor]  # random numbers of a shape
 # Tensors of one call by kind of device, FLOPs ascending. The smallest square is 1e5 FLOPs: below it there is only the launch.
@@ -141,7 +146,13 @@ def launch_meter(device: torch.device, effort: Effort) -> Meter:
 
 
 def host_meter(device: torch.device, effort: Effort) -> Meter:
-    """Seconds of one dispatcher call. Building the blocks draws random numbers."""
+    """Seconds of one dispatcher call."""
+    step, calls = tiny_training(device)
+    return _seconds_meter("training on the host", step, calls, device, effort)
+
+
+def tiny_training(device: torch.device) -> tuple[Work, int]:
+    """A step of a few blocks, and how many dispatcher calls it makes. Building the blocks draws random numbers."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device, dtype)
     hidden = torch.ones(1, LENGTH, WIDTH, device=device, dtype=dtype)
@@ -154,7 +165,29 @@ def host_meter(device: torch.device, effort: Effort) -> Meter:
     step()  # counted warm: the first step may do more
     with CallCounter() as counter:
         step()
-    return _seconds_meter("training on the host", step, counter.calls, device, effort)
+    return step, counter.calls
+
+
+def launch_slowdown_meters(device: torch.device, effort: Effort, loads: Mapping[Beside, Load]) -> dict[Beside, Meter]:
+    """By load, how many times as long a call takes beside it. Means, and not the best part of a reading: a step waits for all of
+    its launches."""
+    step, _ = tiny_training(device)
+    seconds = LAUNCH_READINGS * effort.reading_seconds
+
+    def mean() -> float:
+        step()
+        torch.cuda.synchronize(device)
+        count, began = 0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            step()
+            count += 1
+        torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / count
+
+    def slowdown(load: Load) -> float:
+        return max(beside(load, mean) / mean(), 1.0)
+
+    return {name: Meter(f"launches beside {name}", functools.partial(slowdown, load)) for name, load in loads.items()}
 
 
 def _seconds_meter(label: str, work: Work, calls: int, device: torch.device, effort: Effort) -> Meter:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -116,6 +116,17 @@ def on_threads(count: int, read: Callable[[], Result]) -> Result:
 def beside(load: Load, read: Callable[[], float]) -> float:
     with load():
         return read()
+
+
+def together(*loads: Load) -> Load:
+    @contextmanager
+    def load() -> Iterator[None]:
+        with ExitStack() as stack:
+            for each in loads:
+                stack.enter_context(each())
+            yield
+
+    return load
 
 
 @dataclass

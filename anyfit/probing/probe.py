@@ -21,13 +21,13 @@ import torch
 
 from anyfit.values.calibration import Calibration, Figure
 from anyfit.values.folder import cache_folder
-from anyfit.values.machine import Collective, Copies, Device, Disk, Host, Limits, Machine
+from anyfit.values.machine import NO_LAUNCH_SLOWDOWN, Beside, Collective, Copies, Device, Disk, Host, Limits, Machine
 
 from . import compute, host, memory, operations
 from .copies import CopyLadders, copy_ladders
 from .disk import DiskLadders, disk_ladders
 from .links import LinksFailed, measure_links
-from .meters import FULL, QUICK, Effort, Ladder, Meter, Report, read_in_rounds
+from .meters import FULL, QUICK, Effort, Ladder, Load, Meter, Report, read_in_rounds, together
 from .update import device_loads, host_load, update_ladders, updating
 
 EFFORTS: Mapping[str, Effort] = {"quick": QUICK, "full": FULL}
@@ -79,6 +79,7 @@ class Subjects:
     elementwise: Ladder
     launch: Meter
     training: Meter
+    slowdowns: Mapping[Beside, Meter]  # of launches, by what is beside them
     bandwidth: Meter
     update: Ladder
     update_loaded: Ladder
@@ -90,6 +91,7 @@ class Subjects:
         named = [ladder for ladders in self.ladders.values() for ladder in ladders.values()]
         ladders = [*named, self.elementwise, self.update, self.update_loaded]
         alone = [meter for ladder in ladders for meter in ladder.meters] + [self.launch, self.training, self.bandwidth]
+        alone += self.slowdowns.values()
         return alone + (self.copies.meters if self.copies else []) + (self.disk.meters if self.disk else [])
 
 
@@ -125,13 +127,18 @@ def _set_up(device: torch.device, level: Effort, stack: ExitStack, tell: Report)
     launch, training = compute.launch_meter(device, level), compute.host_meter(device, level)
     tell("host memory", 0.7)
     bandwidth = host.bandwidth_meter(level)
-    load = stack.enter_context(device_loads(device)) if on_gpu else host_load
-    updates = update_ladders(host.cores(), level, load)
+    loads = stack.enter_context(device_loads(device)) if on_gpu else None
+    updates = update_ladders(host.cores(), level, loads.all if loads else host_load)
     tell("copies and disk", 0.8)
-    copies = stack.enter_context(copy_ladders(device, level, updating(host.cores(), level))) if on_gpu else None
+    busy_host = updating(host.cores(), level)
+    copies = stack.enter_context(copy_ladders(device, level, busy_host)) if on_gpu else None
+    slowdowns: dict[Beside, Meter] = {}
+    if loads:
+        beside: dict[Beside, Load] = {"updates": busy_host, "copies": loads.copies, "both": together(busy_host, loads.copies)}
+        slowdowns = compute.launch_slowdown_meters(device, level, beside)
     folders = (cache_folder(), Path(tempfile.gettempdir()))
     disk = stack.enter_context(disk_ladders(folders, level)) if level.disk_bytes else None
-    return Subjects(ladders, elementwise, launch, training, bandwidth, *updates, copies, disk)
+    return Subjects(ladders, elementwise, launch, training, slowdowns, bandwidth, *updates, copies, disk)
 
 
 def _device(device: torch.device, subjects: Subjects) -> Device:
@@ -154,6 +161,7 @@ def _device(device: torch.device, subjects: Subjects) -> Device:
         memory=subjects.elementwise.curve(),
         launch_seconds=subjects.launch.figure(),
         host_seconds=subjects.training.figure(),
+        launch_slowdown={name: meter.figure() for name, meter in subjects.slowdowns.items()} or dict(NO_LAUNCH_SLOWDOWN),
         workspace_bytes=memory.workspace_figure(device),
         measured={},
         processors=Figure(processors, 0.0, "measured"),

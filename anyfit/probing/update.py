@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy
 import torch
@@ -85,36 +86,56 @@ def host_load() -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class DeviceLoads:
+    """What keeps a GPU's links busy: copies in both directions, and these with matmuls besides."""
+
+    copies: Load
+    all: Load
+
+
 @contextlib.contextmanager
-def device_loads(device: torch.device) -> Iterator[Load]:
-    """Gives a load of copies both ways and matmuls; its buffers live as long as this context."""
+def device_loads(device: torch.device) -> Iterator[DeviceLoads]:
+    """Their buffers live as long as this context."""
     generator = torch.Generator(device).manual_seed(0)
     inputs, weight = (torch.randn(LOAD_EDGE, LOAD_EDGE, device=device, generator=generator).to(torch.bfloat16) for _ in range(2))
     with directions(device, LOAD_COPY_BYTES) as (up, down):
         compute = new_stream(device)
-        # Who waits for a blocking event sleeps: a spinning one would take a core from what is measured.
-        ends = [[new_event(blocking=True) for _ in range(3)] for _ in range(2)]
 
-        def feed() -> None:
-            """Queues one more portion, and waits for the portion before it: the streams never run dry."""
-            ends.reverse()
+        def copy() -> None:
             up.copy(4)
             down.copy(4)
+
+        def copy_and_multiply() -> None:
+            copy()
             with torch.no_grad(), torch.cuda.stream(compute):
                 for _ in range(8):
                     functional.linear(inputs, weight)
-            for event, stream in zip(ends[0], (up.stream, down.stream, compute), strict=True):
-                event.record(stream)
-            for event in ends[1]:
-                event.synchronize()
 
-        @contextlib.contextmanager
-        def load() -> Iterator[None]:
-            with _repeating(feed):
-                yield
-            torch.cuda.synchronize(device)  # what is still queued would disturb the next meter
+        ways = (up.stream, down.stream)
+        yield DeviceLoads(_queued(device, copy, *ways), _queued(device, copy_and_multiply, *ways, compute))
 
-        yield load
+
+def _queued(device: torch.device, portion: Callable[[], None], *streams: torch.cuda.Stream) -> Load:
+    """A load that queues one more portion, and waits for the portion before it: the streams never run dry."""
+    # Who waits for a blocking event sleeps: a spinning one would take a core from what is measured.
+    ends = [[new_event(blocking=True) for _ in streams] for _ in range(2)]
+
+    def feed() -> None:
+        ends.reverse()
+        portion()
+        for event, stream in zip(ends[0], streams, strict=True):
+            event.record(stream)
+        for event in ends[1]:
+            event.synchronize()
+
+    @contextlib.contextmanager
+    def load() -> Iterator[None]:
+        with _repeating(feed):
+            yield
+        torch.cuda.synchronize(device)  # what is still queued would disturb the next meter
+
+    return load
 
 
 @contextlib.contextmanager

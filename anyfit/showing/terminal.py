@@ -262,10 +262,12 @@ def show_forecast_beside_measured(plan: Plan, seconds: float, peak_bytes: int, c
 def show_check(check: Check, console: Console) -> None:
     """Predicted beside measured: the step, what it is spent on, and each tier's peak; then how far it is from plain PyTorch."""
     forecast, split = check.forecast, dict(check.forecast.split_seconds)
-    again = split.pop("recompute", 0.0)
+    again, launches = split.pop("recompute", 0.0), split.pop("exposed launch", 0.0)
     rows = [Beside("step", forecast.step_seconds, forecast.step_error, check.step_seconds, show_seconds)]
     for name, measured in check.split_seconds.items():
         predicted, label = split.get(name, 0.0), f"  {name}"
+        if name == "compute":
+            predicted += launches  # a device that waits for its host looks as if it computed
         if name == "compute" and again:
             predicted, label = predicted + again, "  compute, recompute"
         if predicted or measured:

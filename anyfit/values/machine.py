@@ -15,14 +15,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, get_args
 
 from .calibration import Calibration, Figure
 from .record import Record, encode, nearest
 from .units import parse_bytes, show_bytes
 
 DTYPES = ("float32", "bfloat16")
+Beside = Literal["updates", "copies", "both"]
+NO_LAUNCH_SLOWDOWN: Mapping[Beside, Figure] = dict.fromkeys(
+    get_args(Beside), Figure(1.0, 0.0, "measured: a CPU launches for itself, and its times add up")
+)
 ASSUMED_PROCESSORS = Figure(132, 0.5, "assumed: as an H100 has")
+ASSUMED_LAUNCH_SLOWDOWN: Mapping[Beside, Figure] = {
+    beside: Figure(times, 0.3, "assumed: as beside an H200 with 16 cores")
+    for beside, times in zip(get_args(Beside), (1.3, 2.0, 3.0), strict=True)
+}
 # Ops that reach a fraction of the bandwidth of their own, named as aten's overload packets are.
 OPERATIONS = (
     "native_layer_norm", "native_layer_norm_backward", "_softmax", "_softmax_backward_data", "_log_softmax",
@@ -82,6 +90,7 @@ class Device:
     operations: Mapping[str, Curve]  # bytes/s by bytes of those of OPERATIONS that were measured; `memory` is for the rest
     launch_seconds: Figure  # the least time between two ops
     host_seconds: Figure  # that the host takes for one dispatcher call in training, autograd's and Python's share included
+    launch_slowdown: Mapping[Beside, Figure]  # how many times as long that is while the host does something else as well
     workspace_bytes: Figure  # what matmul libraries hold of torch's allocator, once forward and backward have run
     measured: Mapping[str, float]  # seconds of calls (values/call.py) that were made on this very device; elsewhere none
     processors: Figure  # of a GPU: streaming multiprocessors
@@ -181,10 +190,15 @@ class Machine(Record):
 
     @classmethod
     def from_json(cls, document: object, *, where: str = "") -> Self:
-        """Files from before devices had a calibration get that of their kind."""
+        """Files from before devices had a calibration get that of their kind; so do launches that nobody has measured."""
         device = document.get("device") if isinstance(document, Mapping) else None
         if isinstance(device, Mapping) and device.get("kind") in ("cpu", "cuda"):
-            added = {"processors": encode(ASSUMED_PROCESSORS), "calibration": encode(Calibration.of(device["kind"]))}
+            slowdown = ASSUMED_LAUNCH_SLOWDOWN if device["kind"] == "cuda" else NO_LAUNCH_SLOWDOWN
+            added = {
+                "processors": encode(ASSUMED_PROCESSORS),
+                "calibration": encode(Calibration.of(device["kind"])),
+                "launch_slowdown": encode(slowdown),
+            }
             document = {**document, "device": {**added, **device}}  # type: ignore[dict-item]
         return super().from_json(document, where=where)
 

@@ -25,7 +25,7 @@ class Forecast:
 
     step_seconds: float
     step_error: float
-    split_seconds: Mapping[str, float]  # compute, recompute, update, exposed communication, exposed offload
+    split_seconds: Mapping[str, float]  # compute, recompute, update; exposed: communication, offload, update, launch
     peak_bytes: Mapping[TierName, int]
     peak_error: float
     reserved_bytes: int  # of the device: peak, what the allocator adds, and the runtime's own

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
 from typing import ClassVar, Literal, Self
 
 from .calibration import Calibration
@@ -16,12 +17,61 @@ from .record import Record
 
 
 @dataclass(frozen=True)
+class Timing:
+    """Ops in a row, on a device that another processor launches them for. An op begins when it has been launched and the one
+    before it is over, so of ops that the host begins to launch at h, on a device that is busy until b,
+
+        the host is free at h + launch_seconds        the device is through at max(b + device_seconds, h + alone_seconds)
+
+    exactly: both sides of that maximum only ever grow by sums. `then` is that of two such rows, one after the other.
+    """
+
+    launches: int
+    launch_seconds: float  # of the host, for all of them
+    device_seconds: float  # of the device, for all of them, where it never waits
+    alone_seconds: float  # from the host's first to the device's last, on an idle device
+
+    def then(self, other: Timing) -> Timing:
+        alone = max(self.alone_seconds + other.device_seconds, self.launch_seconds + other.alone_seconds)
+        launch, device = self.launch_seconds + other.launch_seconds, self.device_seconds + other.device_seconds
+        return Timing(self.launches + other.launches, launch, device, alone)
+
+    def slowed(self, host: float, device: float) -> Timing:
+        """Where the host takes so many times as long, and the device so many. Which op decides may be another then: what it
+        takes alone is no less than that, and the same where both are slowed alike."""
+        launch, busy, alone = self.launch_seconds, self.device_seconds, self.alone_seconds
+        by_host, by_device = host * launch + device * (alone - launch), device * busy + host * (alone - busy)
+        return Timing(self.launches, host * launch, device * busy, max(by_host, by_device))
+
+    @classmethod
+    def on_device(cls, seconds: float) -> Timing:
+        """Nothing has to be launched."""
+        return cls(0, 0.0, seconds, seconds)
+
+
+NOTHING_RUN = Timing.on_device(0.0)
+
+
+@dataclass(frozen=True)
 class ChoiceCost:
     """A block's activations under one choice."""
 
     kept_bytes: int  # on the device, from forward to backward
     moved_bytes: int  # to the host, and back
     seconds: float  # of recomputing, or of copies both ways, before anything hides them
+    timing: Timing | None = None  # of recomputing, where another processor launches it
+
+    @property
+    def recomputed(self) -> Timing:
+        """What backward does once more."""
+        if self.moved_bytes:
+            return NOTHING_RUN
+        return self.timing or Timing.on_device(self.seconds)
+
+    @property
+    def device_seconds(self) -> float:
+        """Of what backward does once more."""
+        return 0.0 if self.moved_bytes else self.seconds if self.timing is None else self.timing.device_seconds
 
 
 @dataclass(frozen=True)
@@ -41,7 +91,9 @@ class BlockCost:
     def scaled(self, scale: float) -> Self:
         """The same where the device takes so many times as long; copies to the host take what they took."""
         choices = {
-            name: choice if choice.moved_bytes else replace(choice, seconds=choice.seconds * scale)
+            name: choice
+            if choice.moved_bytes
+            else replace(choice, seconds=choice.seconds * scale, timing=_scaled(choice.timing, scale))
             for name, choice in self.choices.items()
         }
         seconds = {name: getattr(self, name) * scale for name in ("seconds_forward", "seconds_backward", "seconds_recompute")}
@@ -54,10 +106,23 @@ class Segment:
 
     block: int  # index into Pass.blocks
     phase: Literal["forward", "backward"]
-    seconds: float
+    seconds: float  # by which it lengthens a pass with nothing beside it, waits for launches included
     # Live at its peak: without what other blocks keep, but with what is kept outside all blocks; without parameters' gradients.
     work_bytes: int
     parameters: tuple[str, ...] = ()  # between blocks, those that it uses
+    timing: Timing | None = None  # None where host and device are the same cores
+
+    @property
+    def played(self) -> Timing:
+        return self.timing or Timing.on_device(self.seconds)
+
+    @property
+    def device_seconds(self) -> float:
+        return self.seconds if self.timing is None else self.timing.device_seconds
+
+
+def _scaled(timing: Timing | None, scale: float) -> Timing | None:
+    return timing and timing.slowed(scale, scale)
 
 
 @dataclass(frozen=True)
@@ -85,9 +150,22 @@ class Pass:
     def seconds_recompute(self) -> float:
         return sum(block.seconds_recompute for block in self.blocks)
 
+    @cached_property
+    def played(self) -> Timing:
+        """All of it."""
+        return reduce(Timing.then, (segment.played for segment in self.segments), NOTHING_RUN)
+
+    @property
+    def launch_wait_seconds(self) -> float:
+        """That the device waits for the host, with nothing beside it."""
+        is_launched = any(segment.timing is not None for segment in self.segments)
+        return max(self.seconds - self.played.device_seconds, 0.0) if is_launched else 0.0
+
     def scaled(self, scale: float) -> Self:
         """The same where the device takes so many times as long."""
-        segments = tuple(replace(segment, seconds=segment.seconds * scale) for segment in self.segments)
+        segments = tuple(
+            replace(segment, seconds=segment.seconds * scale, timing=_scaled(segment.timing, scale)) for segment in self.segments
+        )
         return replace(self, blocks=tuple(block.scaled(scale) for block in self.blocks), segments=segments)
 
 
@@ -128,6 +206,7 @@ class ChunkCost:
     parameters: tuple[str, ...] = ()  # those of no block
     summed_bytes: int = 0  # of gradients that autograd adds up over several uses, and has from the first of them on
     is_split: bool = False  # masters are two halves: the weights, and low ones that are part of the optimizer's bytes
+    tensors: int = 0  # parameters that it holds
 
 
 @dataclass(frozen=True)
@@ -149,6 +228,19 @@ class LoadedRates:
 
 
 @dataclass(frozen=True)
+class LaunchCosts:
+    """What launching takes of the host: seconds beside other work for each one alone, and those of the engine's own work."""
+
+    beside_updates: float = 1.0
+    beside_copies: float = 1.0
+    beside_both: float = 1.0
+    watched_seconds: float = 0.0  # of an op that takes a parameter whose weights or updates are elsewhere
+    gradient_seconds: float = 0.0  # of one that is put in a staging buffer
+    fetch_seconds: float = 0.0  # of a chunk
+    bind_seconds: float = 0.0  # of a parameter of such a chunk
+
+
+@dataclass(frozen=True)
 class HostRates:
     """How fast model state moves and is updated beside the device."""
 
@@ -157,6 +249,7 @@ class HostRates:
     down_bytes_per_second: float
     overlaps: bool  # the host works while the device does: not where they are the same cores
     loaded: LoadedRates | None = None  # None: the same
+    launching: LaunchCosts = LaunchCosts()
 
 
 @dataclass(frozen=True)
@@ -195,7 +288,7 @@ ALONE = Division(1, 1, False, False, Exchange(0.0, 0.0), Exchange(0.0, 0.0), 0.0
 @dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 10
+    version: ClassVar[int] = 11
 
     model: str
     machine: str

@@ -23,7 +23,7 @@ from tests.machines import small_machine
 
 from .strategies import OPEN, RECORDS, places, records
 
-ADDED = ("processors", "calibration")  # which machine files from before do not have
+ADDED = ("processors", "calibration", "launch_slowdown")  # which machine files from before do not have
 DRAWN = 4  # places of each random document that are spoilt
 
 

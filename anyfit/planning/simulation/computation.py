@@ -14,6 +14,7 @@ from functools import partial
 from typing import get_args
 
 from anyfit.planning.candidate import Candidate, Rates
+from anyfit.values.profile import Timing
 
 from .clock import Signal, Work
 from .fetches import Fetches, OffloadedActivations
@@ -53,6 +54,8 @@ class Computation:
         self._device_work = DeviceWork.of(step)
         uses = zip(candidate.profile_pass.segments, candidate.uses, strict=True)
         self._backward_segments = Counter(index for segment, used in uses if segment.phase == "backward" for index in used)
+        self._launching, self._engine_seconds = step.launching, engine_seconds(step)
+        self._start_seconds = rates.calibration.update_launch_seconds.value  # of the update of a chunk
         self._slowness, self._rates = candidate.slowness(rates), rates
         self._steps: list[float] = []
         self._began = 0.0  # the step at hand
@@ -66,7 +69,7 @@ class Computation:
         seconds = self._ledger.seconds
         return Simulated(
             step_seconds=self._steps[-1],
-            compute_seconds=self._slowness * candidate.accumulation * candidate.profile_pass.seconds,
+            compute_seconds=self._slowness * candidate.accumulation * candidate.profile_pass.played.device_seconds,
             recompute_seconds=self._slowness * candidate.accumulation * candidate.recompute_seconds,
             update_seconds=work.norm + work.resident + work.beside,
             waits_seconds={kind: seconds[kind] for kind in get_args(Waits)},
@@ -107,12 +110,16 @@ class Computation:
             yield from self._gradients.all_added()
             yield self._device_work.norm
             self._updates.norm_known()
+            self._launching.wait()
+            self._launching.spend(self._start_seconds * sum(chunk.route != "resident" for chunk in self._chunks))
             resident = self._device_work.resident
             yield resident
             for chunk in self._chunks if candidate.shards > 1 and not candidate.gathers else ():
                 if chunk.is_resident:
                     self._exchanges.share(chunk)
             yield candidate.ending_seconds(resident, self._rates) - resident
+            if not is_alone:
+                self._launching.wait()
             self._steps.append(self._clock.now - began)
         over.fire()
 
@@ -128,11 +135,13 @@ class Computation:
         self._activations.begin_pass()
         for chunk in self._chunks:
             chunk.missing = self._backward_segments[chunk.index]
-        for segment, used in zip(candidate.profile_pass.segments, self._uses, strict=True):
-            block, seconds = segment.block, self._slowness * segment.seconds
+        segments = zip(candidate.profile_pass.segments, self._uses, candidate.timings, self._engine_seconds, strict=True)
+        for segment, used, timing, engine in segments:
+            block = segment.block
             if segment.phase == "forward":
                 yield from self._fetches.ready(used)
-                yield seconds
+                self._launching.spend(engine)
+                yield self._ops(timing)
                 self._activations.forward_over(block)
                 continue
             if len(self._forwards) == len(self._steps):
@@ -140,13 +149,16 @@ class Computation:
                 if self._is_like_the_last:
                     return
             yield from self._fetches.ready(used)
-            choice = candidate.activations[block]
-            costs = candidate.profile_pass.blocks[block].choices.get(choice)
-            if choice == "offload":
+            if candidate.activations[block] == "offload":
                 yield from self._activations.back(block)
-            elif costs is not None:
-                seconds += self._slowness * costs.seconds
-            yield from self._backward(used, seconds, is_last=is_last)
+            self._launching.spend(engine)
+            yield from self._backward(used, self._ops(timing), is_last=is_last)
+
+    def _ops(self, timing: Timing) -> float:
+        """Seconds that the computation takes for them, with waits for their launches."""
+        seconds, waited = self._launching.run(timing, self._slowness)
+        self._ledger.seconds["launch"] += waited
+        return seconds
 
     def _backward(self, used: Sequence[Chunk], seconds: float, *, is_last: bool) -> Work:
         """Of a rank, gradients come one chunk after another, the last first: more of them than there are staging buffers at once
@@ -165,6 +177,7 @@ class Computation:
             arrived = yield from self._gradients.complete(chunk, is_last=is_last)
             if is_last:
                 self._updates.begin(chunk, arrived)
+                self._launching.spend(self._start_seconds * chunk.speculates)
 
 
 @dataclass(frozen=True)
@@ -194,3 +207,23 @@ class DeviceWork:
             rates.update_seconds * sum(chunk.elements for chunk in chunks if chunk.is_resident),
             rates.gather_seconds * staged + rates.add_seconds * added + rates.update_seconds * streamed,
         )
+
+
+def engine_seconds(step: Step) -> list[float]:
+    """By segment, of the host: the engine looks at ops that take weights which move, and takes gradients over."""
+    candidate, costs = step.candidate, step.rates.host.launching
+    segments = list(zip(candidate.profile_pass.segments, step.uses, strict=True))
+    uses = Counter((chunk.index, segment.phase) for segment, used in segments for chunk in used)
+    is_recomputed = [choice in ("recompute", "selective") for choice in candidate.activations]
+    found = []
+    for segment, used in segments:
+        is_forward, seconds = segment.phase == "forward", 0.0
+        looks = is_forward or is_recomputed[segment.block]
+        for chunk in used:
+            tensors = chunk.cost.tensors / uses[chunk.index, segment.phase]
+            if looks and chunk.is_watched:
+                seconds += tensors * costs.watched_seconds
+            if not is_forward and chunk.cost.gradient_bytes and candidate.stages(chunk.placement, is_last=True):
+                seconds += tensors * costs.gradient_seconds
+        found.append(seconds)
+    return found

@@ -19,6 +19,7 @@ from .step import Chunk, Step
 class Fetches:
     def __init__(self, step: Step) -> None:
         self._resources, self._exchanges, self._ledger = step.resources, step.exchanges, step.ledger
+        self._launching, self._costs = step.launching, step.rates.host.launching
         self._most, self._prefetch = step.candidate.slots, step.candidate.prefetch
         self._slots: dict[int, Signal] = {}  # by chunk: its weights are there
         self._touches = [chunk for used in step.uses for chunk in used if chunk.is_away]
@@ -33,6 +34,8 @@ class Fetches:
     def ready(self, used: Sequence[Chunk]) -> Work:
         """The weights of a segment are there."""
         for chunk in used:
+            if not chunk.fresh.happened and chunk.route != "resident":
+                chunk.fresh.then(self._launching.wait)  # the host waits for it too, and not for the copy after it
             if not chunk.is_away:
                 if not chunk.fresh.happened:
                     yield from self._ledger.wait("exchange" if chunk.route == "resident" else "update", chunk.fresh)
@@ -66,6 +69,7 @@ class Fetches:
             self._fetch(chunk)
 
     def _fetch(self, chunk: Chunk) -> None:
+        self._launching.spend(self._costs.fetch_seconds + self._costs.bind_seconds * chunk.cost.tensors)
         there = self._slots[chunk.index] = Signal()
         arrived = partial(self._exchanges.all_gather, chunk, there.fire) if chunk.gathers else there.fire
         if chunk.is_on_host:

@@ -12,8 +12,9 @@ from anyfit.values.precision import SUM_BYTES
 from anyfit.values.profile import ChunkCost
 
 from .clock import Call, Clock, Resources, Signal, Work
+from .launching import Launching
 
-Waits = Literal["fetch", "update", "gradients", "activations", "exchange"]
+Waits = Literal["fetch", "update", "gradients", "activations", "exchange", "launch"]
 Kind = Waits | Literal["link"]
 KINDS: tuple[Kind, ...] = (*get_args(Waits), "link")
 
@@ -38,6 +39,8 @@ class Chunk:
         self.is_away = self.is_on_host or self.gathers
         self.route = self.placement.route
         self.is_resident = self.route == "resident" and self.cost.is_updated
+        # Its parameters tell of their use: weights may have to be fetched, or an update be waited for.
+        self.is_watched = self.is_away or (self.cost.is_updated and (self.route != "resident" or self.shards > 1))
         # What this rank has of it.
         self.elements = self.cost.elements / self.shards
         self.weights_bytes = self.cost.weights_bytes / self.shards
@@ -99,6 +102,7 @@ class Step:
         self.candidate, self.rates, self.clock = candidate, rates, Clock()
         self.resources = Resources(self.clock, rates, shares_copies=candidate.division.shares_copies)
         self.ledger = Ledger(self.clock)
+        self.launching = Launching(self.clock, self.resources, rates)
         self.exchanges = Exchanges(candidate, self.resources, self.ledger)
         self.chunks = [
             Chunk(index, cost, placement, candidate.shards, candidate.gathers, placement.speculates and not candidate.adds_up)
