@@ -155,6 +155,10 @@ class Start:
         plan.refuse_for_another_job(job.batch_size, job.precision, "anyfit.plan(job)")
         if job.micro_batch not in (None, plan.micro_batch):
             raise ValueError(f"Job(micro_batch={job.micro_batch}), but the plan's micro_batch is {plan.micro_batch}")
+        if job.compile is False and plan.compiled:
+            raise ValueError(
+                f"Job(compile=False), but the plan compiles {len(plan.compiled)} blocks; use plan.without_compiled()"
+            )
         if plan.ranks != self._count:
             raise ValueError(f"the plan is for {plan.ranks} ranks, and {self._count} are there; plan again, or start as many")
 
@@ -235,6 +239,9 @@ class Start:
             placed = _placed_again(self._job, self._plan, placed, found)
             findings = rehearsal.of(self._plan, placed)
         self._plan = replace(self._plan, loss=findings.loss if self._plan.cuts else self._plan.loss, rehearsed=True)
+        self._plan = self._plan.without_compiled(findings.eager)
+        for line in placed.compiled.news():
+            self._say(line)
         return placed
 
 

@@ -11,6 +11,7 @@ import ast
 import importlib
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def _is_of_torch(module: str) -> bool:
 def has(name: str) -> bool:
     first, *path = name.split(".")
     found: Any = importlib.import_module(first)
+    warnings.simplefilter("ignore")  # of torch's own, when the compiler is imported
     for at, part in enumerate(path, 1):
         try:
             found = getattr(found, part, MISSING)

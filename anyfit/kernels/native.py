@@ -30,7 +30,7 @@ class NotBuilt(Exception):  # noqa: N818  (an answer, not a fault)
 
 def library(source: Path) -> ctypes.CDLL:
     """The library of a C++ file, from the cache where it is there. NotBuilt where it cannot be had."""
-    compiler = _compiler()
+    compiler = find_compiler()
     file = cache_folder() / "kernels" / f"{source.stem}-{_key(source, compiler)}.so"
     if file.exists():
         try:
@@ -61,7 +61,7 @@ def _built(source: Path, compiler: list[str], file: Path) -> ctypes.CDLL:
         unfinished.unlink(missing_ok=True)
 
 
-def _compiler() -> list[str]:
+def find_compiler() -> list[str]:
     """$CXX, or the first of the usual names."""
     given = shlex.split(os.environ.get("CXX", ""))
     for words in [given] if given else [["g++"], ["c++"], ["clang++"]]:

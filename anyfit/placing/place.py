@@ -3,10 +3,9 @@ activations. A placed model can be lifted and placed again, as another plan says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +16,10 @@ from anyfit.values.job import Job
 from anyfit.values.layout import lay_out
 from anyfit.values.mesh import Mesh
 from anyfit.values.plan import Placement, Plan
-from anyfit.values.record import nearest
 
 from .activations import Activations
 from .chunks import Carried, ModelState
+from .compiled import CompiledBlocks, watch_users_own
 from .gradients import Gradients
 from .lanes import Lanes, Task
 from .local_gradients import LocalGradients
@@ -32,7 +31,7 @@ from .reduction import ReducedGradients
 from .residency import Residency
 from .tiers import DeviceTier, HostSlabs, HostTier, Tiers, let_segments_grow
 from .updates import Updates
-from .watched import Bound, Watched, watched_kind
+from .watched import Bound
 from .weights import Elements
 
 
@@ -45,6 +44,7 @@ class Placed:
     residency: Residency
     gradients: Gradients
     updates: Updates
+    compiled: CompiledBlocks
     activations: Activations
     lanes: Lanes
     slabs: HostSlabs
@@ -99,6 +99,7 @@ class Placed:
         finally:
             self.gradients.close()
             self.activations.close()
+            self.compiled.close()
             self.lanes.close()
             self.slabs.close()
             self.ranks.part_ways()
@@ -167,7 +168,9 @@ def place(
         residency = Residency(state, lanes, plan.slots, plan.prefetch)
         closing.callback(residency.close)
         bound = Bound(model, state, residency.watched)
-        _compile_blocks(model, plan.compiled, residency)
+        _look_after(model, residency)
+        compiled = CompiledBlocks(model, plan.compiled, residency, device, job)
+        closing.callback(compiled.close)
         gradients = _gradients_for(plan, state, lanes, tiers, residency.moved_gradients)
         closing.callback(gradients.close)
         updates = Updates(
@@ -177,9 +180,8 @@ def place(
         closing.callback(activations.close)
         slabs.prepared()
         closing.pop_all()
-    return Placed(
-        model, state, residency, gradients, updates, activations, lanes, slabs, device, mirrors, bound, demands, delay, ranks
-    )
+    parts = lanes, slabs, device, mirrors, bound, demands, delay, ranks
+    return Placed(model, state, residency, gradients, updates, compiled, activations, *parts)
 
 
 def _optimizer_for(
@@ -224,45 +226,10 @@ def _make_ready(model: nn.Module, plan: Plan, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def _compile_blocks(model: nn.Module, blocks: Sequence[str], residency: Residency) -> None:
-    """Compiles these blocks. An LSTM's `flatten_parameters` does nothing: on a GPU, cuDNN would take weights out of a chunk."""
-    modules, undo = dict(model.named_modules()), []
-    for block in blocks:
-        if block not in modules:
-            raise ValueError(f"the plan compiles block {block!r}, and the model has none" + nearest(block, list(modules)))
-        undo.append(set_attribute(modules[block], "forward", torch.compile(modules[block].forward)))
-    for module in model.modules():
-        _watch_compiled(residency, module)
-    residency.undo += undo
+def _look_after(model: nn.Module, residency: Residency) -> None:
+    """What the user compiled or scripted; and an LSTM's `flatten_parameters` does nothing: on a GPU, cuDNN would take weights out
+    of a chunk."""
+    watch_users_own(model, residency)
     for module in model.modules():
         if callable(getattr(module, "flatten_parameters", None)) and not isinstance(module, torch.jit.ScriptModule):
             residency.undo.append(set_attribute(module, "flatten_parameters", lambda: None))
-
-
-def _watch_compiled(residency: Residency, module: nn.Module) -> None:
-    """Ops of a compiled or scripted module are not seen one by one, so all its weights are ready before it is called."""
-    is_scripted = isinstance(module, torch.jit.ScriptModule)
-    attribute = "forward" if is_scripted or module._compiled_call_impl is None else "_compiled_call_impl"
-    call = getattr(module, attribute)
-    watched = [parameter for parameter in module.parameters() if isinstance(parameter, Watched)]
-    if not watched or not (is_scripted or attribute != "forward" or hasattr(call, "_torchdynamo_orig_callable")):
-        return
-
-    def ready(*args: Any, **kwargs: Any) -> Any:
-        as_compiled = nullcontext() if is_scripted else _as_compiled(residency, watched)
-        with residency.pinning({parameter.anyfit[2] for parameter in watched}), as_compiled:
-            return call(*args, **kwargs)
-
-    residency.undo.append(set_attribute(module, attribute, ready))
-
-
-@contextmanager
-def _as_compiled(residency: Residency, watched: Sequence[Any]) -> Iterator[None]:
-    """Inside, parameters are of the class that the module was compiled for."""
-    for parameter in watched:
-        parameter.__class__ = residency.kinds[parameter.anyfit[1]]
-    try:
-        yield
-    finally:
-        for parameter in watched:
-            parameter.__class__ = watched_kind(type(parameter))

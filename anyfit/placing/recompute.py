@@ -41,7 +41,7 @@ class Input:
         with quietly():
             self.needs_grad = tensor.requires_grad
             self.packed = pack(tensor)
-            self.version = version_of(tensor) if isinstance(self.packed, Tensor) else None
+            self.version = version_of(self.packed) if isinstance(self.packed, Tensor) else None
         self.given: Tensor | None = None
 
 
@@ -134,7 +134,7 @@ class Recomputed:
 
     def __init__(self, name: str, block: nn.Module, device: torch.device, pack: Pack, unpack: Unpack, *, selective: bool) -> None:
         self.name, self.forward, self.pack, self.unpack = name, block.forward, pack, unpack
-        self.state = ForwardState(block, name, device)
+        self.state = ForwardState(block, name, device, own_forward(block))
         self._selective = selective
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,6 +262,12 @@ def _storage(tensor: Tensor) -> int:
 def _shown(facts: tuple[torch.Size, torch.dtype]) -> str:
     shape, dtype = facts
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def own_forward(block: nn.Module) -> Callable[..., Any]:
+    """The user's, where compiled code stands in for it."""
+    forward: Callable[..., Any] = getattr(block.forward, "eager_forward", block.forward)
+    return forward
 
 
 def stand_in(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:

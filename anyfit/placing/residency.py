@@ -264,6 +264,10 @@ class Residency:
             for index in chunks:
                 self._pinned.remove(index)
 
+    def is_gathered(self, index: int) -> bool:
+        """Whether ranks put the weights of a chunk together for each use."""
+        return self._state.chunks[index].is_gathered
+
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Inside, saved tensors that are views of slots are replaced."""
         return self._saved.watching(self.unpack)

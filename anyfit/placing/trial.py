@@ -54,7 +54,8 @@ def rehearsing(modules: Mapping[str, nn.Module], kinds: Mapping[str, str]) -> It
 def _tried(name: str, module: nn.Module, kind: str, trials: dict[str, Trial]) -> Callable[[], None]:
     """The first call of the kind becomes a trial; gives what ends that. Of a recomputed block, its own forward is tried."""
     before = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)  # past `disable`
-    forward = before.forward if isinstance(before, Recomputed) else before
+    own = before.forward if isinstance(before, Recomputed) else before
+    forward = getattr(own, "eager_forward", own)  # the code of a compiled block is watched by nobody
 
     def tried(*args: Any, **kwargs: Any) -> Any:
         if kind in trials or not may_be_recomputed():

@@ -6,8 +6,10 @@ depends on the user's code, and some of that shows only with numbers. So, with t
     the loss        L(a + b) is compared with L(a) and L(b), by the rule read off the trace (values/loss_rule.py), random ops held
                     still; once more with labels ignored and masks emptied in b, where the rule divides by those
     the blocks      one of each kind that the plan recomputes is run a second time, as in backward, and compared to the bit
+    compiled code   one of each kind that the plan compiles is compiled and run beside eager (placing/compiled_trial.py)
 
-Buffers, attributes and random states are restored. The planner plans without what cannot be done; a given plan is refused.
+Buffers, attributes and random states are restored. The planner plans without what cannot be done; a given plan is refused, but
+for blocks that cannot be compiled: these stay eager.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class Findings:
     loss: LossRule
     kept: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be recomputed, and why
     not_selective: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be recomputed in part
+    eager: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be compiled
 
     def against(self, plan: Plan) -> str | None:
         """Why the plan would change the result; None where it does not."""
@@ -69,7 +72,8 @@ class Findings:
         if len({(each.loss.kind, each.loss.divisor) for each in others}) > 1 and rule.may_be_cut:
             rule = replace(rule, kind="whole", why="the loss is cut by other rules on other ranks")
         kept = {name: why for each in others for name, why in each.kept.items()}
-        return Findings(rule, kept, {name: why for each in others for name, why in each.not_selective.items()})
+        not_selective = {name: why for each in others for name, why in each.not_selective.items()}
+        return Findings(rule, kept, not_selective, {name: why for each in others for name, why in each.eager.items()})
 
 
 class Rehearsal:
@@ -81,17 +85,21 @@ class Rehearsal:
         self._tried: set[str] = set()  # blocks
 
     def of(self, plan: Plan, placed: Placed) -> Findings:
-        """What can be done with the job's loss, where the plan cuts the batch, and with the blocks that it recomputes."""
+        """What can be done with the job's loss, where the plan cuts the batch, and with blocks that it recomputes or compiles.
+        Those that cannot be compiled stay eager in this placement."""
         rule = self._known.loss if self._known.loss.proved else plan.loss or MEAN
         modules = dict(placed.model.named_modules())
         choices = {} if plan.rehearsed else plan.activations
         blocks = {name: modules[name] for name, choice in choices.items() if choice in RECOMPUTED and name not in self._tried}
         tries_loss = plan.cuts and not rule.proved
-        if not blocks and not tries_loss:
+        placed.compiled.stay_eager(self._known.eager)
+        if not blocks and not tries_loss and not plan.compiled:
             return replace(self._known, loss=rule)
         kept, not_selective = dict(self._known.kept), dict(self._known.not_selective)
         samples = Samples(self._job)
         with leaving_no_trace(self._job, placed.model):
+            if plan.compiled:
+                _compile(self._job, placed, samples.of(plan.micro_batch))
             if blocks:
                 kinds = {name: self._kinds.get(name, name) for name in blocks}  # one that is of no chain is a kind of its own
                 found = _blocks_to_keep(self._job, placed, blocks, kinds, [samples.few, samples.of(plan.micro_batch)])
@@ -105,10 +113,11 @@ class Rehearsal:
                     why = f"a hook changes the gradient of {hooked}: that of each micro-batch, and not of the batch"
                     rule = replace(rule, kind="whole", why=why, ways_out=AGREED_MEAN)
                 rule = self._tried_rule(rule, placed, samples)
-        mine = Findings(rule, kept, not_selective)
+        mine = Findings(rule, kept, not_selective, {**self._known.eager, **placed.compiled.reasons})
         placed.residency.forget()
         placed.residency.give_back()
         self._known = mine.joined(placed.ranks.objects(mine)) if placed.ranks.are_several else mine
+        placed.compiled.stay_eager(self._known.eager)
         self._tried |= set(blocks)
         return self._known
 
@@ -120,6 +129,21 @@ class Rehearsal:
             if samples.half == 1 or placed.ranks.are_several:  # ranks that divide weights run the same modules
                 raise
         return Trial(self._job, placed, Samples(self._job, 1)).rule(read)
+
+
+def _compile(job: Job, placed: Placed, batch: Batch) -> None:
+    """Has each compiled block tried, at its first call. A loss that takes gradients itself may want second ones, which compiled
+    code has not."""
+    try:
+        with placed.watching():
+            job.evaluate(placed.model, job.prepare(batch, placed.device, placed.lanes.send))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        said = f"the loss does not run with it ({' '.join(str(error).split()):.150})"
+        placed.compiled.stay_eager(dict.fromkeys(placed.compiled.blocks, said))
+    finally:
+        placed.gradients.clear()
 
 
 def _blocks_to_keep(

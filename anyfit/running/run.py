@@ -130,6 +130,8 @@ class Run:
                 self._end()
             raise
         self._progress.enter(Phase.AFTER)
+        for line in self._engine.placed.compiled.news():
+            self._progress.say(line)
         if self.launch is not None:
             self.launch.after_step(self)
         return loss

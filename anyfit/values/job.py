@@ -54,6 +54,7 @@ class Job:
                   lets small models, of at most 100 million parameters
     agree         differences from plain PyTorch that you agree to: "mean-of-micro-batches", where the loss of a batch may be the
                   mean of its micro-batches' losses; "batch-norm-of-micro-batches", where batch norms may see micro-batches
+    compile       None: as the plan says, with eager's numerics; False: nothing is compiled; "fast": as inductor rounds and draws
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -72,6 +73,7 @@ class Job:
     weights: Weights | str | Path | None = None
     real_run: bool | None = None
     agree: Collection[str] = ()
+    compile: Literal[False, "fast"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer", "scheduler", "split"):
@@ -100,8 +102,7 @@ class Job:
                 raise ValueError(f"Job(clip_norm=) must be positive, got {self.clip_norm}; None does not clip")
         if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
             raise ValueError(f"Job(precision={self.precision!r}) is not known" + nearest(str(self.precision), PRECISIONS))
-        if not isinstance(self.real_run, bool | None):
-            raise TypeError(f"Job(real_run=) must be True, False or None, got {_describe(self.real_run)}")
+        _check_choices(self)
         if isinstance(self.agree, str) or not isinstance(self.agree, Collection):
             raise TypeError(f"Job(agree=) must be a list of names, got {_describe(self.agree)}; agree=['mean-of-micro-batches']")
         for name in self.agree:
@@ -337,6 +338,13 @@ _HINTS = {
     "optimizer": "; pass a function such as lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
     "scheduler": "; pass a function such as lambda optimizer: CosineAnnealingLR(optimizer, 1000)",
 }
+
+
+def _check_choices(job: Job) -> None:
+    if not isinstance(job.real_run, bool | None):
+        raise TypeError(f"Job(real_run=) must be True, False or None, got {_describe(job.real_run)}")
+    if job.compile not in (None, False, "fast"):
+        raise ValueError(f"Job(compile={job.compile!r}) is not known; it is None (the plan chooses), False or 'fast'")
 
 
 def _weight_of(weight: Any, total: Tensor) -> Tensor:

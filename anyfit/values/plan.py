@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self, get_args
 
@@ -77,6 +77,14 @@ class Stage:
     last_block: int  # inclusive
     activations: Mapping[str, Activations]  # by the block's path in the model; one that is not named keeps them
     compiled: tuple[str, ...] = ()  # paths of blocks that torch.compile makes faster
+
+    def __post_init__(self) -> None:
+        for path in self.compiled:
+            if self.activations.get(path) == "selective":
+                raise ValueError(
+                    f"block {path!r} is compiled and recomputed in part, and ops inside compiled code cannot be kept one by one; "
+                    "recompute all of it, or leave it out of `compiled`"
+                )
 
 
 @dataclass(frozen=True)
@@ -211,6 +219,12 @@ class Plan(Record):
     def compiled(self) -> tuple[str, ...]:
         """Paths of compiled blocks, over all stages."""
         return tuple(path for stage in self.stages for path in stage.compiled)
+
+    def without_compiled(self, blocks: Collection[str] | None = None) -> Self:
+        """The same with these blocks eager, or all."""
+        eager = self.compiled if blocks is None else blocks
+        stages = (replace(each, compiled=tuple(path for path in each.compiled if path not in eager)) for each in self.stages)
+        return replace(self, stages=tuple(stages))
 
     @property
     def micro_batches(self) -> list[int]:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from anyfit.placing.compiled import no_compiler
 from anyfit.values.engine import REDUCTION_BUFFERS, STREAMED_DEPTH
 from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.plan import Placement
@@ -85,6 +86,30 @@ def test_any_division_of_any_chunk_gives_the_losses_and_weights_of_one_process(r
     told = pool_of(ranks).run(train, case)
     check_numbers(case, ranks, told)
     check_memory(case, ranks, told)
+
+
+@pytest.mark.skipif(no_compiler(torch.device("cpu")) is not None, reason="inductor needs a C++ compiler")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_ranks_whose_blocks_are_compiled_train_as_one_process_does(shards: int) -> None:
+    placement = Placement(weight_shards=shards, gradient_shards=shards, optimizer_shards=shards)
+    blocks = ("blocks.0", "blocks.1")
+    case = Case(
+        optimizer="sgd",
+        placements=(placement,),
+        chunk_bytes=2048,
+        slots=20,
+        activations={"blocks.0": "recompute"},
+        compiled=blocks,
+        delays=5,
+    )
+    told = pool_of(2).run(train, case)
+    assert told[0].losses == told[1].losses
+    plain_losses, plain_weights = train_plainly(case.job, case.batches())
+    assert told[0].losses == pytest.approx(plain_losses, rel=1e-5)
+    assert_close(told[0].weights, only(plain_weights, told[0].weights), 1e-5)
+    eager = pool_of(2).run(train, replace(case, compiled=()))
+    assert told[0].losses != eager[0].losses  # compiled code rounds otherwise, so it has run
 
 
 # ---------------------------------------------------------------------- what is the same

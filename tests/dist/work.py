@@ -85,6 +85,7 @@ class Case:
     accumulation: int = 1
     reduction: Literal["fp32", "bf16"] = "fp32"
     activations: Mapping[str, Activations] = field(default_factory=dict)
+    compiled: tuple[str, ...] = ()
     delays: int | None = None  # a seed
     is_padded: bool = False  # the loss is a sum and its weight
     device_bytes: int = 2**33
@@ -130,6 +131,7 @@ class Case:
             prefetch=self.prefetch,
             accumulation=self.accumulation,
             activations=self.activations,
+            compiled=self.compiled,
             device_bytes=self.device_bytes,
             ranks=ranks,
             reduction=self.reduction,

@@ -56,7 +56,7 @@ def test_another_compiler_is_another_library(folder: Path, answer: Path, monkeyp
 
 def test_a_damaged_library_is_built_again(folder: Path, answer: Path) -> None:
     folder.mkdir()
-    name = f"answer-{native._key(answer, native._compiler())}.so"
+    name = f"answer-{native._key(answer, native.find_compiler())}.so"
     (folder / name).write_bytes(b"not a library")
     assert native.library(answer).answer() == 42
 
