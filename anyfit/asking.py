@@ -58,7 +58,7 @@ class Traced:
         if key not in self._graphs:
             self._graphs[key] = traced(self.job, kind, ranks)
         graphs = [graph for graph in self._graphs[key] if graph.micro_batch * ranks <= size]
-        return profiled(graphs, machine, size, rank_grid)
+        return profiled(graphs, machine, size, rank_grid, clip_norm=self.job.clip_norm)
 
 
 @dataclass(frozen=True)

@@ -335,8 +335,9 @@ def finish(run: Run, launch: Launch, report: Report | None, console: Console) ->
     console.print(f"\ncheckpoint {saved}, weights {weights}", markup=False, highlight=False, soft_wrap=True)
     if report.seconds:
         seconds = statistics.median(list(report.seconds)[3:] or report.seconds)  # the first steps were watched for memory
-        show_forecast_beside_measured(run.plan, seconds, run.metrics.peak_bytes["device"], console)
-        console.print(f"loss {run.metrics.loss:.3f} after {run.steps} steps", highlight=False)
+        metrics = run.metrics
+        show_forecast_beside_measured(run.plan, seconds, metrics.clipped_share, metrics.peak_bytes["device"], console)
+        console.print(f"loss {metrics.loss:.3f} after {run.steps} steps", highlight=False)
     if launch.timeline is not None:
         report.write_timeline()
     if report.recorded is not None:

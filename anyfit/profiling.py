@@ -6,6 +6,7 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from .costing import cost
@@ -23,7 +24,8 @@ CALLS_SECONDS = 8.0  # for timing the ops of a model that is planned for this ma
 
 def profile_of(job: Job, machine: Machine, rank_grid: tuple[int, int]) -> Profile:
     """`rank_grid`: (ranks per node, nodes)."""
-    return profiled(traced(job, machine.device.kind, math.prod(rank_grid)), machine, job.batch_size, rank_grid)
+    graphs = traced(job, machine.device.kind, math.prod(rank_grid))
+    return profiled(graphs, machine, job.batch_size, rank_grid, clip_norm=job.clip_norm)
 
 
 def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph]:
@@ -36,12 +38,15 @@ def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph
     return _with_rests_that_run(trace_all(job, sizes, kind, free_memory_bytes()), sizes, share)
 
 
-def profiled(graphs: Sequence[Graph], machine: Machine, batch_size: int, rank_grid: tuple[int, int] = (1, 1)) -> Profile:
+def profiled(
+    graphs: Sequence[Graph], machine: Machine, batch_size: int, rank_grid: tuple[int, int], *, clip_norm: float | None
+) -> Profile:
     """What these passes cost on a machine, with what runs on it have shown, and without what the job's loss does not allow."""
     made = cost(graphs, with_calls(machine, graphs), batch_size, rank_grid)
-    known = cache.corrections_of(machine)
-    paced = made.corrected(known.of(made.model)).paced(known.pace_of(made.model, made.parameters, made.precision))
-    return paced.ruled(paced.loss)
+    known, key = cache.corrections_of(machine), (made.model, made.parameters, made.precision)
+    clipped = None if clip_norm is None else known.clipped_steps_of(*key, float(clip_norm))
+    paced = made.corrected(known.of(made.model)).paced(known.pace_of(*key))
+    return replace(paced.ruled(paced.loss), clipped_steps=clipped)
 
 
 def with_calls(machine: Machine, graphs: Sequence[Graph]) -> Machine:

@@ -12,8 +12,9 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from .placing.ranks import ALONE, HANG_SECONDS, Ranks
 from .placing.weights import Opened, opened
 from .planning import search
 from .probing import host
-from .probing.cache import cached, keep_correction
+from .probing.cache import cached, keep_clipped_steps, keep_correction
 from .probing.memory import gpus_before_use
 from .profiling import profile_of, traced
 from .running import launch as launching
@@ -39,6 +40,7 @@ from .running.rescue import Rescue
 from .running.run import Run
 from .running.team import MARGIN_SECONDS, Team
 from .tracing.blocks import kinds_of
+from .values.corrections import ClippedSteps
 from .values.demands import StaysOnDevice, StaysWhole
 from .values.job import Job
 from .values.machine import Machine
@@ -83,7 +85,7 @@ class Start:
             torch.manual_seed(launching.seed_of(job.seed, ranks.index))
         rescue = None if self._is_given or team is not None else rescue_for(job, self._machine, self._profile, placed)
         watch = HostWatch(host.left_memory_bytes, self._plan.limit_bytes["host"])
-        run = Run(job, self._plan, placed, rescue, watch, team, rehearsal)
+        run = Run(job, self._plan, placed, rescue, watch, team, rehearsal, self._keep_clipped())
         try:
             if self._resume is not None:
                 run.resume(self._resume)
@@ -214,6 +216,19 @@ class Start:
                 if profile == before:
                     raise
                 self._plan_for(profile)
+
+    def _keep_clipped(self) -> Callable[[int, int], None] | None:
+        """For later plans, which weigh clipped steps by it. A CPU's updates wait for the norm anyway: nothing to learn there."""
+        job, plan, machine = self._job, self._plan, self._machine
+        is_first = self._team is None or self._team.index == 0
+        if job.clip_norm is None or machine.device.kind != "cuda" or not is_first:
+            return None
+        none = ClippedSteps(plan.model, plan.parameters, plan.precision, float(job.clip_norm))
+
+        def keep(clipped: int, steps: int) -> None:
+            keep_clipped_steps(machine, replace(none, steps=steps, clipped=clipped, date=date.today().isoformat()))
+
+        return keep
 
     def _agree(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Raises where ranks would train the same weights in different ways."""

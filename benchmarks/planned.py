@@ -49,6 +49,7 @@ from anyfit.planning.space import Space
 from anyfit.probing.calls import measure_calls
 from anyfit.profiling import traced
 from anyfit.running.run import Run
+from anyfit.values.corrections import ClippedSteps
 from anyfit.values.graph import Graph
 from anyfit.values.machine import Device, Machine
 from anyfit.values.plan import Placement, Plan
@@ -61,6 +62,7 @@ from .peers import Job as Peer
 from .profiler import CALLS_SECONDS, quickly_built, varied, weighty_calls
 
 WARM_UP, TIMED = 3, 10
+CLIPPED_BEFORE = 1000  # steps of earlier runs, of a job that clips at every step
 SHORT = 2, 4  # of other plans
 WHY = "not "  # of plans that another's reasons name
 AGAIN, AGAIN_AFTER = "planned again", 6  # other plans
@@ -300,13 +302,14 @@ def measure(job: Job, training: anyfit.Job, plan: Plan, arena: torch.Tensor, ste
 
 def row_of(job: Job, plan: Plan, measured: Row, name: str = "planned") -> Row:
     forecast = plan.forecast
+    clipping = forecast.clipping if job.clips else None
     return {
         "job": job.name,
         "plan": name,
         "about": about(plan),
         "measured": measured,
         "predicted_then": {
-            "step_seconds": forecast.step_seconds,
+            "step_seconds": forecast.step_seconds if clipping is None else clipping.step_seconds,
             "device_bytes": forecast.peak_bytes["device"],
             "host_bytes": forecast.peak_bytes["host"],
             "reserved_bytes": forecast.reserved_bytes,
@@ -356,6 +359,9 @@ def plans_of(job: Job, machine: Machine, others: int) -> list[tuple[str, Plan]] 
     graphs = graphs_of(job)
     limited = machine.with_limits(device_memory=None if job.cap_gib is None else int(job.cap_gib * GIB))
     profile = cost(graphs, limited, job.batch)
+    if job.clips:  # as runs have shown
+        seen = ClippedSteps(profile.model, profile.parameters, profile.precision, ALWAYS, CLIPPED_BEFORE, CLIPPED_BEFORE)
+        profile = replace(profile, clipped_steps=seen)
     try:
         plan = search(profile)
     except anyfit.NoPlan as error:

@@ -62,7 +62,7 @@ def _worth_of_host(found: Found) -> Decision | None:
 
 
 def _saved_seconds(found: Found, **limits: int) -> float:
-    return found.chosen.step_seconds - at_limits(found, **limits).chosen.step_seconds
+    return found.chosen.mean_step_seconds - at_limits(found, **limits).chosen.mean_step_seconds
 
 
 def at_limits(found: Found, **limits: int) -> Found:
@@ -73,10 +73,10 @@ def at_limits(found: Found, **limits: int) -> Found:
     if whole is not None:  # sharded as it is
         assert profile.division is not None
         whole = replace(whole, divisions=(profile.division,), **limits)  # type: ignore[arg-type]
-    seconds = found.chosen.step_seconds
+    seconds = found.chosen.mean_step_seconds
     # from a little behind, a search may still come to be ahead
     other = fastest(profile, space, CLOSE * seconds) if whole is None else fastest(whole)
-    if other is not None and other.chosen.step_seconds < (1 - WORTH) * seconds:
+    if other is not None and other.chosen.mean_step_seconds < (1 - WORTH) * seconds:
         return other
     return replace(found, profile=profile, space=space, whole=whole, neighbours=None)
 
@@ -98,7 +98,7 @@ def _round(size: int) -> str:
 def change_to(what: str, profile: Profile) -> Change | None:
     """The change that makes the profile this one, where a plan is found for it."""
     found = quickly(profile)
-    return None if found is None else Change(what, found.chosen.step_seconds)
+    return None if found is None else Change(what, found.chosen.mean_step_seconds)
 
 
 # ---------------------------------------------------------------------- when nothing fits
@@ -196,7 +196,7 @@ def _with_memory(profile: Profile, space: Space | None, tier: Literal["device", 
             said += f" and {show_bytes(profile.host_limit_bytes)} of host memory"
             found = quickly(profile, space)
     if found is not None:
-        yield Change(said, found.chosen.step_seconds)
+        yield Change(said, found.chosen.mean_step_seconds)
 
 
 def rounded_up(size: int) -> int:

@@ -1,19 +1,27 @@
-"""What a candidate costs: its footprint, its simulated seconds and their bound, each found once; and whether it fits."""
+"""What a candidate costs: its footprint, its simulated seconds and their bound, each found once; and whether it fits.
+
+Of a job that clips, seconds are the mean over steps that are clipped and steps that are not, as many as are expected of each:
+
+    seconds = (1 - share) * seconds as it is + share * seconds where no update begins before the norm is known
+
+which is what the engine does where steps are clipped. Where nothing speculates both are the same, and one simulation does.
+"""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from anyfit.values.graph import PAGE_BYTES
+from anyfit.values.plan import Placement
 from anyfit.values.profile import Profile
 
 from .bound import least_seconds
 from .candidate import Candidate, rates_of
 from .footprint import Footprint, footprint_of, live_of
 from .knobs import Candidates, Knobs
-from .simulation import Simulated, simulate
+from .simulation import Simulated, redone_seconds, simulate
 
 PAGES_BYTES = 10 * PAGE_BYTES  # of the host, at most, for a chunk's arrays to begin on pages
 
@@ -25,15 +33,34 @@ class Offer:
     candidate: Candidate
     footprint: Footprint
     simulated: Simulated
+    clipped: Simulated  # the same where steps are clipped
+    clipped_share: float  # of steps
     knobs: Knobs | None = None  # None: changed block by block and chunk by chunk
 
     @property
     def seconds(self) -> float:
-        return self.simulated.step_seconds
+        return mean(self.simulated.step_seconds, self.clipped.step_seconds, self.clipped_share)
 
     @property
     def uses_host(self) -> bool:
         return self.footprint.host_bytes > 0
+
+
+def mean(seconds: float, clipped_seconds: float, clipped_share: float) -> float:
+    """Exactly the seconds where nothing is clipped, or nothing changes by it."""
+    return seconds + clipped_share * (clipped_seconds - seconds)
+
+
+def waiting(candidate: Candidate) -> Candidate:
+    """The same where every update waits for the norm."""
+    if candidate.adds_up or not any(each.speculates for each in candidate.placements):
+        return candidate
+    return replace(candidate, placements=tuple(map(_waiting, candidate.placements)))
+
+
+@cache
+def _waiting(placement: Placement) -> Placement:
+    return replace(placement, speculates=False)
 
 
 class Evaluation:
@@ -41,8 +68,9 @@ class Evaluation:
 
     def __init__(self, profile: Profile, candidates: Candidates) -> None:
         self.profile, self.candidates, self.rates = profile, candidates, rates_of(profile)
-        self.footprint, self.simulated = cache(self._footprint), cache(self._simulated)
-        self.bound = cache(lambda knobs: least_seconds(candidates.of(knobs), self.rates))  # that no simulation is under
+        self.clipped_share = profile.clipped_share
+        self.footprint, self.seconds = cache(self._footprint), cache(lambda knobs: self.offer(knobs).seconds)
+        self.bound = cache(lambda knobs: self.least_seconds(candidates.of(knobs)))
         self._live_bytes: dict[tuple[int, int, int, bool], int] = {}
         self._played: dict[tuple[object, ...], Simulated] = {}  # by what a simulation depends on
 
@@ -103,20 +131,45 @@ class Evaluation:
         device = max(needed / profile.device_limit_bytes - 1, 0.0)
         return device + max(self.host_bytes(footprint) / profile.host_limit_bytes - 1, 0.0)
 
-    def _simulated(self, knobs: Knobs) -> Simulated:
+    def least_seconds(self, candidate: Candidate, again: float = 0.0) -> float:
+        """That nothing is under, with so many seconds more of every pass that blocks are recomputed."""
+        seconds, waits = least_seconds(candidate, self.rates, again), waiting(candidate)
+        if not self.clipped_share or waits is candidate:
+            return seconds
+        return mean(seconds, least_seconds(waits, self.rates, again), self.clipped_share)
+
+    def is_under(self, knobs: Knobs, seconds: float) -> bool:
+        """Whether it takes less; it is not simulated where that is clear from its bound, or from half of what it takes."""
+        if self.bound(knobs) >= seconds:
+            return False
         candidate = self.candidates.of(knobs)
+        if self.clipped_share and (waits := waiting(candidate)) is not candidate:
+            least = least_seconds(waits, self.rates)
+            if mean(self.simulated(candidate).step_seconds, least, self.clipped_share) >= seconds:
+                return False
+        return bool(self.seconds(knobs) < seconds)
+
+    def simulated(self, candidate: Candidate) -> Simulated:
         # Others may have come to the same, and a simulation takes far longer than to look.
         same = candidate.micro_batch, candidate.activations, candidate.placements, candidate.slots, candidate.prefetch
         if same not in self._played:
             self._played[same] = simulate(candidate, self.rates)
         return self._played[same]
 
-    def seconds(self, knobs: Knobs) -> float:
-        return self.simulated(knobs).step_seconds
+    def redone_seconds(self, offer: Offer) -> float:
+        """Of a clipped step among others that are not."""
+        seconds = offer.simulated.step_seconds
+        same = offer.clipped is offer.simulated
+        return seconds if same else redone_seconds(offer.candidate, self.rates, seconds)
 
     def offer(self, knobs: Knobs) -> Offer:
-        return Offer(self.candidates.of(knobs), self.footprint(knobs), self.simulated(knobs), knobs)
+        return self._offer(self.candidates.of(knobs), self.footprint(knobs), knobs)
 
     def fitting(self, candidate: Candidate) -> Offer | None:
         footprint = self.footprint_of(candidate)
-        return Offer(candidate, footprint, simulate(candidate, self.rates)) if self.fits(footprint) else None
+        return self._offer(candidate, footprint) if self.fits(footprint) else None
+
+    def _offer(self, candidate: Candidate, footprint: Footprint, knobs: Knobs | None = None) -> Offer:
+        simulated = self.simulated(candidate)
+        clipped = self.simulated(waiting(candidate)) if self.clipped_share else simulated
+        return Offer(candidate, footprint, simulated, clipped, self.clipped_share, knobs)

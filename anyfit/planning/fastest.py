@@ -7,7 +7,8 @@
 Where the largest micro-batch that was profiled, the whole batch unless the user wants less, does not fit so, plans that recompute
 or offload activations or have part of the state on the host (space.py) are compared with these:
 
-    minimise    simulated seconds(m, c, knobs), (1 - TIE) times that where c is the usual size of chunks
+    minimise    simulated seconds(m, c, knobs), (1 - TIE) times that where c is the usual size of chunks; of a job that clips, the
+                mean of steps that are clipped and of others (evaluation.py)
     over        m; c in the usual size of chunks, about half of it and about twice; the knobs
     subject to  the limits of the device and of the host
 
@@ -34,7 +35,7 @@ from anyfit.values.plan import Forecast, Placement
 from anyfit.values.profile import Division, Pass, Profile
 
 from .evaluation import Offer
-from .forecast import forecast, forecast_of
+from .forecast import forecast, forecast_of, mean_seconds
 from .local_search import STARTS
 from .space import WORTH_LEAVING, Space, space_of
 
@@ -87,7 +88,7 @@ def fitting(profile: Profile, forecasts: Mapping[int, Forecast]) -> list[int]:
 def handicapped(space: Space, offer: Offer) -> float:
     """Seconds to compare by. Chunks of another size than the usual one, and of several ranks something on the host, count as
     slower by what they have to gain."""
-    seconds = forecast_of(space, offer).step_seconds
+    seconds = mean_seconds(space.profile, offer)
     if not space.is_alone and offer.uses_host:
         seconds /= 1 - WORTH_LEAVING
     return seconds if space.laid_out_like(offer.candidate) is space else seconds / (1 - TIE)
@@ -107,8 +108,8 @@ def fastest(profile: Profile, space: Space | None = None, under: float = math.in
     if max(forecasts) not in fit and (space := space or space_of(profile)) is not None:
         resident = min((forecasts[size].step_seconds for size in fit), default=math.inf)
         offer = _fastest_offer(space, list(forecasts), min(resident, under), starts)
-        if offer is not None and (chosen := forecast_of(space, offer)).step_seconds < (1 - TIE) * resident:
-            return Found(profile, forecasts, offer.candidate.micro_batch, chosen, space, offer)
+        if offer is not None and mean_seconds(profile, offer) < (1 - TIE) * resident:
+            return Found(profile, forecasts, offer.candidate.micro_batch, forecast_of(space, offer), space, offer)
     if not fit:
         return None
     least = min(forecasts[micro_batch].step_seconds for micro_batch in fit)
@@ -193,7 +194,7 @@ def fastest_on_device(space: Space) -> Offer | None:
         offers = (each.local.on_device(size) for size in each.micro_batches)
         fitting = [offer for offer in offers if offer is not None]
         if fitting:
-            return min(fitting, key=lambda offer: forecast_of(space, offer).step_seconds)
+            return min(fitting, key=lambda offer: mean_seconds(space.profile, offer))
     return None
 
 
@@ -210,7 +211,7 @@ def _fastest_with_host(space: Space, under: float) -> Offer | None:
 
 def _promise(tried: Found | int) -> tuple[bool, float]:
     """Those that fit first, by their seconds; then by what they need."""
-    return (True, tried) if isinstance(tried, int) else (False, tried.chosen.step_seconds)
+    return (True, tried) if isinstance(tried, int) else (False, tried.chosen.mean_step_seconds)
 
 
 def _parts(found: Found, least: float) -> tuple[bool, bool, bool, bool, int, float]:

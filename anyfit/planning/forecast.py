@@ -8,14 +8,15 @@ With everything resident and all activations kept it is arithmetic:
     reserved(m)  = max(peak(m), what the allocator was seen to reserve) + context
 
 With several micro-batches a step, gradient sums are held all along; with one, each gradient lives from its birth to the update.
-All else is simulated.
+All else is simulated; of a job that clips twice, with updates that begin before the norm is known and with such that wait for it,
+and once more with a single step that is clipped.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from anyfit.values.plan import Forecast
+from anyfit.values.plan import Clipping, Forecast
 from anyfit.values.profile import Pass, Profile
 
 from .candidate import add_seconds
@@ -50,27 +51,25 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
         tokens_per_second=passes * each.tokens / seconds,
         compute_share=passes * each.flops / seconds / profile.peak_flops_per_second,
         start_seconds=start_seconds(profile, 0),
+        clipping=_clipping(profile, seconds, seconds),  # no update begins before the norm is known
     )
+
+
+def _clipping(profile: Profile, clipped_seconds: float, redone_seconds: float) -> Clipping | None:
+    return None if profile.clipped_steps is None else Clipping(clipped_seconds, redone_seconds, profile.clipped_share)
 
 
 def forecast_of(space: Space, offer: Offer) -> Forecast:
     """What a step of an offer costs, by its simulation."""
-    profile, candidate, simulated = space.profile, offer.candidate, offer.simulated
-    plain, fitted = forecast(profile, candidate.profile_pass), profile.calibration
-    whole = profile.batch_size / candidate.micro_batch / candidate.accumulation  # of its passes: the last may be smaller
-    waits = simulated.waits_seconds
-    own = candidate.accumulation * candidate.profile_pass.seconds_recompute  # what the model recomputes without being told to
-    seconds = {
-        "compute": whole * (simulated.compute_seconds - own),
-        "recompute": whole * (simulated.recompute_seconds + own),
-        "exposed update": waits["update"] + waits["gradients"],
-        "exposed offload": waits["fetch"] + waits["activations"],
-        "exposed communication": waits["exchange"],
-        "exposed launch": waits["launch"],
-    }
-    seconds["update"] = simulated.step_seconds - (simulated.compute_seconds + simulated.recompute_seconds) - sum(waits.values())
+    profile, simulated = space.profile, offer.simulated
+    plain, fitted = forecast(profile, offer.candidate.profile_pass), profile.calibration
+    seconds = split_seconds(profile, offer)
     total = sum(seconds.values())
     share = plain.step_seconds / total
+    clipping = None
+    if profile.clipped_steps is not None:
+        redone = space.evaluation.redone_seconds(offer) - simulated.step_seconds
+        clipping = _clipping(profile, total + offer.clipped.step_seconds - simulated.step_seconds, total + redone)
     return replace(
         plain,
         step_seconds=total,
@@ -85,7 +84,30 @@ def forecast_of(space: Space, offer: Offer) -> Forecast:
         tokens_per_second=plain.tokens_per_second * share,
         compute_share=plain.compute_share * share,
         start_seconds=start_seconds(profile, offer.footprint.host_bytes),
+        clipping=clipping,
     )
+
+
+def split_seconds(profile: Profile, offer: Offer) -> dict[str, float]:
+    """What a step that is not clipped is spent on."""
+    candidate, simulated, waits = offer.candidate, offer.simulated, offer.simulated.waits_seconds
+    whole = profile.batch_size / candidate.micro_batch / candidate.accumulation  # of its passes: the last may be smaller
+    own = candidate.accumulation * candidate.profile_pass.seconds_recompute  # what the model recomputes without being told to
+    seconds = {
+        "compute": whole * (simulated.compute_seconds - own),
+        "recompute": whole * (simulated.recompute_seconds + own),
+        "exposed update": waits["update"] + waits["gradients"],
+        "exposed offload": waits["fetch"] + waits["activations"],
+        "exposed communication": waits["exchange"],
+        "exposed launch": waits["launch"],
+    }
+    seconds["update"] = simulated.step_seconds - (simulated.compute_seconds + simulated.recompute_seconds) - sum(waits.values())
+    return seconds
+
+
+def mean_seconds(profile: Profile, offer: Offer) -> float:
+    """By which offers are compared; `forecast_of` has one simulation more, of a single clipped step."""
+    return sum(split_seconds(profile, offer).values()) + offer.seconds - offer.simulated.step_seconds
 
 
 def start_seconds(profile: Profile, host_bytes: int) -> float:

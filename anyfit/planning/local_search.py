@@ -1,6 +1,6 @@
 """The search of the knobs: the device is filled, and what looks best is improved by single steps.
 
-    minimise    simulated seconds
+    minimise    simulated seconds, the mean of clipped steps and others where the job clips (evaluation.py)
     over        the knobs of one micro-batch size (knobs.py)
     subject to  (1 + error) * reserved bytes <= device limit
                 host bytes <= host limit
@@ -189,8 +189,7 @@ class LocalSearch:
         return [each for each in filled if _is_forced(each, forced) and self._is_better(each, knobs)]
 
     def _is_better(self, knobs: Knobs, than: Knobs) -> bool:
-        enough = self._evaluation.seconds(than) * (1 - WORTH)
-        return self._evaluation.bound(knobs) < enough and self._evaluation.seconds(knobs) < enough
+        return self._evaluation.is_under(knobs, self._evaluation.seconds(than) * (1 - WORTH))
 
     def _is_sound(self, knobs: Knobs) -> bool:
         """It fits, and weights are not away only to fill slots that take as much."""

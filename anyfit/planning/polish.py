@@ -25,12 +25,10 @@ from typing import TypeVar
 from anyfit.values.plan import Activations, Placement
 from anyfit.values.profile import BlockCost, ChoiceCost, Pass
 
-from .bound import least_seconds
 from .candidate import Candidate
 from .evaluation import Evaluation, Offer
 from .knobs import FROZEN_AWAY, PLACED, RESIDENT, Knobs
 from .local_search import WORTH, most
-from .simulation import simulate
 
 SMALL = 16  # blocks and chunks together: few enough to change each by itself
 MOST_SUBSETS_OF = 9  # chunks: few enough to try any of them
@@ -81,14 +79,15 @@ class Polish:
             placed = candidates.placed(first, placements)
             fullest = self._fullest([replace(placed, activations=rung) for rung in rungs])
             if fullest is not None:
-                bounds.append((least_seconds(fullest, evaluation.rates), fullest))
+                bounds.append((evaluation.least_seconds(fullest), fullest))
         found: dict[tuple[bool, ...], Offer] = {}  # by which are resident: starts that differ in more than the others' placement
         for bound, candidate in sorted(bounds, key=lambda pair: pair[0]):
             slowest = sorted(each.seconds for each in found.values())[starts - 1 : starts]
             if slowest and bound >= slowest[0]:
                 break
             stay = tuple(placement == RESIDENT for placement in candidate.placements)
-            offer = Offer(candidate, evaluation.footprint_of(candidate), simulate(candidate, evaluation.rates))
+            offer = evaluation.fitting(candidate)
+            assert offer is not None  # as its bound was looked at
             found[stay] = min(offer, found.get(stay, offer), key=_seconds)
         return sorted(found.values(), key=_seconds)[:starts]
 
@@ -131,7 +130,7 @@ class Polish:
             offer, better = better, None
             enough = (1 - WORTH) * offer.seconds
             for candidate in self._changed(offer.candidate, at_once):
-                if least_seconds(candidate, self._evaluation.rates) < enough:
+                if self._evaluation.least_seconds(candidate) < enough:
                     other = self._evaluation.fitting(candidate)
                     if other is not None and other.seconds < enough:
                         better = other
@@ -252,7 +251,7 @@ class Bounds:
         recompute = next(fits, None)
         if recompute is None:
             return math.inf
-        return least_seconds(fastest, evaluation.rates, max(recompute - fastest.recompute_seconds, 0.0))
+        return evaluation.least_seconds(fastest, max(recompute - fastest.recompute_seconds, 0.0))
 
     def _fastest(self, placements: tuple[Placement, ...], activations: tuple[Activations, ...]) -> Candidate:
         """With the first chunks and blocks so, no other chunks, and all other blocks kept."""

@@ -13,7 +13,7 @@ from anyfit.values.units import show_bytes, show_count, show_seconds
 
 from .evaluation import Offer
 from .fastest import Found, Neighbour, among, described, fastest_on_device, fitting, handicapped
-from .forecast import forecast_of, passes_of
+from .forecast import forecast_of, mean_seconds, passes_of
 from .launch_bound import why_launch_bound
 from .space import Space
 
@@ -62,7 +62,7 @@ def _offloaded(found: Found) -> Plan:
     chunk_bytes = space.laid_out_like(offer.candidate).profile.offload_chunk_bytes
     priced = [(each, forecast_of(space, each.offer)) for each in neighbours if each.offer is not None]
     alternatives = tuple(
-        Alternative(each.decision, each.choice, other.step_seconds, other.needed_bytes, fits=True) for each, other in priced
+        Alternative(each.decision, each.choice, other.mean_step_seconds, other.needed_bytes, fits=True) for each, other in priced
     )
     without = WITHOUT | {each.decision: f"{each.choice} would not fit" for each in neighbours if each.offer is None}
     why = {name: _why(name, chosen, alternatives, none) for name, none in without.items()}
@@ -122,6 +122,8 @@ def _restrictions(profile: Profile, chosen: Forecast) -> Iterator[Decision]:
         yield Decision("trace", profile.traced, "; ".join(profile.notes))
     if profile.correction:
         yield Decision("margin", f"{chosen.reserved_error:.0%}", profile.correction.why)
+    if profile.clipped_steps and chosen.has_slower_steps:
+        yield Decision("clipping", profile.clipped_steps.choice, profile.clipped_steps.why)
     if profile.pace:
         yield Decision("pace", profile.pace.choice, profile.pace.why)
 
@@ -137,10 +139,10 @@ def _why_there(found: Found, offer: Offer, space: Space) -> str:
         return f"it fits, {show_bytes(limit - chosen.needed_bytes)} to spare"
     else:
         what, stays = "nothing on the host", fastest_on_device(space)
-        seconds = [] if stays is None else [forecast_of(space, stays).step_seconds]
+        seconds = [] if stays is None else [mean_seconds(space.profile, stays)]
         least = space.least_needed_bytes()
     if seconds:
-        return f"{what} would take {show_seconds(min(seconds) - chosen.step_seconds)} more a step"
+        return f"{what} would take {show_seconds(min(seconds) - chosen.mean_step_seconds)} more a step{_on_average(chosen)}"
     return f"{what} would need {show_bytes(least)} at least"
 
 
@@ -153,13 +155,17 @@ def _why(decision: str, chosen: Forecast, alternatives: tuple[Alternative, ...],
     if not best.fits:
         least = min(alternatives, key=lambda other: other.device_bytes)
         return f"{least.choice} would need {show_bytes(least.device_bytes)} and does not fit"
-    later = best.step_seconds - chosen.step_seconds
+    later, average = best.step_seconds - chosen.mean_step_seconds, _on_average(chosen)
     room = chosen.needed_bytes - best.device_bytes
     memory = f"{show_bytes(abs(room))} {'less' if room >= 0 else 'more'} memory"
     if later < 0:
         usual = USUAL.get(decision, "the fewest passes")
-        return f"{usual}; {best.choice} would take {show_seconds(-later)} less, too close to tell apart, and {memory}"
-    return f"{best.choice} would take {show_seconds(later)} more a step and {memory}"
+        return f"{usual}; {best.choice} would take {show_seconds(-later)} less{average}, too close to tell apart, and {memory}"
+    return f"{best.choice} would take {show_seconds(later)} more a step{average} and {memory}"
+
+
+def _on_average(chosen: Forecast) -> str:
+    return " on average" if chosen.has_slower_steps else ""
 
 
 # ---------------------------------------------------------------------- over ranks
@@ -191,7 +197,7 @@ def _alternative(division: Division, tried: Found | int) -> Alternative:
         return Alternative("ranks", f"{described(division)} (nothing on the host)", float("inf"), tried, fits=False)
     host = "part of it" if tried.offer is not None and tried.offer.uses_host else "nothing"
     choice = f"{described(division)} ({host} on the host)"
-    return Alternative("ranks", choice, tried.chosen.step_seconds, tried.chosen.needed_bytes, fits=True)
+    return Alternative("ranks", choice, tried.chosen.mean_step_seconds, tried.chosen.needed_bytes, fits=True)
 
 
 def _why_sharded(mine: Division, others: Mapping[Division, Alternative], chosen: Forecast) -> str:

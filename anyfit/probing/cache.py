@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from anyfit.values.corrections import Correction, Corrections, Pace
+from anyfit.values.corrections import ClippedSteps, Correction, Corrections, Pace
 from anyfit.values.folder import cache_folder
 from anyfit.values.machine import Device, Machine
 
@@ -64,6 +64,11 @@ def keep_pace(machine: Machine, pace: Pace) -> None:
         corrections_of(machine).with_pace(pace).save(_corrections_file(machine))
 
 
+def keep_clipped_steps(machine: Machine, seen: ClippedSteps) -> None:
+    with contextlib.suppress(OSError):
+        corrections_of(machine).with_clipped_steps(seen).save(_corrections_file(machine))
+
+
 def forget_corrections() -> list[str]:
     """Drops what runs and checks have shown of forecasts, of whatever machine; says what that was."""
     said: list[str] = []
@@ -72,6 +77,7 @@ def forget_corrections() -> list[str]:
             known = Corrections.load(file)
             said += [f"{each.model}: a margin of {each.error:.0%} of its memory ({each.date})" for each in known.models]
             said += [f"{each.model}: {each.choice} ({each.date})" for each in known.paces]
+            said += [f"{each.model}: {each.clipped} of {each.steps} steps clipped ({each.date})" for each in known.clipped]
         file.unlink(missing_ok=True)
     return said
 

@@ -61,7 +61,8 @@ def check(job: Job, plan: Plan, profile: Profile, machine: Machine, steps: int, 
         while not recorder.is_done:
             run.step(job.sample)
         shares = shares_of(recorder.document(run.plan.model))
-        peaks = {tier: run.metrics.peak_bytes[tier] for tier in TIERS}
+        metrics = run.metrics
+        peaks = {tier: metrics.peak_bytes[tier] for tier in TIERS}
     del run, model
     del job  # where the model is the user's own, it holds what was placed
     free(device)
@@ -76,6 +77,7 @@ def check(job: Job, plan: Plan, profile: Profile, machine: Machine, steps: int, 
         machine=plan.machine or profile.machine,
         forecast=plan.forecast,
         step_seconds=step_seconds,
+        clipped_share=metrics.clipped_share,
         split_seconds=split,
         peak_bytes=peaks,
         parity=None if isinstance(compared, str) else compared,

@@ -69,6 +69,8 @@ class Progress:
     steps: int = 0  # done, skipped ones included
     skipped: int = 0
     rescues: int = 0  # times that memory ended and the run was planned anew
+    updates: int = 0  # of this run, without steps that were left out
+    clipped: int = 0  # of these, with gradients over the job's limit
     doing: Doing = Doing()
     is_closed: bool = False
     launch: Launch | None = None  # set by `anyfit fit`

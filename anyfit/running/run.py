@@ -15,7 +15,7 @@ import atexit
 import functools
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,7 @@ class Metrics:
     peak_bytes: Mapping[str, int]  # by tier, the largest so far
     skipped: int  # steps left out so far because a gradient was not finite
     rescues: int  # times so far that memory ended and the run was planned anew
+    clipped_share: float  # of the steps of this run so far, those whose gradients were over Job(clip_norm=)
 
 
 class Run:
@@ -84,12 +85,14 @@ class Run:
         watch: HostWatch | None = None,
         team: Team | None = None,
         rehearsal: Rehearsal | None = None,
+        keep_clipped: Callable[[int, int], None] | None = None,  # told at the end how many steps of how many were clipped
     ) -> None:
         engine, progress = Engine(job, plan, placed), Progress(placed.ranks.index)
         self.job, self.model, self.ranks = job, engine.model, engine.ranks
         self.optimizer: Optimizer = engine.optimizer
         self.scheduler: LRScheduler | None = _scheduler(job, self.optimizer)
         self._engine, self._progress, self._counting = engine, progress, Counting(engine)
+        self._keep_clipped = keep_clipped
         self._extra = ExtraState(self.model, self.optimizer, job.loss)
         settings = Settings(job, self.model, self.optimizer, self.scheduler)
         before = None if rescue is None else Before(self.model, job.loss, engine.device, self._extra)
@@ -289,6 +292,7 @@ class Run:
             peak_bytes=self._counting.peaks,
             skipped=self.skipped,
             rescues=self.rescues,
+            clipped_share=self._progress.clipped / max(self._progress.updates, 1),
         )
 
     def record(self) -> Timeline:
@@ -340,6 +344,8 @@ class Run:
 
     def _end(self) -> None:
         self._progress.is_closed = True
+        if self._keep_clipped is not None and self._progress.updates:
+            self._keep_clipped(self._progress.clipped, self._progress.updates)
         release(self.model, self._hold)
         if self.team is not None:
             atexit.unregister(self._at_exit)

@@ -288,9 +288,12 @@ class Step:
                 refuse_unwatched(self._engine.placed, lambda: self._engine.evaluate(part)[0])
             self._progress.skipped += 1
             return
-        factor = scale
+        clipping = 1.0
         if clip_norm is not None and size > 0.999 * clip_norm:  # else clipping is by 1 exactly
-            factor *= float(clip_factor(norm, clip_norm))
+            clipping = float(clip_factor(norm, clip_norm))
+        factor = scale * clipping
+        self._progress.updates += 1
+        self._progress.clipped += clipping != 1.0
         with self._counting.updating():
             updates.apply(None if factor == 1.0 else factor)
         if self._scheduler is not None:

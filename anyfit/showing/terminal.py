@@ -252,18 +252,24 @@ class Beside:
     show: Callable[[float], str]
 
 
-def show_forecast_beside_measured(plan: Plan, seconds: float, peak_bytes: int, console: Console) -> None:
+def show_forecast_beside_measured(plan: Plan, seconds: float, clipped_share: float, peak_bytes: int, console: Console) -> None:
     forecast = plan.forecast
-    step = Beside("step", forecast.step_seconds, forecast.step_error, seconds, show_seconds)
+    step = _step_beside(forecast, seconds, clipped_share)
     peak = Beside("device peak", forecast.peak_bytes["device"], forecast.peak_error, peak_bytes or None, show_bytes)
     console.print(_beside_measured([step, peak]))
+
+
+def _step_beside(forecast: Forecast, seconds: float, clipped_share: float) -> Beside:
+    """The forecast for as many clipped steps as there were."""
+    clipped = f", {clipped_share:.0%} clipped" if forecast.has_slower_steps and clipped_share else ""
+    return Beside(f"step{clipped}", forecast.seconds_with(clipped_share), forecast.step_error, seconds, show_seconds)
 
 
 def show_check(check: Check, console: Console) -> None:
     """Predicted beside measured: the step, what it is spent on, and each tier's peak; then how far it is from plain PyTorch."""
     forecast, split = check.forecast, dict(check.forecast.split_seconds)
     again, launches = split.pop("recompute", 0.0), split.pop("exposed launch", 0.0)
-    rows = [Beside("step", forecast.step_seconds, forecast.step_error, check.step_seconds, show_seconds)]
+    rows = [_step_beside(forecast, check.step_seconds, check.clipped_share)]
     for name, measured in check.split_seconds.items():
         predicted, label = split.get(name, 0.0), f"  {name}"
         if name == "compute":

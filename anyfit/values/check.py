@@ -25,12 +25,13 @@ class Parity:
 @dataclass(frozen=True)
 class Check(Record):
     kind: ClassVar[str] = "check"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     model: str
     machine: str
     forecast: Forecast
     step_seconds: float  # the median
+    clipped_share: float  # of the steps that were made
     # As in a forecast, but that what is recomputed in backward is part of compute; nothing where it cannot be told apart.
     split_seconds: Mapping[str, float]
     peak_bytes: Mapping[TierName, int]

@@ -1,13 +1,16 @@
-"""Corrections: which models needed more device memory than was forecast for them, and how long their passes really take. Plans
-made later leave that much more room, and forecast that much time."""
+"""Corrections: which models needed more device memory than was forecast for them, how long their passes really take, and how many
+of their steps are clipped. Plans made later leave that much more room, forecast that much time, and weigh clipped steps so."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
 from .record import Record
 from .units import show_bytes, show_seconds
+
+ASSUMED_STEPS = 100  # half of them clipped, beside those that were seen
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,59 @@ class Pace:
 
 
 @dataclass(frozen=True)
+class ClippedSteps:
+    """How many steps of one job had gradients over its limit, in all runs so far."""
+
+    model: str
+    parameters: int
+    precision: Literal["bf16", "fp32"]
+    clip_norm: float
+    steps: int = 0
+    clipped: int = 0
+    date: str = ""  # of the last run
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clipped <= self.steps:
+            raise ValueError(f"{self.clipped} clipped steps of {self.steps}; there are no more than all of them")
+
+    @property
+    def share(self) -> float:
+        """Of later steps that are expected to be clipped: an even chance where nothing was seen. That counts as much as
+        ASSUMED_STEPS: the first of a run clip more often than those that follow, so that a few say little."""
+        return (self.clipped + ASSUMED_STEPS / 2) / (self.steps + ASSUMED_STEPS)
+
+    @property
+    def choice(self) -> str:
+        return f"{self.share:.0%} of steps expected over the limit of {self.clip_norm:g}"
+
+    @property
+    def why(self) -> str:
+        if not self.steps:
+            return "an even chance, as no run has shown how many are"
+        return f"up to {self.date}, {self.clipped} of {self.steps} steps were; anyfit probe --forget drops it"
+
+    @property
+    def key(self) -> tuple[str, int, str, float]:
+        return self.model, self.parameters, self.precision, self.clip_norm
+
+
+@dataclass(frozen=True)
 class Corrections(Record):
     """All that is known of one machine, a model each."""
 
     kind: ClassVar[str] = "corrections"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     machine: str  # fingerprint
     models: tuple[Correction, ...] = ()
     paces: tuple[Pace, ...] = ()
+    clipped: tuple[ClippedSteps, ...] = ()
+
+    @classmethod
+    def from_json(cls, document: object, *, where: str = "") -> Self:
+        if isinstance(document, Mapping) and document.get("version") == 2:  # before clipped steps were counted
+            document = {**document, "version": 3, "clipped": []}
+        return super().from_json(document, where=where)
 
     def of(self, model: str) -> Correction | None:
         return next((each for each in self.models if each.model == model), None)
@@ -96,3 +143,14 @@ class Corrections(Record):
 
     def with_pace(self, pace: Pace) -> Self:
         return replace(self, paces=(*(each for each in self.paces if each.key != pace.key), pace))
+
+    def clipped_steps_of(self, model: str, parameters: int, precision: Literal["bf16", "fp32"], clip_norm: float) -> ClippedSteps:
+        """None of none, where no run has shown any."""
+        none = ClippedSteps(model, parameters, precision, clip_norm)
+        return next((each for each in self.clipped if each.key == none.key), none)
+
+    def with_clipped_steps(self, seen: ClippedSteps) -> Self:
+        """With these on top of what was known of the same job."""
+        known = next((each for each in self.clipped if each.key == seen.key), None)
+        both = seen if known is None else replace(seen, steps=known.steps + seen.steps, clipped=known.clipped + seen.clipped)
+        return replace(self, clipped=(*(each for each in self.clipped if each.key != seen.key), both))

@@ -20,10 +20,24 @@ Activations = Literal["keep", "recompute", "selective", "offload"]
 
 
 @dataclass(frozen=True)
+class Clipping:
+    """What a step takes whose gradients are over the job's limit. Updates that began before their norm was known are then redone;
+    where most steps are so, none begins before."""
+
+    step_seconds: float  # where they all are: updates wait for the norm
+    redone_seconds: float  # where the others are not: of this step, with what the steps after it take longer for it
+    share: float  # of steps that are expected to be so
+
+    def __post_init__(self) -> None:
+        if not (self.step_seconds > 0 and self.redone_seconds > 0 and 0 <= self.share <= 1):
+            raise ValueError(f"{self}: seconds must be positive, and the share lie between 0 and 1")
+
+
+@dataclass(frozen=True)
 class Forecast:
     """What a plan is expected to cost. Errors are relative and were measured against real runs."""
 
-    step_seconds: float
+    step_seconds: float  # of one that is not clipped
     step_error: float
     split_seconds: Mapping[str, float]  # compute, recompute, update; exposed: communication, offload, update, launch
     peak_bytes: Mapping[TierName, int]
@@ -34,10 +48,35 @@ class Forecast:
     tokens_per_second: float
     compute_share: float  # of the device's best matmul rate
     start_seconds: float = 0.0  # to place a model whose weights are there; 0 where nothing is known of it
+    clipping: Clipping | None = None  # None: the job does not clip
 
     def __post_init__(self) -> None:
         if not self.step_seconds > 0:
             raise ValueError(f"step_seconds is {self.step_seconds}; it must be positive")
+
+    @property
+    def mean_step_seconds(self) -> float:
+        """Over clipped steps and others, as many of each as are expected: what plans are compared by."""
+        return self.step_seconds if self.clipping is None else self.seconds_with(self.clipping.share)
+
+    def seconds_with(self, clipped_share: float) -> float:
+        """The mean where such a share of steps is clipped."""
+        slower = 0.0 if self.clipping is None else self.clipping.step_seconds - self.step_seconds
+        return self.step_seconds + clipped_share * slower
+
+    @property
+    def has_slower_steps(self) -> bool:
+        """Clipped ones; not where nothing is updated before the norm is known."""
+        return self.clipping is not None and self.clipping.step_seconds != self.step_seconds
+
+    @property
+    def most_clipped(self) -> float:
+        """Share of clipped steps up to which it pays to update before the norm is known: more of them, each redone, take longer
+        than if all steps waited. Half, where nobody has forecast them."""
+        if self.clipping is None:
+            return 0.5
+        waits, redone = self.clipping.step_seconds - self.step_seconds, self.clipping.redone_seconds - self.step_seconds
+        return min(max(waits / redone, 0.0), 1.0) if redone > 0 else 1.0
 
     @property
     def needed_bytes(self) -> int:
@@ -58,7 +97,7 @@ class Alternative:
 
     decision: str
     choice: str
-    step_seconds: float
+    step_seconds: float  # the mean, where some steps are clipped
     device_bytes: int
     fits: bool
 
@@ -145,7 +184,7 @@ class Placement:
 @dataclass(frozen=True)
 class Plan(Record):
     kind: ClassVar[str] = "plan"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
 
     model: str
     machine: str
@@ -203,6 +242,8 @@ class Plan(Record):
     def from_json(cls, document: object, *, where: str = "") -> Self:
         if isinstance(document, Mapping) and document.get("version") == 2:  # before losses were looked at
             document = {**document, "version": 3, "loss": None, "rehearsed": False}
+        if isinstance(document, Mapping) and document.get("version") == 3:  # before clipped steps were forecast
+            document = {**document, "version": 4, "forecast": _unclipped(document.get("forecast"))}
         return super().from_json(document, where=where)
 
     @property
@@ -267,7 +308,7 @@ class Plan(Record):
             for other in self.alternatives:
                 if other.decision == decision.name:
                     verdict = "" if other.fits else ", does not fit"
-                    price = other.step_seconds / self.forecast.step_seconds - 1
+                    price = other.step_seconds / self.forecast.mean_step_seconds - 1
                     rows[f"  not {other.choice}"] = (
                         f"{show_seconds(other.step_seconds)} a step ({price:+.0%}), {show_bytes(other.device_bytes)}{verdict}"
                     )
@@ -304,6 +345,7 @@ class Plan(Record):
                 f"{show_seconds(forecast.step_seconds)} ± {forecast.step_error:.0%}, "
                 f"{show_count(forecast.tokens_per_second)} tokens/s, {forecast.compute_share:.0%} of peak compute",
             ),
+            *self._clipped_rows(),
             (
                 "of which",
                 ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in forecast.split_seconds.items() if seconds > 0),
@@ -319,10 +361,23 @@ class Plan(Record):
             rows.append(("start", f"about {forecast.start_seconds:.0f} s, once, until the first step begins"))
         return rows
 
+    def _clipped_rows(self) -> list[tuple[str, str]]:
+        forecast, clipping = self.forecast, self.forecast.clipping
+        if clipping is None or not forecast.has_slower_steps:
+            return []
+        said = f"{show_seconds(clipping.step_seconds)} where every step is"
+        if clipping.redone_seconds > forecast.step_seconds:
+            said += f", {show_seconds(clipping.redone_seconds)} for one among others that are not"
+        return [("clipped step", f"{said}; {show_seconds(forecast.mean_step_seconds)} on average, as many as are expected")]
+
     def __str__(self) -> str:
         rows = self.rows()
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def _unclipped(forecast: object) -> object:
+    return {**forecast, "clipping": None} if isinstance(forecast, Mapping) else forecast
 
 
 @dataclass(frozen=True)

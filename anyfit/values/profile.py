@@ -11,7 +11,7 @@ from functools import cached_property, reduce
 from typing import ClassVar, Literal, Self
 
 from .calibration import Calibration
-from .corrections import Correction, Pace
+from .corrections import ClippedSteps, Correction, Pace
 from .loss_rule import MEAN, LossRule
 from .record import Record
 
@@ -288,7 +288,7 @@ ALONE = Division(1, 1, False, False, Exchange(0.0, 0.0), Exchange(0.0, 0.0), 0.0
 @dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 11
+    version: ClassVar[int] = 12
 
     model: str
     machine: str
@@ -332,6 +332,7 @@ class Profile(Record):
     link_note: str = ""  # what was assumed of links that nobody has measured
     loss: LossRule = MEAN  # how losses of micro-batches make that of the batch, and so whether it may be cut
     kept: Mapping[str, str] = field(default_factory=dict)  # blocks that are not recomputed, and why
+    clipped_steps: ClippedSteps | None = None  # what runs have shown of them; None: the job does not clip
 
     @property
     def rank_division(self) -> Division:
@@ -341,6 +342,11 @@ class Profile(Record):
     @property
     def ranks(self) -> int:
         return self.divisions[0].ranks if self.divisions else self.rank_division.ranks
+
+    @property
+    def clipped_share(self) -> float:
+        """Of steps, as many as are expected to be clipped."""
+        return 0.0 if self.clipped_steps is None else self.clipped_steps.share
 
     @property
     def traced(self) -> str:

@@ -14,10 +14,12 @@ import pytest
 from anyfit import profiling
 from anyfit.costing import cost
 from anyfit.planning import search
+from anyfit.planning.candidate import Candidate, Rates
+from anyfit.planning.evaluation import waiting
 from anyfit.planning.fastest import fastest
 from anyfit.planning.footprint import footprint_of
 from anyfit.planning.forecast import forecast
-from anyfit.planning.simulation import simulate
+from anyfit.planning.simulation import redone_seconds, simulate
 from anyfit.planning.space import Space
 from anyfit.values.calibration import Calibration
 from anyfit.values.graph import Graph
@@ -227,14 +229,66 @@ def test_the_plans_that_are_compared_are_different_and_fit() -> None:
 BEFORE_TWO_PHASES = Recording(record.RESULTS / "planned" / "2026-11-16-h200-b1d785c.json")
 
 
+# Every step of these is clipped; a run waits for the norm after some.
+CLIPPED = [(each, row) for each in RECORDINGS for row in rows_of(each) if planned.JOBS[row["job"]].clips]
+ONE_PHASE_THEN = ("22b0d5b", "4f96e90", "037b87e", "b1d785c")  # recorded before the host updated in two phases
+REDONE = slice(1, 6)  # steps of these that were redone: the first has no clipped one before it
+
+
+def clipped_candidate(recording: Recording, row: Row) -> tuple[Candidate, Rates]:
+    job, about = planned.JOBS[row["job"]], row["about"]
+    profile = profiled(recording, job.case, job.batch, about["micro_batch"])
+    candidate = planned.candidate_of(about, traced(job.case, job.batch, about["micro_batch"]), profile.passes[0])
+    return candidate, Space(profile).evaluation.rates
+
+
+def test_clipped_steps_are_forecast_as_well_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = {}
+    for recording, row in CLIPPED:
+        with monkeypatch.context() as patch:
+            if recording.name.endswith(ONE_PHASE_THEN):
+                patch.setattr("anyfit.planning.simulation.updates.two_phase_share", lambda *_given: 0.0)
+            candidate, rates = clipped_candidate(recording, row)
+            clipped = simulate(waiting(candidate), rates)
+        assert any(each.speculates for each in candidate.placements)
+        off[recording.name, row["job"]] = clipped.step_seconds / row["measured"]["step_seconds"] - 1
+    assert len(off) >= 8
+    assert statistics.median(map(abs, off.values())) <= 0.08, off
+    assert max(map(abs, off.values())) <= CALIBRATION.offload_time_error.value, off
+
+
+def test_steps_that_are_redone_take_what_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured when updates that had not begun were still made, and the host redid in one phase."""
+    monkeypatch.setattr("anyfit.planning.simulation.updates.Updates._is_taken_back", lambda *_given: False)
+    off = {}
+    for recording, row in CLIPPED:
+        if recording.name.endswith(ONE_PHASE_THEN) and planned.JOBS[row["job"]].batch == 8:
+            candidate, rates = clipped_candidate(recording, row)
+            redone = redone_seconds(candidate, rates, simulate(candidate, rates).step_seconds)
+            off[recording.name] = redone / statistics.median(row["measured"]["step_seconds_all"][REDONE]) - 1
+    assert len(off) == 4
+    assert statistics.median(map(abs, off.values())) <= 0.09, off
+    assert max(map(abs, off.values())) <= CALIBRATION.offload_time_error.value, off
+
+
+def test_to_drop_what_has_not_begun_shortens_a_step_that_is_redone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for recording, row in CLIPPED:
+        if planned.JOBS[row["job"]].batch == 8:
+            candidate, rates = clipped_candidate(recording, row)
+            step = simulate(candidate, rates).step_seconds
+            dropped = redone_seconds(candidate, rates, step)
+            with monkeypatch.context() as patch:
+                patch.setattr("anyfit.planning.simulation.updates.Updates._is_taken_back", lambda *_given: False)
+                assert dropped < 0.9 * redone_seconds(candidate, rates, step)
+
+
 def test_updates_in_two_parts_shorten_a_step_that_waits_for_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forecast for a plan that was measured with every step clipped, when updates were not parted: 0.81 s."""
     (row,) = [row for row in rows_of(BEFORE_TWO_PHASES) if row["job"] == "4b batch 8 cap 24 clipping"]
     job, about = planned.JOBS[row["job"]], row["about"]
     profile = profiled(BEFORE_TWO_PHASES, job.case, job.batch, about["micro_batch"])
     candidate = planned.candidate_of(about, traced(job.case, job.batch, about["micro_batch"]), profile.passes[0])
-    candidate = replace(candidate, placements=tuple(replace(each, speculates=False) for each in candidate.placements))
-    rates = Space(profile).evaluation.rates
+    candidate, rates = waiting(candidate), Space(profile).evaluation.rates
     parted = simulate(candidate, rates).step_seconds
     monkeypatch.setattr("anyfit.planning.simulation.updates.two_phase_share", lambda *_given: 0.0)
     at_once = simulate(candidate, rates).step_seconds

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anyfit.probing import cache, host
-from anyfit.values.corrections import Correction, Pace
+from anyfit.values.corrections import ClippedSteps, Correction, Corrections, Pace
 from anyfit.values.machine import Machine
 from tests.machines import small_machine
 
@@ -155,3 +155,26 @@ def test_a_file_of_corrections_that_cannot_be_read_is_none(folder: Path) -> None
     assert cache.corrections_of(machine).models == ()
     cache.keep_correction(machine, correction())
     assert cache.corrections_of(machine).models == (correction(),)
+
+
+def test_clipped_steps_of_one_job_add_up_over_its_runs(folder: Path) -> None:
+    machine = small_machine()
+    assert cache.corrections_of(machine).clipped_steps_of("GPT", 7, "bf16", 1.0).share == 0.5, "nothing was seen"
+    first = ClippedSteps("GPT", 7, "bf16", 1.0, steps=10, clipped=9, date="2026-01-01")
+    for each in (first, dataclasses.replace(first, clip_norm=5.0, clipped=0), dataclasses.replace(first, date="2026-01-02")):
+        cache.keep_clipped_steps(machine, each)
+    known = cache.corrections_of(machine)
+    assert known.clipped_steps_of("GPT", 7, "bf16", 1.0) == ClippedSteps("GPT", 7, "bf16", 1.0, 20, 18, "2026-01-02")
+    assert known.clipped_steps_of("GPT", 7, "bf16", 1.0).share == pytest.approx((18 + 50) / 120)
+    assert known.clipped_steps_of("GPT", 7, "bf16", 5.0).clipped == 0
+    assert known.clipped_steps_of("GPT", 8, "bf16", 1.0).steps == 0
+    assert "GPT: 18 of 20 steps clipped (2026-01-02)" in cache.forget_corrections()
+    with pytest.raises(ValueError, match="3 clipped steps of 2"):
+        ClippedSteps("GPT", 7, "bf16", 1.0, steps=2, clipped=3)
+
+
+def test_corrections_from_before_clipped_steps_were_counted_are_read() -> None:
+    now = Corrections("m", paces=(pace(),))
+    document = now.to_json()
+    del document["clipped"]
+    assert Corrections.from_json(document | {"version": 2}) == now

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import anyfit
+from anyfit.probing.cache import corrections_of
+from anyfit.starting import Start
 from tests.machines import small_machine
 from tests.models import (
     Convolutional,
@@ -391,3 +393,41 @@ def test_a_start_that_fails_leaves_the_model_to_another_one(tmp_path: Path) -> N
         anyfit.start(job_of(model), machine=small_machine(), resume=tmp_path / "nothing")
     with anyfit.start(job_of(model), machine=small_machine()) as run:
         run.step(torch.ones(4, 8))
+
+
+def test_clipped_steps_are_counted_and_told_when_the_run_ends() -> None:
+    job, batches = job_for(tiny_gpt, loss=next_byte_loss), byte_batches(4, ROWS)
+    plan, told = anyfit.plan(job, small_machine()), list[tuple[int, int]]()
+    norms = []
+    with anyfit.start(replace(job, clip_norm=None), plan, small_machine()) as run:
+        for batch in batches:
+            run.step(batch)
+            norms.append(run.metrics.gradient_norm)
+            assert run.metrics.clipped_share == 0
+    with anyfit.start(replace(job, clip_norm=norms[0] * 0.999), plan, small_machine()) as run:
+        run._keep_clipped = lambda clipped, steps: told.append((clipped, steps))
+        run.step(batches[0])
+        assert run.metrics.clipped_share == 1
+        for batch in batches[1:]:
+            run.step(batch)
+        share = run.metrics.clipped_share
+    assert told == [(round(4 * share), 4)]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_clipped_steps_are_kept_for_later_plans_on_a_gpu(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYFIT_CACHE", str(tmp_path))
+    job = job_for(tiny_gpt, loss=next_byte_loss, clip_norm=2.0)
+    machine = replace(small_machine(), device=replace(small_machine().device, kind=kind))
+    start = Start(job, anyfit.plan(job, small_machine()), None, None)
+    start._plan, start._machine = anyfit.plan(job, small_machine()), machine
+    keep = start._keep_clipped()
+    if kind == "cpu":
+        assert keep is None
+        return
+    assert keep is not None
+    keep(3, 4)
+    keep(1, 4)
+    plan = start._plan
+    known = corrections_of(machine).clipped_steps_of(plan.model, plan.parameters, plan.precision, 2.0)
+    assert (known.clipped, known.steps) == (4, 8)

@@ -31,6 +31,7 @@ from anyfit.showing.terminal import (
 from anyfit.values.check import Check, Parity
 from anyfit.values.corrections import Correction, Pace
 from anyfit.values.machine import Copies, Disk
+from anyfit.values.plan import Clipping
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
 from anyfit.values.weights import Match
@@ -243,14 +244,14 @@ def test_copies_and_disk_are_shown_where_they_are_known(console: Console) -> Non
 
 def test_a_forecast_is_shown_beside_what_was_measured(plan: Plan, console: Console) -> None:
     forecast = plan.forecast
-    show_forecast_beside_measured(plan, 2 * forecast.step_seconds, forecast.peak_bytes["device"], console)
+    show_forecast_beside_measured(plan, 2 * forecast.step_seconds, 0.0, forecast.peak_bytes["device"], console)
     text = shown(console)
     assert re.search(rf"step .*{show_seconds(forecast.step_seconds)} .*{show_seconds(2 * forecast.step_seconds)} .*-50%", text)
     assert re.search(r"device peak .*\+0%", text)
 
 
 def test_what_was_not_measured_is_not_compared(plan: Plan, console: Console) -> None:
-    show_forecast_beside_measured(plan, 1.0, 0, console)
+    show_forecast_beside_measured(plan, 1.0, 0.0, 0, console)
     assert "not measured" in shown(console)
 
 
@@ -263,6 +264,7 @@ def test_a_check_shows_each_part_and_tier_that_was_measured_and_what_was_made_of
         machine="small",
         forecast=forecast,
         step_seconds=1.7,
+        clipped_share=0.5,
         split_seconds={"compute": 1.2, "update": 0.2, "exposed update": 0.0, "exposed offload": 0.3},
         peak_bytes={"device": 125 * GIB, "host": 10 * GIB, "disk": 0},
         parity=Parity("3 of 10 blocks and 2 of 8 samples", 2, 1e-7, 2e-6, agrees=True),
@@ -289,9 +291,15 @@ def test_a_check_shows_each_part_and_tier_that_was_measured_and_what_was_made_of
     assert "disk" not in text
 
 
+def test_a_step_is_beside_the_forecast_for_as_many_clipped_steps(plan: Plan, console: Console) -> None:
+    forecast = replace(plan.forecast, step_seconds=0.5, step_error=0.1, clipping=Clipping(0.7, 0.9, 0.5))
+    show_forecast_beside_measured(replace(plan, forecast=forecast), 0.6, 0.25, 0, console)
+    assert re.search(r"step, 25% clipped .* 550 ms ± 10% .* 600 ms .* -8%", shown(console))
+
+
 def test_a_check_says_why_something_was_not_found(plan: Plan, console: Console) -> None:
     peaks = {"device": 1, "host": 0, "disk": 0}
-    show_check(Check("GPT", "small", plan.forecast, 1.0, {}, peaks, None, "too large", None, "no passes", None), console)
+    show_check(Check("GPT", "small", plan.forecast, 1.0, 0.0, {}, peaks, None, "too large", None, "no passes", None), console)
     assert re.search(r"plain PyTorch +not compared: too large\s+pace +not corrected: no passes", shown(console))
 
 

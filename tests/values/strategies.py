@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from hypothesis import strategies as st
 
 from anyfit.values.check import Check
-from anyfit.values.corrections import Correction, Corrections, Pace
+from anyfit.values.corrections import ClippedSteps, Correction, Corrections, Pace
 from anyfit.values.graph import Graph
 from anyfit.values.machine import DTYPES, OPERATIONS, Curve, Device, Machine
-from anyfit.values.plan import AXES, Forecast, Placement, Plan
+from anyfit.values.plan import AXES, Clipping, Forecast, Placement, Plan
 from anyfit.values.profile import Profile
 
 RECORDS = (Check, Corrections, Graph, Machine, Plan, Profile)
@@ -109,8 +109,17 @@ def _corrections(draw: st.DrawFn) -> Correction:
     return draw(st.builds(Correction, **fields_of(Correction) | ruled))
 
 
+@st.composite
+def _clipped_steps(draw: st.DrawFn) -> ClippedSteps:
+    steps = draw(st.integers(0, 10**6))
+    ruled = {"steps": st.just(steps), "clipped": st.integers(0, steps)}
+    return draw(st.builds(ClippedSteps, **fields_of(ClippedSteps) | ruled))
+
+
 # What a type alone does not say.
 RULES: dict[Any, st.SearchStrategy[Any]] = {
+    ClippedSteps: st.deferred(_clipped_steps),
+    Clipping: st.builds(Clipping, step_seconds=positive, redone_seconds=positive, share=st.floats(0, 1)),
     Correction: st.deferred(_corrections),
     Curve: st.deferred(curves),
     Device: st.deferred(_devices),

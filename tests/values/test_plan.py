@@ -15,7 +15,7 @@ import pytest
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
 from anyfit.values.mesh import AXES
-from anyfit.values.plan import Change, Placement
+from anyfit.values.plan import Change, Clipping, Placement
 from anyfit.values.units import show_bytes, show_seconds
 from tests.planning.profiles import GIB, small_profile
 
@@ -226,3 +226,17 @@ def test_a_placement_knows_its_route() -> None:
     assert Placement().route == "resident"
     assert Placement(optimizer="host").route == "streamed"
     assert Placement(gradients="host", optimizer="host", update="host").route == "host"
+
+
+def test_a_plan_from_before_clipped_steps_were_forecast_is_read(plan: Plan) -> None:
+    document = plan.to_json()
+    del document["forecast"]["clipping"]
+    assert Plan.from_json(document | {"version": 3}) == plan
+    with pytest.raises(ValueError, match="forecast"):
+        Plan.from_json(document | {"version": 3, "forecast": None})
+
+
+@pytest.mark.parametrize("changes", [{"step_seconds": 0.0}, {"redone_seconds": -1.0}, {"share": 1.5}])
+def test_clipped_steps_that_cannot_be_are_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="seconds must be positive, and the share lie between 0 and 1"):
+        Clipping(**{"step_seconds": 1.0, "redone_seconds": 1.0, "share": 0.5} | changes)

@@ -88,6 +88,15 @@ class Server:
         heapq.heappush(self._queues[queue], (order, self._count, amount, done))
         self._start()
 
+    def take_back(self, queue: str, done: Call) -> bool:
+        """Whether it has not begun, and so is not done any more."""
+        waiting = self._queues[queue]
+        others = [each for each in waiting if each[3] is not done]
+        was_waiting = len(others) < len(waiting)
+        waiting[:] = others
+        heapq.heapify(waiting)
+        return was_waiting
+
     @property
     def done(self) -> float:
         """Amount, up to now."""

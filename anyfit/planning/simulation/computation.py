@@ -24,6 +24,7 @@ from .updates import Updates
 
 STEPS = 3
 ALIKE = 1e-9  # of a step, by which times differ that are the same
+AFTER_CLIPPED = 2  # steps after a clipped one that are played for what is left of it
 RANK_STEPS = 2  # where nothing is on the host, whose servers fill slowly
 RANK_PASSES = 4  # of a step of a rank that are played at most; one before the last stands for those that are not
 
@@ -39,12 +40,19 @@ class Simulated:
 
 
 def simulate(candidate: Candidate, rates: Rates) -> Simulated:
+    """Of a step like all others, none of which is clipped."""
     return Computation(candidate, rates).result()
 
 
+def redone_seconds(candidate: Candidate, rates: Rates, step_seconds: float) -> float:
+    """Of a clipped step among others that are not and take so many seconds, with what those after it take longer for it."""
+    steps = Computation(candidate, rates, clips=True).steps()
+    return max(sum(steps[STEPS:]) - (len(steps) - STEPS - 1) * step_seconds, step_seconds)
+
+
 class Computation:
-    def __init__(self, candidate: Candidate, rates: Rates) -> None:
-        step, self._candidate = Step(candidate, rates), candidate
+    def __init__(self, candidate: Candidate, rates: Rates, *, clips: bool = False) -> None:
+        step, self._candidate, self._clips = Step(candidate, rates), candidate, clips
         self._clock, self._ledger, self._resources = step.clock, step.ledger, step.resources
         self._chunks, self._uses, self._exchanges = step.chunks, step.uses, step.exchanges
         self._fetches = Fetches(step)
@@ -62,19 +70,24 @@ class Computation:
         self._forwards: list[float] = []  # by step, seconds up to its first backward
 
     def result(self) -> Simulated:
-        over = Signal()
-        self._resume(self._run(over))
-        self._clock.run(over)
+        steps = self.steps()
         candidate, work = self._candidate, self._device_work
         seconds = self._ledger.seconds
         return Simulated(
-            step_seconds=self._steps[-1],
+            step_seconds=steps[-1],
             compute_seconds=self._slowness * candidate.accumulation * candidate.profile_pass.played.device_seconds,
             recompute_seconds=self._slowness * candidate.accumulation * candidate.recompute_seconds,
             update_seconds=work.norm + work.resident + work.beside,
             waits_seconds={kind: seconds[kind] for kind in get_args(Waits)},
             exchange_seconds=seconds["link"],
         )
+
+    def steps(self) -> list[float]:
+        """Seconds of some that are not clipped, then, where one is to be, of that and of some after it."""
+        over = Signal()
+        self._resume(self._run(over))
+        self._clock.run(over)
+        return self._steps
 
     def _resume(self, work: Work) -> None:
         """Lets the computation go on to where it next takes time, or waits."""
@@ -91,7 +104,8 @@ class Computation:
         accumulation, is_alone = candidate.accumulation, candidate.division.is_alone
         passes = accumulation if is_alone else min(accumulation, RANK_PASSES)
         uses_host = bool(candidate.offloaded) or any(each.is_on_host or each.route != "resident" for each in self._chunks)
-        for _ in range(STEPS if is_alone or uses_host else RANK_STEPS):
+        count = STEPS if is_alone or uses_host else RANK_STEPS
+        for number in range(STEPS + 1 + AFTER_CLIPPED if self._clips else count):
             began = self._began = self._clock.now
             self._updates.begin_step()
             last, ledger.seconds = ledger.seconds, dict.fromkeys(KINDS, 0.0)
@@ -109,7 +123,7 @@ class Computation:
                     return
             yield from self._gradients.all_added()
             yield self._device_work.norm
-            self._updates.norm_known()
+            self._updates.norm_known(clips=self._clips and number == STEPS)
             self._launching.wait()
             self._launching.spend(self._start_seconds * sum(chunk.route != "resident" for chunk in self._chunks))
             resident = self._device_work.resident
@@ -126,7 +140,7 @@ class Computation:
     @property
     def _is_like_the_last(self) -> bool:
         """The step under way, of which no more has to be played."""
-        if len(self._steps) < STEPS - 1 or len(self._forwards) <= len(self._steps):
+        if self._clips or len(self._steps) < STEPS - 1 or len(self._forwards) <= len(self._steps):
             return False
         return abs(self._forwards[-1] - self._forwards[-2]) <= ALIKE * self._steps[-1]
 

@@ -4,12 +4,17 @@ Those that do not speculate begin when the norm is known. Of such ones the host 
 when nobody waits for weights, before the chunk's next gradients come; as many chunks as it is through with in backward. A chunk's
 weights are ready for the next forward when they are where they live; on their way up each waits for those that forward uses
 before it.
+
+Where the norm clips, what was updated before it does not count. What has not begun is left out, what is being updated goes on to
+its end, and all chunks are updated anew from what they were. The host does that in one phase, as it speculates again in the next
+backward.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 from anyfit.planning.candidate import ONE_PHASE, WIDER, Candidate, Rates
@@ -22,12 +27,27 @@ from .step import Chunk, Step
 PARTS = 3  # moments and low halves are copies of their own: others come in between
 
 
+@dataclass(eq=False)
+class Speculation:
+    """The update of one chunk before the norm of its step is known."""
+
+    chunk: Chunk
+    arrived: Signal  # its gradients
+    over: Signal = field(default_factory=Signal)
+    has_begun: bool = False
+    counts: bool = True
+
+    def __post_init__(self) -> None:
+        self.fire = self.over.fire  # one object, by which a server knows what is taken back
+
+
 class Updates:
     def __init__(self, step: Step, fetches: Fetches) -> None:
         self._chunks, self._resources, self._exchanges, self._fetches = step.chunks, step.resources, step.exchanges, fetches
         self._streamed = StreamedUpdates(step)
         self._times = 1 + WIDER * (step.candidate.adds_up and step.rates.host.overlaps)  # what an update reads and writes
         self._norm = Signal()
+        self._speculations: list[Speculation] = []  # of this step
         waiting = [each for each in step.chunks if each.route == "host" and each.cost.is_updated and not each.speculates]
         share = two_phase_share(step.candidate, step.rates, sum(chunk.elements for chunk in waiting))
         for chunk in waiting:
@@ -35,6 +55,7 @@ class Updates:
 
     def begin_step(self) -> None:
         self._norm = Signal()
+        self._speculations = []
 
     def begin(self, chunk: Chunk, arrived: Signal) -> None:
         """The chunk's gradients of the step are complete, and `arrived` where it is updated."""
@@ -43,20 +64,57 @@ class Updates:
         self._norm.then(partial(self._fetches.drop, chunk))  # the weights that are there will be old
         if chunk.route == "resident":
             return
-        chunk.fresh, updated = Signal(), Signal()
-        if chunk.speculates or (chunk.route == "host" and not chunk.is_on_host):
+        chunk.fresh = Signal()
+        if chunk.speculates:
+            speculation = Speculation(chunk, arrived)
+            chunk.updated = speculation.over
+            self._speculations.append(speculation)
+            arrived.then(partial(self._speculate, speculation))
+        else:
+            arrived.then(partial(self._norm.then, self._from_now_on(chunk)))
+
+    def _from_now_on(self, chunk: Chunk) -> Call:
+        """Updates the chunk in place; its weights are then on their way to where they live."""
+        updated = Signal()
+        if chunk.route == "host" and not chunk.is_on_host:
             chunk.updated = updated
         else:  # they are where they live
             updated.then(partial(self._exchanges.share, chunk))
         if chunk.route == "streamed":
-            update = partial(self._streamed.update, chunk, updated.fire)
-        else:
-            update = partial(self._on_host, chunk, updated)
-        arrived.then(update if chunk.speculates else partial(self._norm.then, update))
+            return partial(self._streamed.update, chunk, updated.fire)
+        return partial(self._on_host, chunk, updated)
 
-    def norm_known(self) -> None:
+    def _speculate(self, speculation: Speculation) -> None:
+        if not speculation.counts:
+            return
+        speculation.has_begun, chunk = True, speculation.chunk
+        if chunk.route == "streamed":
+            self._streamed.update(chunk, speculation.fire)
+        else:
+            self._resources.use("host", "update", self._times * chunk.elements, speculation.fire, chunk.index)
+
+    def norm_known(self, *, clips: bool = False) -> None:
         self._norm.fire()
+        if clips:
+            self._update_anew()
         self._send_in_turn(iter([chunk for chunk in self._chunks if chunk.updated is not None]))
+
+    def _update_anew(self) -> None:
+        for speculation in self._speculations:  # before any of them is begun anew
+            speculation.counts, speculation.chunk.updated = False, None
+            if speculation.has_begun and not speculation.over.happened and self._is_taken_back(speculation):
+                speculation.over.fire()
+        for speculation in self._speculations:
+            update = self._from_now_on(speculation.chunk)
+            if speculation.has_begun:
+                speculation.over.then(update)
+            else:
+                speculation.arrived.then(update)
+
+    def _is_taken_back(self, speculation: Speculation) -> bool:
+        if speculation.chunk.route == "streamed":
+            return self._streamed.take_back(speculation.fire)
+        return self._resources.servers["host"].take_back("update", speculation.fire)
 
     def _on_host(self, chunk: Chunk, updated: Signal) -> None:
         if chunk.is_two_phase:
@@ -106,16 +164,24 @@ class StreamedUpdates:
 
     def __init__(self, step: Step) -> None:
         self._clock, self._rates, self._resources = step.clock, step.rates, step.resources
-        self._waiting: list[tuple[int, int, Call]] = []  # for a carrier, the first in order of use first
+        self._waiting: list[tuple[int, int, partial[None]]] = []  # for a carrier, the first in order of use first
         self._carriers = STREAMED_DEPTH
         self._is_lifting = False
         self._count = 0
 
     def update(self, chunk: Chunk, done: Call) -> None:
         self._count += 1
-        begin: Call = partial(self._begin, chunk, done)
+        begin = partial(self._begin, chunk, done)
         heapq.heappush(self._waiting, (chunk.index, self._count, begin))
         self._lift_next()
+
+    def take_back(self, done: Call) -> bool:
+        """Whether it has not begun, and so is not done any more."""
+        others = [each for each in self._waiting if each[2].args[1] is not done]
+        was_waiting = len(others) < len(self._waiting)
+        self._waiting[:] = others
+        heapq.heapify(self._waiting)
+        return was_waiting
 
     def _lift_next(self) -> None:
         if self._waiting and self._carriers and not self._is_lifting:
