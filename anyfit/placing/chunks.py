@@ -81,6 +81,13 @@ class ChunkUpdate:
         """For what comes after the last, which may have failed, or not count any more."""
         return None if self.last is None else Over(self.last)
 
+    def drop_speculated(self) -> None:
+        """What was speculated does not count, and is not done where it has not begun. `last` still knows its ticket: what
+        it has in hand is not to be touched before."""
+        if self.speculated is not None:
+            self.speculated.drop()
+            self.speculated = None
+
     def finish(self) -> None:
         """Waits for moments that follow the weights."""
         if self.moments is not None:

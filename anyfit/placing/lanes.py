@@ -101,6 +101,11 @@ class Ticket:
         self._reached = threading.Event()  # the lane has come to it: done, or issued to the GPU, or failed
         self._event: Any = None  # of the GPU
         self._error: BaseException | None = None
+        self.is_dropped = False
+
+    def drop(self) -> None:
+        """Nobody wants the job any more: where it has not begun, it is not done, and counts as over."""
+        self.is_dropped = True
 
     def resolve(self, event: Any = None, error: BaseException | None = None) -> None:
         self._event, self._error = event, error
@@ -160,6 +165,10 @@ class Job:
     after: tuple[Ticket, ...]
     ticket: Ticket
     order: float
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ticket.is_dropped or all(ticket.is_over for ticket in self.after)
 
 
 class Track:
@@ -294,16 +303,17 @@ class Lane:
 
     def _do(self, job: Job) -> None:
         ticket, events, error = job.ticket, [], None
+        after, parts = ((), ()) if ticket.is_dropped else (job.after, job.parts)
         try:
-            events = [event for event in (each.reach() for each in job.after) if event is not None]
-            for track, (work, label) in zip(self.tracks, job.parts, strict=False):
+            events = [event for event in (each.reach() for each in after) if event is not None]
+            for track, (work, label) in zip(self.tracks, parts, strict=False):
                 if self._delay is not None:
                     self._delay()
                 events = track.do(work, label, events)
                 del work
         except BaseException as raised:  # whoever waits for the ticket gets it
             error = raised
-        del job  # whatever tensors it holds are let go before anybody is told
+        del job, after, parts  # whatever tensors it holds are let go before anybody is told
         self._under_way.extend(events if self._depth is not None else ())
         ticket.resolve(events[0] if events and error is None else None, error)
 
@@ -315,7 +325,7 @@ class Lane:
         while True:
             while not self._waiting or not self._given.empty():
                 self._waiting.append(self._given.get())
-            ready = [job for job in self._waiting if job is not None and all(ticket.is_over for ticket in job.after)]
+            ready = [job for job in self._waiting if job is not None and job.is_ready]
             first = self._waiting[0]
             if ready or first is None:
                 job = min(ready, key=lambda job: job.order, default=None)

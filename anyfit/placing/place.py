@@ -30,7 +30,7 @@ from .recompute import set_attribute
 from .reduction import ReducedGradients
 from .residency import Residency
 from .tiers import DeviceTier, HostSlabs, HostTier, Tiers, let_segments_grow
-from .updates import Updates
+from .updates import Pace, Updates
 from .watched import Bound
 from .weights import Elements
 
@@ -173,9 +173,9 @@ def place(
         closing.callback(compiled.close)
         gradients = _gradients_for(plan, state, lanes, tiers, residency.moved_gradients)
         closing.callback(gradients.close)
-        updates = Updates(
-            optimizer, state, gradients, residency, lanes, tiers["host"], mirrors, bound.take_back, carried, demands.together
-        )
+        held = state, gradients, residency, lanes, tiers["host"], mirrors
+        pace = Pace.expected(plan.forecast)
+        updates = Updates(optimizer, *held, bound.take_back, pace, carried, demands.together)
         activations = Activations(model, plan.activations, lanes, tiers["host"], residency)
         closing.callback(activations.close)
         slabs.prepared()

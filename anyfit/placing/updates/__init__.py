@@ -9,4 +9,5 @@ Until its last line a job on a lane changes nothing that counts, so one that fai
     states.py       the optimizer's state by parameter name: saved, loaded, adopted
 """
 
+from .route import Pace as Pace
 from .updates import Updates as Updates

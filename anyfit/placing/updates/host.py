@@ -55,10 +55,12 @@ class OnHost:
         return ticket
 
     def _is_two_phase(self, chunk: OptimizerState, groups: Groups) -> bool:
-        settings = self._context.stepper.one_pass(chunk.state, groups)
-        if self._context.gradients.adds_up or settings is None or not can_be_parted(settings):
-            return False  # to add gradients up keeps the host at work all through backward
-        return is_two_phase(chunk.state.index, self._context.pace.two_phase_share)
+        settings, pace = self._context.stepper.one_pass(chunk.state, groups), self._context.pace
+        if settings is None or not can_be_parted(settings):
+            return False
+        if self._context.gradients.adds_up or (chunk.second is not None and pace.may_speculate):
+            return False  # the host is at work all through backward, with gradients that add up or with the next speculation
+        return is_two_phase(chunk.state.index, pace.two_phase_share)
 
     def _update(self, chunk: OptimizerState, inputs: Inputs, part: Part) -> Begun | None:
         if self._context.stepper.one_pass(chunk.state, inputs.groups) is not None:  # one pass, that cannot fail half-way

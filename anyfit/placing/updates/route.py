@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from anyfit.values.plan import Forecast
+
 from ..gradients import Gradients
 from ..lanes import Lanes, Ticket
 from ..mirrors import Mirrors
@@ -19,8 +21,7 @@ from ..residency import Residency
 from .stepper import Inputs, Stepper
 
 BROKEN_OFF = "the update was broken off half-way"
-MOST_CLIPPED = 0.5  # with a larger share of recent steps that clipped, no update begins before the norm is known
-RECENT_STEPS = 8  # about so many count in that share
+RECENT_STEPS = 4  # about so many count in the share of recent steps that clipped: such steps come in a row
 LESS, MORE = 1 / 8, 1 / 32  # share of chunks, fewer or more of which are then updated in two phases
 
 
@@ -28,21 +29,30 @@ class Pace:
     """What recent steps say about the next: whether it is likely to clip, and how much the host gets done in backward.
 
     Where all updates wait for the norm, the next forward waits for the host, which has nothing to do in backward. So the host
-    updates weights first, and moments once all weights are fresh: of as many chunks as it can before their next gradients."""
+    updates weights first, and moments once all weights are fresh: of as many chunks as it can before their next gradients.
 
-    def __init__(self) -> None:
-        self.clipped_share = 0.0  # of recent steps
+    Where more than `most_clipped` of recent steps clipped, no update begins before the norm is known. What is expected of the
+    first steps counts as much as one of them, so that a run that clips from the start redoes little."""
+
+    def __init__(self, most_clipped: float = 0.5, clipped_share: float = 0.0) -> None:
+        self._most_clipped, self._steps = most_clipped, 0
+        self.clipped_share = clipped_share  # of recent steps
         self.two_phase_share = 1.0  # of chunks on the host, where they wait for the norm
+
+    @classmethod
+    def expected(cls, forecast: Forecast) -> Pace:
+        return cls(forecast.most_clipped, 0.0 if forecast.clipping is None else forecast.clipping.share)
 
     def note(self, *, clips: bool, is_late: bool) -> None:
         """Of a step: whether it clips, and whether moments of the step before were still pending when its norm was known."""
-        self.clipped_share += (clips - self.clipped_share) / RECENT_STEPS
+        self._steps += 1
+        self.clipped_share += (clips - self.clipped_share) / min(self._steps + 1, RECENT_STEPS)
         share = self.two_phase_share
         self.two_phase_share = max(share - LESS, 0.0) if is_late else min(share + MORE, 1.0)
 
     @property
     def may_speculate(self) -> bool:
-        return self.clipped_share <= MOST_CLIPPED
+        return self.clipped_share <= self._most_clipped
 
 
 class Route(Protocol):
@@ -123,6 +133,6 @@ class Context:
     chunks: Sequence[OptimizerState]
     users: UsersOptimizer
     stepper: Stepper
-    pace: Pace = field(default_factory=Pace)
+    pace: Pace
     integrity: Integrity = field(default_factory=Integrity)
     readers: Readers = field(default_factory=Readers)

@@ -29,7 +29,7 @@ from ..residency import Residency
 from ..tiers import Tier
 from .host import OnHost
 from .resident import Resident
-from .route import BROKEN_OFF, Context, Route, SpeculatingRoute
+from .route import BROKEN_OFF, Context, Pace, Route, SpeculatingRoute
 from .states import OptimizerStates
 from .stepper import Groups, Inputs, Stepper
 from .streamed import Streamed
@@ -68,10 +68,11 @@ class Speculation:
         if chunk is None:
             return
         chunk.update.lifted = None  # its gradients may have been lifted with it
-        if chunk.update.speculated is not None:
+        ticket = chunk.update.speculated
+        if ticket is not None:
+            chunk.update.drop_speculated()
             with contextlib.suppress(BaseException):  # of an update that does not count
-                chunk.update.speculated.wait()
-            chunk.update.speculated = None
+                ticket.wait()
 
     def commit(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
         """Takes over what was speculated, and sends its weights to where they live."""
@@ -114,6 +115,7 @@ class Updates:
         host: Tier,
         mirrors: Mirrors,
         take_back: Callable[[], None],
+        pace: Pace,
         carried: Carried | None = None,
         coupled: str | None = None,
     ) -> None:
@@ -125,7 +127,7 @@ class Updates:
         by_torch = all(stepper.one_pass(chunk.state) is None for chunk in self.chunks)
         self.users = UsersOptimizer(optimizer, self.chunks, state.parameters, is_open=together and by_torch)
         context = self._context = Context(
-            state.device, state.ranks, lanes, gradients, residency, mirrors, self.chunks, self.users, stepper
+            state.device, state.ranks, lanes, gradients, residency, mirrors, self.chunks, self.users, stepper, pace
         )
         self.pace, self._check = context.pace, context.integrity.check
         states = self._states = OptimizerStates(context)
@@ -175,6 +177,7 @@ class Updates:
         """Nothing is to change in this step."""
         for chunk in self.chunks:
             chunk.update.begun = None
+            chunk.update.drop_speculated()
 
     def apply(self, factor: float | None) -> None:
         """One optimizer step with the gradients at hand (times `factor`) on every parameter that has one."""
@@ -197,6 +200,9 @@ class Updates:
                 context.mirrors.write_back()
 
     def _update_apart(self, factor: float | None) -> None:
+        if factor is not None:  # all of them first: a lane is then at once through with those that it has not begun
+            for chunk in self.chunks:
+                chunk.update.drop_speculated()
         groups = self._context.stepper.groups()
         before = self._before or self._context.lanes.so_far()  # the old weights have been read
         for chunk in self.chunks:
@@ -220,7 +226,7 @@ class Updates:
     def _update_on_lane(self, chunk: OptimizerState, factor: float | None, groups: Groups, before: Ticket) -> None:
         state, update = chunk.state, chunk.update
         own, arrived = self._context.gradients.of(state)
-        is_taken_over = factor is None and update.phase is UpdatePhase.SPECULATED
+        is_taken_over = update.phase is UpdatePhase.SPECULATED
         if not (is_taken_over and keeps_generations(state)):
             self._context.readers.wait_for(state.index)
         if not own:
