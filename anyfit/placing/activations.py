@@ -2,12 +2,17 @@
 
 `recompute.py` has the recomputation. An offloaded block's saved tensors go down as they are saved, by storage, so that views stay
 views; when backward comes to a block, the saved tensors of the one before it start to come back.
+
+The computation runs no further ahead of these copies than the plan has room for: a block begins when the one before the last is
+on the host. Until then its memory is held, and is the computation's again in the order of its own stream. So the peak does not
+depend on how fast copies are, nor on how far the host is ahead of the device.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anyfit.values.engine import OFFLOADED_AT_ONCE
 from anyfit.values.graph import LEAST_OFFLOAD_BYTES
 from anyfit.values.plan import Activations as Choice
 from anyfit.values.record import nearest
@@ -52,6 +58,7 @@ class Block:
     name: str
     before: Block | None
     storages: weakref.WeakSet[Away] = field(default_factory=weakref.WeakSet)  # the graph keeps them: without it they go at once
+    going: list[tuple[Ticket, Tensor]] = field(default_factory=list)  # to the host, and the memory that is read
 
 
 class Activations:
@@ -61,6 +68,7 @@ class Activations:
         self._inside: Block | None = None  # the offloaded block that forward is in
         self._last: Block | None = None
         self._known: dict[int, Away] = {}  # by storage, of the block that forward is in
+        self._going: deque[Block] = deque()  # to the host, the first first
         self._watching = False
         self._spare: dict[int, list[tuple[Tensor, list[Ticket]]]] = {}  # host buffers by size, free after the last ticket
         with quietly():
@@ -83,6 +91,8 @@ class Activations:
             return forward(*args, **kwargs)
         around, self._inside = self._inside, Block(name, self._last)
         self._known = {}
+        self._wait_for_all_but(OFFLOADED_AT_ONCE - 1)
+        self._going.append(self._inside)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 return forward(*args, **kwargs)
@@ -90,9 +100,18 @@ class Activations:
             self._last, self._inside = self._inside, around
             self._known = {}
 
+    def _wait_for_all_but(self, most: int) -> None:
+        """The computation waits until no more than so many blocks are on their way to the host."""
+        while len(self._going) > most:
+            block = self._going.popleft()
+            for ticket, _memory in block.going:
+                self._lanes.hold_computation(ticket)
+            block.going.clear()
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around a forward: the chain of offloaded blocks begins anew."""
+        self._wait_for_all_but(0)
         self._last, self._watching = None, True
         try:
             yield
@@ -122,7 +141,9 @@ class Activations:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         spare = self._spare.setdefault(whole.numel(), [])
         host, used = spare.pop(0) if spare else (self._host.zeros(whole.numel(), torch.uint8), [])
-        down = self._host.write(host, whole, (self._lanes.so_far(), *used), Label(Task.OFFLOAD, name=block.name))
+        label = Label(Task.OFFLOAD, name=block.name)
+        down = self._host.write(host, whole, (self._lanes.so_far(), *used), label, is_held=True)
+        block.going.append((down, whole))
         away = Away(block, whole.numel(), host, down, uses=[down])
         weakref.finalize(away, spare.append, (host, away.uses))  # when backward is through, or its graph is dropped
         block.storages.add(away)
@@ -140,6 +161,7 @@ class Activations:
             return self._residency.unpack(packed)
         away = packed.where
         with torch.no_grad():
+            self._wait_for_all_but(0)
             before = away.block.before
             for each in (away, *away.block.storages, *(before.storages if before is not None else ())):
                 self._fetch(each)

@@ -156,12 +156,16 @@ class Tier(ABC):
 
         return lane.run(copy, after, label)
 
-    def write(self, home: Tensor, source: Tensor, after: After, label: Label, ranges: Ranges | None = None) -> Ticket:
-        """From the device to a buffer: all of it, or ranges of elements that both have at the same offsets."""
+    def write(
+        self, home: Tensor, source: Tensor, after: After, label: Label, ranges: Ranges | None = None, *, is_held: bool = False
+    ) -> Ticket:
+        """From the device to a buffer: all of it, or ranges of elements that both have at the same offsets. `is_held`: whoever
+        asks keeps the source until the computation has waited for the ticket."""
         lane = self._lanes.down
 
         def copy() -> None:
-            lane.uses([source])
+            if not is_held:
+                lane.uses([source])
             for start, end in ((0, source.numel()),) if ranges is None else ranges:
                 home[start:end].copy_(source[start:end], non_blocking=True)
 

@@ -7,8 +7,7 @@
 
 Pools are exact; work is the pass's as it was traced: a block that is recomputed holds in backward what one that kept holds.
 
-Offloaded activations are on the device until they are copied: one block after another, from when a computation that never waits
-is through with it, at the rate that copies to the host have while all is busy, half of it where streamed updates copy too. When
+Offloaded activations are on the device until a later block has waited for their copies: those of OFFLOADED_AT_ONCE blocks. When
 backward comes to a block, its own and those of the offloaded block before it are on the device again, with copies of what other
 blocks save too. The host has room for all of them.
 
@@ -21,14 +20,14 @@ is there all along.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from anyfit.values.engine import GRADIENT_BUFFERS, REDUCTION_BUFFERS, STREAMED_DEPTH
+from anyfit.values.engine import GRADIENT_BUFFERS, OFFLOADED_AT_ONCE, REDUCTION_BUFFERS, STREAMED_DEPTH
 from anyfit.values.plan import Placement
 from anyfit.values.precision import SUM_BYTES
-from anyfit.values.profile import ChunkCost, HostRates, Profile
+from anyfit.values.profile import ChunkCost, Profile
 
 from .candidate import Candidate
 
@@ -71,7 +70,7 @@ def live_of(profile: Profile, candidate: Candidate) -> int:
         stays = any(placement.route == "resident" and chunk.is_updated for chunk, placement in pairs)
         if stays or not candidate.division.is_alone:
             updating = profile.update.scratch_bytes // candidate.shards
-    return max(_live(candidate, updating, going_bytes(candidate, profile.host)))
+    return max(_live(candidate, updating, going_bytes(candidate)))
 
 
 def _state(pairs: list[Pair], candidate: Candidate, *, overlaps: bool) -> tuple[int, int]:
@@ -156,26 +155,24 @@ def _gradients_of_rank(pairs: list[Pair], candidate: Candidate, *, overlaps: boo
     return device, SUM_BYTES * sum(sent) + (stages * SUM_BYTES * max(sent, default=0) if adds_up else 0)
 
 
-def going_bytes(candidate: Candidate, host: HostRates | None) -> list[int]:
-    """By segment, bytes of blocks before it that are still to be offloaded."""
-    each = candidate.profile_pass
+def going_bytes(candidate: Candidate) -> list[int]:
+    """By segment, bytes of blocks before it that go to the host, or are there and still held: the engine lets go of the last but
+    one when a block begins that is offloaded, and of all when backward comes to the first."""
+    each, offloaded = candidate.profile_pass, set(candidate.offloaded)
     found = [0] * len(each.segments)
-    if not candidate.offloaded or host is None:
-        return found
-    rate = (host.loaded or host).down_bytes_per_second
-    if any(placement.route == "streamed" for placement in candidate.placements):
-        rate /= 2
-    forwards = Counter(segment.block for segment in each.segments if segment.phase == "forward")
-    under_way: list[tuple[float, int]] = []  # when they will be on the host, and bytes
-    now = free = 0.0
-    for index, segment in enumerate(each.segments):
-        found[index] = sum(size for over, size in under_way if over > now)
-        now += segment.seconds
-        forwards[segment.block] -= segment.phase == "forward"
-        if segment.phase == "forward" and forwards[segment.block] == 0 and candidate.activations[segment.block] == "offload":
-            choices = each.blocks[segment.block].choices
-            free = max(free, now) + choices["offload"].moved_bytes / rate
-            under_way.append((free, choices["keep"].kept_bytes - choices["offload"].kept_bytes))
+    begun: set[int] = set()
+    going: deque[tuple[int, int]] = deque()  # blocks, and bytes
+    for index, segment in enumerate(each.segments if offloaded else ()):
+        block = segment.block
+        if block in offloaded and segment.phase == "backward":
+            break
+        if block in offloaded and block not in begun:
+            begun.add(block)
+            while len(going) > OFFLOADED_AT_ONCE - 1:
+                going.popleft()
+            choices = each.blocks[block].choices
+            going.append((block, choices["keep"].kept_bytes - choices["offload"].kept_bytes))
+        found[index] = sum(size for of, size in going if of != block)  # the work of a segment has its own block's
     return found
 
 

@@ -153,6 +153,7 @@ class Computation:
         for segment, used, timing, engine in segments:
             block = segment.block
             if segment.phase == "forward":
+                yield from self._activations.begin(block)
                 yield from self._fetches.ready(used)
                 self._launching.spend(engine)
                 yield self._ops(timing)

@@ -1,16 +1,18 @@
 """What is fetched for the computation: weights that are not on the device, or sharded, and activations that were offloaded.
 
 Weights are fetched to slots, some ahead of their use. The slot that is given up for others is that of the chunk whose next use is
-the last. A block's activations are offloaded when its forward is over. They return when backward comes to the offloaded block
-after it.
+the last. A block's activations are offloaded when its forward is over, and an offloaded block begins when the one before the last
+is on the host. They return when backward comes to the offloaded block after it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
+
+from anyfit.values.engine import OFFLOADED_AT_ONCE
 
 from .clock import Signal, Work
 from .step import Chunk, Step
@@ -109,6 +111,15 @@ class OffloadedActivations:
         self._landed = {block: Signal() for block in self._bytes}  # on the host
         self._returned = {block: Signal() for block in self._bytes}
         self._returning: set[int] = set()
+        self._going: deque[int] = deque()  # blocks whose memory is held until they are on the host
+
+    def begin(self, block: int) -> Work:
+        """A block's forward: one that is offloaded begins when there is room."""
+        if block not in self._bytes or self._forwards_left[block] < self._forwards[block]:
+            return
+        while len(self._going) > OFFLOADED_AT_ONCE - 1:
+            yield from self._ledger.wait("activations", self._landed[self._going.popleft()])
+        self._going.append(block)
 
     def forward_over(self, block: int) -> None:
         """Of one of its segments."""
