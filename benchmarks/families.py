@@ -1,0 +1,330 @@
+"""Models of many families: how fast beside plain PyTorch, and as forecast?
+
+    python -m benchmarks.families [--jobs WORD ...] [--seconds 500] [--into FILE] [--record]
+    python -m benchmarks.families --plain [--jobs WORD ...] [--rounds 5]
+
+(a GPU and its host.) Without `--plain`, every job is planned as `anyfit.start` would, for all of the GPU's memory or for a third
+of what the job needs with all state on the device, and trained for a few steps under a hard cap of that size, with a norm that
+never or always is over the limit: the step and its memory stand beside the forecast. Half of the jobs, chosen by a hash of their
+names, are held out from every fit. Rows that are in `--into FILE` are not measured again, and new ones are added to it.
+
+With `--plain`, a step with no cap stands beside plain PyTorch, in interleaved rounds: the faster of bf16 weights with fp32
+masters and of autocast over fp32 weights, with fused AdamW and clipping, the same attention and the same micro-batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import anyfit
+from anyfit.values.batches import map_tensors
+from anyfit.values.machine import Machine
+
+from . import record
+from .own_models import QWEN3, clip_job, lora_job, unet_job, wav2vec2_job
+from .peers import ALWAYS, CONTEXT_BYTES, GIB, NEVER
+from .profiler import quickly_built
+
+WARM_UP, TIMED = 4, 8
+CLIPPED_WARM_UP = 10  # a run waits for the norm after some steps that clip
+STEPS_A_ROUND = 6
+Row = dict[str, Any]
+Step = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model by its Hugging Face configuration, or by a function that makes the job."""
+
+    batch: int
+    length: int | None = None  # tokens a sample
+    kind: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    make: Callable[[int], anyfit.Job] | None = None
+
+    def job(self) -> anyfit.Job:
+        if self.make is not None:
+            made = self.make(self.batch)
+        else:
+            from transformers import AutoConfig
+
+            config = AutoConfig.for_model(self.kind, **self.options)
+            made = anyfit.Job.from_huggingface(config, batch_size=self.batch, length=self.length, precision="bf16")
+        return replace(made, optimizer=adamw)
+
+    def batch_for(self, job: anyfit.Job) -> Any:
+        """Of random tokens, pixels and classes: zeros alone would all go to one expert and one embedding."""
+        generator = torch.Generator().manual_seed(0)
+        words = int(self.options.get("vocab_size", 1000))
+
+        def draw(tensor: Tensor) -> Tensor:
+            if tensor.dtype.is_floating_point:
+                return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
+            return torch.randint(
+                min(words, 1000) if tensor.dim() > 1 else 2, tensor.shape, dtype=tensor.dtype, generator=generator
+            )
+
+        return map_tensors(job.sample, draw)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 1e-5, fused=True)
+
+
+def text(layers: int, width: int, heads: int, **more: Any) -> dict[str, Any]:
+    return {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, **more}
+
+
+TOWER = {"layers": 24, "attention_heads": 16, "ffn_dim": 4096}
+WHISPER = {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in TOWER.items()}
+GEMMA3 = text(26, 1152, 4, intermediate_size=6912, num_key_value_heads=1, vocab_size=262144, sliding_window=512)
+MOE = text(16, 1024, 16, num_key_value_heads=4, head_dim=64, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=512)
+FAMILIES = {
+    "gemma3-1b": Family(4, 1024, "gemma3_text", GEMMA3),
+    "whisper-medium": Family(8, 256, "whisper", {"d_model": 1024, **WHISPER}),
+    "qwen3-moe": Family(8, 1024, "qwen3_moe", {**MOE, "vocab_size": 50304}),
+    "swin-large": Family(32, None, "swin", {"embed_dim": 192, "depths": [2, 2, 18, 2], "num_heads": [6, 12, 24, 48]}),
+    "opt-1.3b": Family(8, 1024, "opt", text(24, 2048, 32, ffn_dim=8192, word_embed_proj_dim=2048)),
+    "neox-1.4b": Family(8, 1024, "gpt_neox", text(24, 2048, 16, intermediate_size=8192)),
+    "qwen3-1.7b": Family(8, 1024, "qwen3", QWEN3),
+    "t5-large": Family(16, 512, "t5", {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16}),
+    "deberta-large": Family(16, 512, "deberta-v2", text(24, 1024, 16, intermediate_size=4096)),
+    "vit-huge": Family(32, None, "vit", text(32, 1280, 16, intermediate_size=5120)),
+    "convnext-large": Family(64, None, "convnext", {"depths": [3, 3, 27, 3], "hidden_sizes": [192, 384, 768, 1536]}),
+    "mamba-370m": Family(8, 64, "mamba", {"num_hidden_layers": 24, "hidden_size": 1024}),
+    "bloom-1b": Family(8, 1024, "bloom", {"n_layer": 24, "hidden_size": 1536, "n_head": 16}),
+    "falcon-1b": Family(8, 1024, "falcon", text(24, 2048, 32, alibi=False)),
+    "bart-large": Family(16, 512, "bart", {}),
+    "dinov2-large": Family(32, None, "dinov2", text(24, 1024, 16)),
+    "resnet-152": Family(128, None, "resnet", {"depths": [3, 8, 36, 3]}),
+    "olmo2-1b": Family(4, 2048, "olmo2", text(16, 2048, 16, intermediate_size=8192)),
+    "unet": Family(16, make=unet_job),
+    "lora-qwen3-1.7b": Family(8, make=lora_job),
+    "clip-large": Family(64, make=clip_job),
+    "wav2vec2-large": Family(8, make=wav2vec2_job),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    family: str
+    capped: bool = False  # to a third of what all state on the device needs
+    clips: bool = False  # at every step
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}{', a third of the memory' * self.capped}{', clipping' * self.clips}"
+
+    @property
+    def is_held_out(self) -> bool:
+        """From every fit; by the name alone, so that nobody chose."""
+        return hashlib.sha256(self.name.encode()).digest()[0] % 2 == 0
+
+
+JOBS = {
+    job.name: job for family in FAMILIES for job in (Job(family), Job(family, capped=True), Job(family, capped=True, clips=True))
+}
+
+
+def all_on_device_bytes(training: anyfit.Job, machine: Machine) -> int:
+    """Of a plan with all state and all activations on the device, in one pass."""
+    plan = anyfit.plan(replace(training, micro_batch=training.batch_size), machine)
+    return plan.forecast.peak_bytes["device"]
+
+
+def measured(training: anyfit.Job, batch: Any, plan: anyfit.Plan, machine: Machine, warm_up: int) -> Row:
+    began = time.perf_counter()
+    with anyfit.start(quickly_built(training), plan, machine) as run:
+        torch.cuda.synchronize()
+        started = time.perf_counter() - began
+        torch.cuda.reset_peak_memory_stats()
+        seconds, clipped = [], 0
+        for _ in range(warm_up + TIMED):
+            begun = time.perf_counter()
+            float(run.step(batch))
+            seconds.append(time.perf_counter() - begun)
+            clipped += run.metrics.gradient_norm > (training.clip_norm or math.inf)
+        return {
+            "step_seconds": statistics.median(seconds[warm_up:]),
+            "step_seconds_all": seconds,
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "start_seconds": started,
+            "clipped": clipped,
+        }
+
+
+def row_of(job: Job, machine: Machine) -> Row:
+    family, total = FAMILIES[job.family], torch.cuda.get_device_properties(0).total_memory
+    training = replace(family.job(), clip_norm=ALWAYS if job.clips else NEVER)
+    cap = None if not job.capped else all_on_device_bytes(training, machine) // 3
+    began = time.perf_counter()
+    plan = anyfit.plan(training, machine.with_limits(device_memory=cap))
+    planned = time.perf_counter() - began
+    torch.cuda.set_per_process_memory_fraction(1.0 if cap is None else min(1.0, max(cap - CONTEXT_BYTES, 0) / total))
+    real = measured(training, family.batch_for(training), plan, machine, CLIPPED_WARM_UP if job.clips else WARM_UP)
+    forecast = plan.forecast
+    return {
+        "job": job.name,
+        "family": job.family,
+        "held_out": job.is_held_out,
+        "cap_bytes": cap,
+        "plan_seconds": planned,
+        "measured": real,
+        "predicted_then": {
+            "step_seconds": forecast.step_seconds,
+            "device_bytes": forecast.peak_bytes["device"],
+            "reserved_bytes": forecast.reserved_bytes,
+        },
+    }
+
+
+def line_of(row: Row) -> str:
+    if "error" in row:
+        return f"{row['job']:44} {row['error']}"
+    real, then = row["measured"], row["predicted_then"]
+    return (
+        f"{row['job']:44} {real['step_seconds']:6.3f} s, forecast {then['step_seconds']:6.3f} "
+        f"({then['step_seconds'] / real['step_seconds'] - 1:+6.1%}), GPU {real['allocated_bytes'] / GIB:5.1f} GiB "
+        f"({then['device_bytes'] / real['allocated_bytes'] - 1:+5.1%}), planned in {row['plan_seconds']:.0f} s, "
+        f"started in {real['start_seconds']:.0f} s{', held out' * row['held_out']}"
+    )
+
+
+# ---------------------------------------------------------------------- plain PyTorch
+
+
+def clipped_step(model: nn.Module, job: anyfit.Job, batch: Any, clip: Callable[[], object], autocast: bool) -> Tensor:
+    moved = map_tensors(batch, lambda each: each.to("cuda", non_blocking=True))
+    if not autocast:
+        moved = map_tensors(moved, lambda each: each.bfloat16() if each.dtype.is_floating_point else each)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        given: Any = job.loss(model, moved)
+    loss: Tensor = given[0] / given[1] if isinstance(given, tuple) else given
+    loss.backward()
+    clip()
+    return loss.detach()
+
+
+def with_masters(job: anyfit.Job) -> Step:
+    """bf16 weights, fp32 masters, fused AdamW on these."""
+    model = quickly_built(job).build().to("cuda")
+    trained: list[Tensor] = [each for each in model.parameters() if each.requires_grad]
+    masters = [each.detach().float().clone() for each in trained]
+    model.to(torch.bfloat16)
+    for master in masters:
+        master.grad = torch.empty_like(master)
+    optimizer = torch.optim.AdamW(masters, 1e-5, fused=True)
+
+    def step(batch: Any) -> Tensor:
+        loss = clipped_step(model, job, batch, lambda: clip_grad_norm_(trained, 1.0), autocast=False)
+        with torch.no_grad():
+            pairs = [(master.grad, each.grad) for master, each in zip(masters, trained, strict=True) if each.grad is not None]
+            torch._foreach_copy_([to for to, _ in pairs if to is not None], [of for _, of in pairs])
+            optimizer.step()
+            torch._foreach_copy_(trained, masters)
+        for each in trained:
+            each.grad = None
+        return loss
+
+    return step
+
+
+def with_autocast(job: anyfit.Job) -> Step:
+    model = quickly_built(job).build().to("cuda")
+    optimizer = adamw(model)
+
+    def step(batch: Any) -> Tensor:
+        loss = clipped_step(model, job, batch, lambda: clip_grad_norm_(model.parameters(), 1.0), autocast=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def beside_plain(name: str, machine: Machine, rounds: int) -> Row:
+    family = FAMILIES[name]
+    training = family.job()
+    training = replace(training, clip_norm=1.0, micro_batch=training.batch_size)
+    batch = family.batch_for(training)
+    with anyfit.start(quickly_built(training), anyfit.plan(training, machine), machine) as run:
+        steps = {"masters": with_masters(training), "autocast": with_autocast(training), "anyfit": run.step}
+        seconds: dict[str, list[float]] = {each: [] for each in steps}
+        for number in range(rounds + 1):  # the first warms up
+            for each, step in steps.items():
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(STEPS_A_ROUND):
+                    step(batch)
+                torch.cuda.synchronize()
+                if number:
+                    seconds[each].append((time.perf_counter() - began) / STEPS_A_ROUND)
+    plain = min(("masters", "autocast"), key=lambda each: statistics.median(seconds[each]))
+    ratio = statistics.median(ours / theirs for ours, theirs in zip(seconds["anyfit"], seconds[plain], strict=True))
+    return {"family": name, "plain": plain, "seconds": seconds, "ratio": ratio}
+
+
+def plain_line(row: Row) -> str:
+    medians = {each: statistics.median(seconds) for each, seconds in row["seconds"].items()}
+    shown = ", ".join(f"{each} {seconds * 1e3:.1f} ms" for each, seconds in medians.items())
+    return f"{row['family']:20} {shown}; anyfit is {row['ratio']:.3f} of {row['plain']}"
+
+
+# ---------------------------------------------------------------------- all of it
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def main() -> None:
+    began = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", nargs="*", default=[""], help="those whose names have one of these words")
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so long")
+    parser.add_argument("--into", type=Path, help="rows so far; new ones are added")
+    parser.add_argument("--record", action="store_true")
+    options = parser.parse_args()
+    machine = anyfit.probe("full")
+    rows: list[Row] = json.loads(options.into.read_text()) if options.into and options.into.exists() else []
+    known, names = {row.get("job", row["family"]) for row in rows}, list(FAMILIES if options.plain else JOBS)
+    for name in names:
+        if name in known or not any(word in name for word in options.jobs):
+            continue
+        if time.perf_counter() - began > options.seconds:
+            print(f"{name} and those after it were not begun: {options.seconds:.0f} s are over", flush=True)
+            break
+        try:
+            row = beside_plain(name, machine, options.rounds) if options.plain else row_of(JOBS[name], machine)
+        except (RuntimeError, MemoryError, ValueError, anyfit.NoPlan) as error:
+            row = {"job": name, "family": name.partition(",")[0], "error": f"{type(error).__name__}: {str(error)[:300]}"}
+        rows.append(row)
+        print(f"{time.perf_counter() - began:4.0f} s  {plain_line(row) if 'ratio' in row else line_of(row)}", flush=True)
+        free()
+        if options.into:
+            options.into.write_text(json.dumps(rows, indent=1) + "\n")
+        if options.record:
+            record.write("beside-plain" if options.plain else "families", {"rows": rows}, machine)
+
+
+if __name__ == "__main__":
+    main()
