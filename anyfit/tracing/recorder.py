@@ -51,6 +51,10 @@ class Storage:
     writes: list[int] = field(default_factory=list)  # ops that change it in place, ascending
 
 
+class NotPeriodic(Exception):  # noqa: N818  (an answer, not a fault)
+    """What was run does not repeat the way the blocks' structure promised."""
+
+
 class Recorder(TorchDispatchMode):
     """Records ops and storages while active."""
 
@@ -79,6 +83,12 @@ class Recorder(TorchDispatchMode):
         self._stack: list[tuple[str, int]] = [("", outside)]
         self._backward_at: tuple[str, int] = ("", outside)
         self._known: dict[int, Storage | None] = {}  # by storage identity; None: not of this pass
+        self._between = False  # blocks that are skipped, or after the last of them: the ops there are copies of others
+        self._unwritten: dict[int, weakref.ref[Any]] = {}  # storages that such ops made, likewise
+        self._since_block = 0  # ops since a block was left
+        self._due: dict[
+            int, list[Storage]
+        ] = {}  # by that number: those that died there after a skipped block, and not after a run one
         self._parameters: dict[int, list[int]] = {}  # ops that read one, likewise
         self._saved: set[int] = set()  # likewise, by the block that forward is in
         self._savers: dict[int, set[int]] = {}  # blocks, by identity of the storage's record
@@ -135,6 +145,10 @@ class Recorder(TorchDispatchMode):
         block = self._block_of.get(id(module), here[1])
         if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in(args))):
             self.needs.of_transform()
+        if block != here[1]:
+            if not self._between:
+                self._due.clear()
+            self._between = False
         if self.phase == "forward" and block != here[1]:
             handed = (tensor for tensor in _tensors(args) if tensor.dtype.is_floating_point)
             self.input_bytes[block] = self.input_bytes.get(block, 0) + sum(map(_bytes_of, handed))
@@ -146,6 +160,9 @@ class Recorder(TorchDispatchMode):
 
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         left = self._stack.pop()
+        if left[1] != self._stack[-1][1] and not self._between:
+            self._since_block = 0
+            self._end_due()
         if self.phase == "backward":  # a recomputed module: the gradients that follow are its own
             self._backward_at = left
 
@@ -192,6 +209,8 @@ class Recorder(TorchDispatchMode):
                 result = func(*args, **kwargs)
         outputs = _tensors(result)
         self.needs.of_op(inputs, outputs)
+        if self._is_left_out(func, inputs, outputs):
+            return result
         fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in self._known]
         if not fresh and not func._schema.is_mutable:
             return result  # a view, or a look at sizes: costs nothing
@@ -224,7 +243,37 @@ class Recorder(TorchDispatchMode):
         is_cached = self._casts and packet is aten._to_copy and inputs[0].untyped_storage()._cdata in self._parameters
         for tensor in fresh:
             self._meet(tensor, "activation", block, is_cached=is_cached)
+        if self._stack[-1][1] == self._outside:
+            self._since_block += 1
+            self._end_due()
         return result
+
+    def skipped(self) -> None:
+        """A block has handed its input through. What the model does up to the next one, it does after the twin too."""
+        self._between, self._since_block = True, 0
+
+    def _end_due(self) -> None:
+        """What died here after a skipped block dies here."""
+        for storage in self._due.pop(self._since_block, ()):
+            storage.dies = max(len(self.ops) - 1, 0)
+
+    def _is_left_out(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+        """Whether an op is not written down. What it makes is for nobody else: a model that counts on it is not periodic."""
+        unwritten, is_known = self._unwritten, self._known.__contains__
+        is_between = self._between and self.phase == "forward" and self._stack[-1][1] == self._outside
+        if not is_between:
+            if unwritten and any(tensor.untyped_storage()._cdata in unwritten for tensor in inputs):
+                raise NotPeriodic("what is computed between blocks is used later")
+            return False
+        if func._schema.is_mutable and any(is_known(tensor.untyped_storage()._cdata) for tensor in inputs):
+            raise NotPeriodic("what is computed between blocks is written into what others read")
+        fresh = [storage for storage in (each.untyped_storage() for each in outputs) if not is_known(storage._cdata)]
+        fresh = [storage for storage in fresh if storage._cdata not in unwritten]
+        for storage in fresh:
+            unwritten[storage._cdata] = weakref.ref(storage, functools.partial(_forget, unwritten, storage._cdata))
+        self._since_block += bool(fresh) or func._schema.is_mutable
+        self._calls = 0
+        return True
 
     def _note_edges(self, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         """Of the op that was just written down."""
@@ -273,8 +322,14 @@ class Recorder(TorchDispatchMode):
 
     def _died(self, identity: int, seen: Storage, _reference: Any) -> None:
         seen.dies = max(len(self.ops) - 1, 0)
+        if self._between and self.phase == "forward":
+            self._due.setdefault(self._since_block, []).append(seen)
         self._known.pop(identity, None)
         self._live_bytes -= seen.bytes
+
+
+def _forget(storages: dict[int, Any], identity: int, _reference: Any) -> None:
+    storages.pop(identity, None)
 
 
 def _note(moments: list[int] | None, moment: int) -> None:

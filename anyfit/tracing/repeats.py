@@ -11,7 +11,8 @@ and what every unit run would have made, since all between 2 and L are like 2, i
 
     … F0 F1 F2 F3 … F(L-1) FL … BL B(L-1) … B3 B2 B1 B0 …
 
-with F(2+j), B(2+j) copies of F2, B2. Storages are moved by the same rule. One that unit 2 makes has a twin in every copy; where
+with F(2+j), B(2+j) copies of F2, B2. What the model does between blocks belongs to the one before; after a skipped one it is not
+written down. Storages are moved by the same rule. One that unit 2 makes has a twin in every copy; where
 its end lies in a neighbour (L stood beside 2 when it was recorded), the twin's end lies in the twin's own neighbour. The rule
 is checked, not trusted: unless units 1 and 2 made the same ops, the model is traced in full.
 """
@@ -19,7 +20,7 @@ is checked, not trusted: unless units 1 and 2 made the same ops, the model is tr
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,7 +34,7 @@ from anyfit.values.graph import Op
 
 from .blocks import Blocks, Chain
 from .needs import tensors_in
-from .recorder import Storage
+from .recorder import NotPeriodic, Storage
 
 LONGEST_PERIOD = 8
 RUN_UNITS = 4  # 0, 1, 2 and the last
@@ -59,10 +60,6 @@ class Repeat:
     def skipped(self) -> range:
         """Blocks that need not be run."""
         return range(self.unit(3).start, self.unit(self.last).start)
-
-
-class NotPeriodic(Exception):  # noqa: N818  (an answer, not a fault)
-    """What was run does not repeat the way the blocks' structure promised."""
 
 
 def find_repeats(blocks: Blocks) -> list[Repeat]:
@@ -98,9 +95,9 @@ def _share_nothing(modules: list[nn.Module]) -> bool:
 
 
 @contextmanager
-def skipping(modules: Sequence[nn.Module], twin_of: Mapping[int, int]) -> Iterator[None]:
+def skipping(modules: Sequence[nn.Module], twin_of: Mapping[int, int], tell: Callable[[], None] = lambda: None) -> Iterator[None]:
     """While active, each skipped block passes its input on, in the form of what its twin last returned: what the twin returned as
-    it got it, from the same place; what it made, from the first input of that shape."""
+    it got it, from the same place; what it made, from the first input of that shape. `tell` is called after each."""
     returned: dict[int, Any] = {}
 
     def remember(twin: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -110,7 +107,7 @@ def skipping(modules: Sequence[nn.Module], twin_of: Mapping[int, int]) -> Iterat
     hooks = [modules[twin].register_forward_hook(remember, with_kwargs=True) for twin in set(twin_of.values())]
     patched = {block: vars(modules[block])["forward"] for block in twin_of if "forward" in vars(modules[block])}
     for block, twin in twin_of.items():
-        modules[block].forward = functools.partial(_hand_through, returned, id(modules[twin]))
+        modules[block].forward = functools.partial(_hand_through, returned, id(modules[twin]), tell)
     try:
         yield
     finally:
@@ -122,7 +119,8 @@ def skipping(modules: Sequence[nn.Module], twin_of: Mapping[int, int]) -> Iterat
             modules[block].forward = forward
 
 
-def _hand_through(returned: Mapping[int, Any], twin: int, *args: Any, **kwargs: Any) -> Any:
+def _hand_through(returned: Mapping[int, Any], twin: int, tell: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+    tell()
     inputs = tensors_in((args, kwargs))
     form = returned[twin]
     taken = {item.place for item in pytree.tree_leaves(form, is_leaf=_is_result) if _is_result(item)}
@@ -211,6 +209,7 @@ class _Timeline:
         self.repeat, self.names, self.ops = repeat, names, ops
         last = repeat.last
         self.forward = forward = self._starts("forward", [0, 1, 2, last])  # start of F(u) by unit number, and the end of FL
+        forward[-1] = max(forward[-1], self._end_with_what_follows(last))
         self.backward = backward = self._starts("backward", [last, 2, 1, 0])
         self.more = last - 3  # units written in
         self.forward_length = forward[last] - forward[2]
@@ -233,6 +232,12 @@ class _Timeline:
         if list(starts) != order:
             raise NotPeriodic("the blocks do not run one after the other")
         return starts | {-1: end}  # in the order of `order`
+
+    def _end_with_what_follows(self, unit: int) -> int:
+        """Of a unit's forward, where the model does the same after it as after the one before the second; else its start."""
+        start, length = self.forward[unit], self.forward[2] - self.forward[1]
+        own, other = ([op.call for op in self.ops[each : each + length]] for each in (start, self.forward[1]))
+        return start + length if own == other else start
 
     def _check(self) -> None:
         nameless = {

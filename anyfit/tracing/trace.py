@@ -30,8 +30,8 @@ from .gpu_kernels import AsOnGpu, GpuRecorder
 from .loss_rule import read_rule, rows_for
 from .needs import is_whole
 from .real_run import LentKernels, bytes_of, real_batch, real_model, refuse_unless_it_can_run
-from .recorder import Recorder, Storage
-from .repeats import NotPeriodic, ParameterReads, Repeat, find_repeats, skipping, write_in
+from .recorder import NotPeriodic, Recorder, Storage
+from .repeats import ParameterReads, Repeat, find_repeats, skipping, write_in
 from .stand_in import FakeMode, fake_batch, fake_model, sized_model
 from .update_rule import learn
 
@@ -247,7 +247,8 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
     recorder.leave_out(stand_in.parameters.values(), buffers)
     for _, tensor in named_tensors(batch):
         recorder.count_input(tensor)
-    with skipping(blocks.modules, _twins(repeats)), dense(model), writing_aside(), stand_in.mode, recorder, recorder.watching():
+    skipped = skipping(blocks.modules, _twins(repeats), recorder.skipped)
+    with skipped, dense(model), writing_aside(), stand_in.mode, recorder, recorder.watching():
         what = "fake" if stand_in.room_bytes is None else "real"
         doing = f"running the model on a {what} batch of {micro_batch} samples like Job(sample=)"
         with saying(doing), recorder.needs, kernels() if kernels else nullcontext():
