@@ -39,10 +39,10 @@ class Calibration(Record):
     update_calls: Figure  # host calls to update one parameter
     launch_slowdown_share: Figure  # of what the probe finds launches slowed by, beside updates and copies without a pause
     # What the engine has the host do, in host calls
-    watched_calls: Figure  # for an op that takes a parameter whose weights or updates are elsewhere
+    watched_calls: Figure  # for an op that takes a parameter whose weights are fetched
     gradient_calls: Figure  # to put one gradient in a staging buffer
     fetch_calls: Figure  # to fetch a chunk
-    bind_calls: Figure  # for each parameter of it
+    bind_calls: Figure  # to give a parameter its weights, fetched or fresh
     recompute_calls: Figure  # to note what a block's forward sees and to put it back, where it is recomputed
     recompute_call_factor: Figure  # that recomputing adds to every call of such a forward, both times together
     split_update_bytes: Figure  # that torch's own update of a bf16 parameter moves besides the optimizer's

@@ -234,10 +234,10 @@ class LaunchCosts:
     beside_updates: float = 1.0
     beside_copies: float = 1.0
     beside_both: float = 1.0
-    watched_seconds: float = 0.0  # of an op that takes a parameter whose weights or updates are elsewhere
+    watched_seconds: float = 0.0  # of an op that takes a parameter whose weights are fetched
     gradient_seconds: float = 0.0  # of one that is put in a staging buffer
     fetch_seconds: float = 0.0  # of a chunk
-    bind_seconds: float = 0.0  # of a parameter of such a chunk
+    bind_seconds: float = 0.0  # of a parameter of such a chunk, or of one that is updated elsewhere
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,8 @@ class DeviceWork:
 
 
 def engine_seconds(step: Step) -> list[float]:
-    """By segment, of the host: the engine looks at ops that take weights which move, and takes gradients over."""
+    """By segment, of the host: the engine looks at ops that take weights which move, gives parameters fresh weights, and takes
+    gradients over."""
     candidate, costs = step.candidate, step.rates.host.launching
     segments = list(zip(candidate.profile_pass.segments, step.uses, strict=True))
     uses = Counter((chunk.index, segment.phase) for segment, used in segments for chunk in used)
@@ -236,8 +237,10 @@ def engine_seconds(step: Step) -> list[float]:
         looks = is_forward or is_recomputed[segment.block]
         for chunk in used:
             tensors = chunk.cost.tensors / uses[chunk.index, segment.phase]
-            if looks and chunk.is_watched:
+            if looks and chunk.is_away:
                 seconds += tensors * costs.watched_seconds
+            if is_forward and chunk.is_updated_elsewhere:
+                seconds += tensors * costs.bind_seconds
             if not is_forward and chunk.cost.gradient_bytes and candidate.stages(chunk.placement, is_last=True):
                 seconds += tensors * costs.gradient_seconds
         found.append(seconds)

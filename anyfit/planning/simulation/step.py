@@ -39,8 +39,7 @@ class Chunk:
         self.is_away = self.is_on_host or self.gathers
         self.route = self.placement.route
         self.is_resident = self.route == "resident" and self.cost.is_updated
-        # Its parameters tell of their use: weights may have to be fetched, or an update be waited for.
-        self.is_watched = self.is_away or (self.cost.is_updated and (self.route != "resident" or self.shards > 1))
+        self.is_updated_elsewhere = self.cost.is_updated and (self.route != "resident" or self.shards > 1) and not self.is_away
         # What this rank has of it.
         self.elements = self.cost.elements / self.shards
         self.weights_bytes = self.cost.weights_bytes / self.shards
