@@ -6,7 +6,7 @@
 The question is what a benchmark asks. A second run of a day from the same commit ends in -2. A results file names its machine's
 file, as seen from itself. What is special about a recording is written into it by hand, with the reason, and no test knows it:
 
-- a row that no forecast is held to has "excluded", a sentence;
+- a row that no forecast is held to has "excluded", a sentence; where its step waits for "launches", "waits_for" says so;
 - a row that may keep more memory than others has "fragmentation_allowed" and its "reason";
 - "held_to" has how near forecasts have to come to this recording, where that is not as usual.
 """

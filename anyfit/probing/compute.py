@@ -176,12 +176,12 @@ def launch_slowdown_meters(device: torch.device, effort: Effort, loads: Mapping[
 
     def mean() -> float:
         step()
-        torch.cuda.synchronize(device)
         count, began = 0, time.perf_counter()
-        while time.perf_counter() - began < seconds:
+        while count == 0 or time.perf_counter() - began < seconds:
             step()
             count += 1
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return (time.perf_counter() - began) / count
 
     def slowdown(load: Load) -> float:

@@ -19,11 +19,12 @@ from anyfit.planning.evaluation import waiting
 from anyfit.planning.fastest import fastest
 from anyfit.planning.footprint import footprint_of
 from anyfit.planning.forecast import forecast
+from anyfit.planning.launch_bound import is_launch_bound
 from anyfit.planning.simulation import redone_seconds, simulate
 from anyfit.planning.space import Space
 from anyfit.values.calibration import Calibration
 from anyfit.values.graph import Graph
-from anyfit.values.profile import Profile
+from anyfit.values.profile import LaunchCosts, Profile
 from benchmarks import planned, record
 from benchmarks.peers import CONTEXT_BYTES, GIB
 from benchmarks.record import Recording
@@ -144,6 +145,23 @@ def test_steps_with_everything_on_the_device_are_forecast_well(recording: Record
         off[row["job"]] = abs(forecast(profile, profile.passes[0]).step_seconds / row["measured"]["step_seconds"] - 1)
     assert len(off) == held.get("rows", len(off))
     assert max(off.values()) <= held["worst"], off
+
+
+LAUNCH_BOUND = [(each, row) for each in RECORDINGS for row in rows_of(each) if row.get("waits_for") == "launches"]
+
+
+@pytest.mark.parametrize(("recording", "row"), LAUNCH_BOUND, ids=[f"{each.name}-{row['job']}" for each, row in LAUNCH_BOUND])
+def test_steps_that_wait_for_launches_are_forecast_so(recording: Recording, row: Row) -> None:
+    """None was part of a fit. As if the host had nothing else to do, they would be forecast 25 to 44 % too fast."""
+    job, about, measured = planned.JOBS[row["job"]], row["about"], row["measured"]["step_seconds"]
+    profile = profiled(recording, job.case, job.batch, about["micro_batch"])
+    candidate = planned.candidate_of(about, traced(job.case, job.batch, about["micro_batch"]), profile.passes[0])
+    rates = Space(profile).evaluation.rates
+    simulated = simulate(candidate, rates)
+    assert simulated.step_seconds == pytest.approx(measured, rel=0.21)
+    assert is_launch_bound(simulated.waits_seconds["launch"], simulated.step_seconds)
+    idle = replace(rates, host=replace(rates.host, launching=LaunchCosts()))
+    assert simulate(candidate, idle).step_seconds < 0.76 * measured
 
 
 def off_by(recording: Recording, ending: str) -> dict[tuple[str, int], float]:

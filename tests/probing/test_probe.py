@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import re
+from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch
 
-from anyfit.probing import meters, probe
-from anyfit.probing.meters import LEAST_ERROR, QUICK, Ladder, Meter, climb, figure, host_seconds, read_in_rounds
+from anyfit.probing import compute, meters, probe
+from anyfit.probing.meters import LEAST_ERROR, QUICK, Ladder, Load, Meter, climb, figure, host_seconds, read_in_rounds
 from anyfit.probing.update import host_load, thread_counts
-from anyfit.values.machine import DTYPES, OPERATIONS, Curve, Machine
+from anyfit.values.machine import DTYPES, OPERATIONS, Beside, Curve, Machine
 
 HEARD: list[tuple[str, float]] = []
 
@@ -213,3 +217,20 @@ def test_the_clock_breaks_off_when_runs_take_too_long(monkeypatch: pytest.Monkey
     monkeypatch.setattr(meters.time, "perf_counter", itertools.count().__next__)
     assert host_seconds(lambda: runs.append(1), 80) == 2 / 10
     assert len(runs) == 10
+
+
+def test_launches_are_read_beside_each_load_and_alone() -> None:
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def load(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    loads: dict[Beside, Load] = {name: functools.partial(load, name) for name in get_args(Beside)}
+    meters = compute.launch_slowdown_meters(torch.device("cpu"), QUICK, loads)
+    assert list(meters) == ["updates", "copies", "both"]
+    for name, meter in meters.items():
+        assert meter.read() >= 1.0
+        assert entered[-1] == name
+    assert len(entered) == 3
