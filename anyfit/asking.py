@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from .planning import searched
 from .planning.answers import answered, at_limits, change_to, no_plan, shortfall
 from .planning.fastest import Found, fastest, may_fit
 from .planning.reasons import explained, settled
@@ -51,14 +52,15 @@ class Traced:
 
     def profile(self, machine: Machine, batch_size: int | None = None) -> Profile:
         """On all devices of any machine; of a smaller batch, by the passes there are."""
-        from .profiling import profiled, traced
+        from .profiling import profiled, traced, with_figures
 
         size, rank_grid = batch_size or self.job.batch_size, machine.rank_grid()
         key = kind, ranks = machine.device.kind, math.prod(rank_grid)
         if key not in self._graphs:
             self._graphs[key] = traced(self.job, kind, ranks)
         graphs = [graph for graph in self._graphs[key] if graph.micro_batch * ranks <= size]
-        return profiled(graphs, machine, size, rank_grid, clip_norm=self.job.clip_norm)
+        made = profiled(graphs, machine, size, rank_grid, clip_norm=self.job.clip_norm)
+        return with_figures(made, graphs, self.job, machine)
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,9 @@ class Question:
 
 def planned(question: Question, traced: Traced, profile: Profile) -> Plan:
     """The plan with what more memory is worth; or the verdict that nothing fits, with what would."""
-    found = fastest(profile)
+    found = searched(profile, answered)
     if found is not None:
-        return answered(found)
+        return found
     verdict = no_plan(profile)
     if profile.divisions:
         raise verdict

@@ -25,6 +25,7 @@ from .options import (
     HostMemory,
     Json,
     MachineName,
+    NoCompile,
     Nodes,
     OptimizerName,
     RealRun,
@@ -114,6 +115,7 @@ def plan(
     optimizer: OptimizerName = None,
     real_run: RealRun = None,
     agree: Agree = None,
+    no_compile: NoCompile = False,
     gpus: Gpus = None,
     nodes: Nodes = None,
     device_memory: DeviceMemory = None,
@@ -134,7 +136,7 @@ def plan(
     from . import asking
 
     options: dict[str, Any] = {"batch": batch, "seq": seq, "dtype": dtype, "optimizer": optimizer}
-    options |= {"real_run": real_run, "agree": agree}
+    options |= {"real_run": real_run, "agree": agree, "no_compile": no_compile}
     machine_of = partial(_machine, gpus=gpus, nodes=nodes, device_memory=device_memory, host_memory=host_memory)
     question = asking.Question(target, options, machine_of, machine)
     if compare is not None:
@@ -229,11 +231,14 @@ def probe(
     forget: Annotated[
         bool, Option("--forget", help="only drop the margins and paces that runs and checks left for later plans")
     ] = False,
+    job: Annotated[
+        str | None, Option("--job", help="only compile and time the blocks of this target, for later plans: see anyfit plan")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measures this machine anew: compute, memory, copies, disk. Later plans use what it found."""
     from .probing.cache import forget_corrections, remeasured
-    from .showing.terminal import show_machine, shown_progress
+    from .showing.terminal import show_machine, show_rows, shown_progress
 
     if forget:
         dropped = forget_corrections()
@@ -242,6 +247,11 @@ def probe(
         for line in dropped or ["nothing: no run has left a margin"]:
             _console().print(f"dropped {line}", markup=False, highlight=False)
         return None
+    if job is not None:
+        from .measuring import told_of_blocks
+
+        figures, rows = told_of_blocks(job)
+        return _print_json(figures) if as_json else show_rows(rows, _console())
     with shown_progress("probing", _console(stderr=True)) as report:
         machine = remeasured("full" if full else "quick", report)
     if output is not None:
@@ -312,6 +322,7 @@ def fit(
     ] = None,
     log_every: Annotated[int, Option("--log-every", min=1, help="steps between lines, without a terminal")] = 10,
     deterministic: Annotated[bool, Option("--deterministic", help="two runs give the same bits")] = False,
+    no_compile: NoCompile = False,
     timeline: Annotated[
         Path | None, Option("--timeline", help="write what each lane did in a few steps to this .json, and draw it beside")
     ] = None,

@@ -33,6 +33,7 @@ class Fit:
     keep_every: int | None
     log_every: int
     deterministic: bool
+    no_compile: bool
     timeline: Path | None
     device_memory: str | None
     host_memory: str | None
@@ -97,6 +98,8 @@ class Fit:
             deterministic=told.deterministic,
             timeline=self.timeline,
             hang_seconds=self.hang_seconds,
+            steps=told.steps,
+            compiles=not self.no_compile,
             rank=0 if self._team is None else self._team.index,
         )
 

@@ -50,6 +50,7 @@ Agree = Annotated[
     list[str] | None,
     Option("--agree", help="to a difference from plain PyTorch: mean-of-micro-batches, batch-norm-of-micro-batches; repeatable"),
 ]
+NoCompile = Annotated[bool, Option("--no-compile", help="no block is compiled")]
 Gpus = Annotated[int | None, Option("--gpus", min=1, help="as if each node had so many GPUs")]
 Nodes = Annotated[int | None, Option("--nodes", min=1, help="as if there were so many nodes")]
 MachineName = Annotated[str | None, Option("--machine", help="a preset or a machine file; this machine when not given")]

@@ -14,10 +14,11 @@ from .costing.times import call_weights
 from .probing import cache
 from .probing.host import free_memory_bytes
 from .tracing import trace_all
+from .values.compiled import key_of
 from .values.graph import Graph
 from .values.job import Job
 from .values.machine import Machine
-from .values.profile import Profile
+from .values.profile import BlockCost, Profile
 
 CALLS_SECONDS = 8.0  # for timing the ops of a model that is planned for this machine's GPU
 
@@ -25,7 +26,24 @@ CALLS_SECONDS = 8.0  # for timing the ops of a model that is planned for this ma
 def profile_of(job: Job, machine: Machine, rank_grid: tuple[int, int]) -> Profile:
     """`rank_grid`: (ranks per node, nodes)."""
     graphs = traced(job, machine.device.kind, math.prod(rank_grid))
-    return profiled(graphs, machine, job.batch_size, rank_grid, clip_norm=job.clip_norm)
+    made = profiled(graphs, machine, job.batch_size, rank_grid, clip_norm=job.clip_norm)
+    return with_figures(made, graphs, job, machine)
+
+
+def with_figures(profile: Profile, graphs: Sequence[Graph], job: Job, machine: Machine) -> Profile:
+    """With what was measured of its blocks compiled (`anyfit probe --job`), where the job lets the plan compile."""
+    known = cache.compiled_of(machine)
+    if job.compile is False or not known.blocks:
+        return profile
+    codes = {graph.micro_batch: {block.name: block.code for block in graph.blocks if not block.is_whole} for graph in graphs}
+    versions = cache.compiler_versions()
+
+    def figures(block: BlockCost, micro_batch: int) -> BlockCost:
+        code = codes[micro_batch].get(block.name)
+        return replace(block, figures=known.of(key_of(job, code, micro_batch, versions))) if code else block
+
+    passes = (replace(each, blocks=tuple(figures(block, each.micro_batch) for block in each.blocks)) for each in profile.passes)
+    return replace(profile, passes=tuple(passes))
 
 
 def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph]:

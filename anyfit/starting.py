@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .placing import Placed, place
+from .placing.compiled import CompiledBlocks
 from .placing.mirrors import mirrored_bytes
 from .placing.ranks import ALONE, HANG_SECONDS, Ranks
 from .placing.weights import Opened, opened
@@ -64,12 +65,15 @@ class Start:
             raise ValueError("anyfit.start takes a plan, or a profile to make one from; leave one of them out")
         if isinstance(job.model, nn.Module):
             refuse_held(job.model)
-        self._job, self._launch = job, launching.current()
+        self._launch = launching.current()
+        self._job = job if self._launch is None or self._launch.compiles else replace(job, compile=False)
         self._waits = hang_seconds or (self._launch and self._launch.hang_seconds) or HANG_SECONDS
         self._team = joined(self._waits)
         self._count = 1 if self._team is None else self._team.count
         self._is_given = plan is not None or (self._launch is not None and self._launch.plan is not None)
         self._given, self._profile = plan, profile
+        self._steps = None if self._launch is None else self._launch.steps
+        self.compiled: CompiledBlocks | None = None  # known once the job runs
 
     def run(self, machine: Machine | None, resume: str | Path | None, *, deterministic: bool) -> Run:
         job, team, launch = self._job, self._team, self._launch
@@ -140,7 +144,7 @@ class Start:
         ranks = 1 if team is None else ranks_on_first_node(team.places)
         kept = sum(each.nbytes for each in model.parameters() if each.is_cpu) if isinstance(model, nn.Module) else 0
         beside = self._machine.device.calibration.beside_bytes
-        found = search(profile)
+        found = search(profile, self._steps)
         needed = found.forecast.peak_bytes["host"] + beside(found.forecast.peak_bytes["host"])
         free = int(host.left_memory_bytes()) // ranks + min(max(host.own_memory_bytes() - kept, 0), beside(0)) + kept
         if needed <= free:
@@ -150,7 +154,7 @@ class Start:
             f"of which {show_bytes(free)} are free: planning anew"
         )
         self._profile = replace(profile, host_limit_bytes=free)
-        return search(self._profile)
+        return search(self._profile, self._steps)
 
     def _refuse_for_another_job(self, plan: Plan) -> None:
         job = self._job
@@ -238,7 +242,8 @@ class Start:
     def _plan_for(self, profile: Profile) -> None:
         self._profile = profile
         team = self._team
-        self._plan = search(profile) if team is None else team.from_first(lambda: search(profile), "another plan")
+        planned = functools.partial(search, profile, self._steps)
+        self._plan = planned() if team is None else team.from_first(planned, "another plan")
 
     def _rehearsed(self, placed: Placed, rehearsal: Rehearsal, found: Opened) -> Placed:
         """Placed by the plan, or by one without what was found to change the result."""
@@ -246,6 +251,12 @@ class Start:
             graphs = traced(self._job, placed.device.type, self._count)  # type: ignore[arg-type]
             self._plan = replace(self._plan, loss=graphs[0].loss)
         findings = rehearsal.of(self._plan, placed)
+        if not self._is_given and set(findings.eager) & set(self._plan.compiled):  # planned as if they were compiled
+            for line in placed.compiled.news():
+                self._say(line)
+            self._plan_for(findings.restrict(self._known_profile()))
+            placed = _placed_again(self._job, self._plan, placed, found)
+            findings = rehearsal.of(self._plan, placed)
         while (against := findings.against(self._plan)) is not None:
             if self._is_given:
                 placed.close()
@@ -255,6 +266,7 @@ class Start:
             findings = rehearsal.of(self._plan, placed)
         self._plan = replace(self._plan, loss=findings.loss if self._plan.cuts else self._plan.loss, rehearsed=True)
         self._plan = self._plan.without_compiled(findings.eager)
+        self.compiled = placed.compiled
         for line in placed.compiled.news():
             self._say(line)
         return placed

@@ -1,7 +1,8 @@
 """What the command line can be pointed at: the demo, a size preset, a Hugging Face configuration, or a function of the user's.
 
 `job_for(target)` makes the Job. Everything but a function takes `--batch`, `--seq`, `--dtype` and `--optimizer`; a function
-decides them in the Job it returns. All take `--real-run` and `--agree`. `module_costs` sums a traced pass by module (`--depth`).
+decides them in the Job it returns. All take `--real-run`, `--agree` and `--no-compile`. `module_costs` sums a traced pass by
+module (`--depth`).
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def job_for(
     optimizer: str | None = None,
     real_run: bool | None = None,
     agree: Sequence[str] | None = None,
+    no_compile: bool = False,
     ranks: int = 1,
 ) -> Job:
     """The Job a target stands for; None is its own default, of `batch` for each rank."""
@@ -81,7 +83,8 @@ def job_for(
         if named:
             raise ValueError(f"{named[0]} is not for functions; {target} decides it in the Job it returns")
         job = _job_of_function(target)
-        return replace(job, real_run=job.real_run if real_run is None else real_run, agree=(*job.agree, *(agree or ())))
+        job = replace(job, real_run=job.real_run if real_run is None else real_run, agree=(*job.agree, *(agree or ())))
+        return replace(job, compile=False) if no_compile else job
     if target == "demo":
         from . import demo
 
@@ -95,7 +98,7 @@ def job_for(
         job = _job_of_config(config, batch or BATCH * ranks, seq or size.seq, dtype)
     else:
         job = _job_of_config(_config_named(target), batch or BATCH * ranks, seq, dtype)
-    job = replace(job, real_run=real_run, agree=tuple(agree or ()))
+    job = replace(job, real_run=real_run, agree=tuple(agree or ()), compile=False if no_compile else None)
     return job if optimizer is None else replace(job, optimizer=_optimizer(optimizer))
 
 

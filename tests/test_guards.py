@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "anyfit"
 ROOMS = ("values", "probing", "tracing", "costing", "planning", "placing", "kernels", "running", "showing")
 COMPOSE = (
-    *("__init__", "__main__", "asking", "cli", "demo", "ending", "fit_command", "fitting", "options", "profiling", "starting"),
+    *("__init__", "__main__", "asking", "cli", "demo", "ending", "fit_command", "fitting", "measuring", "options", "profiling"),
+    "starting",
     "targets",
 )
 OFFERED = ("losses",)  # for a user's own code as well, and so without a look at the house

@@ -22,12 +22,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from anyfit.values.compiled import BlockTime
 from anyfit.values.job import Job
 from anyfit.values.precision import PRECISIONS
 from anyfit.values.record import nearest
 
 from ..kernels import native
-from .compiled_trial import compiling, reason_against
+from .compiled_timing import times_of
+from .compiled_trial import Trial, compiling, reason_against
 from .recompute import may_be_recomputed, set_attribute
 from .residency import Residency
 from .watched import Watched
@@ -50,6 +52,8 @@ class Backend:
         self.reasons: dict[Any, str] = {}  # by distinct block, why it is not compiled
         self.variants: Counter[Any] = Counter()  # by distinct block
         self.seconds = 0.0  # spent compiling
+        self.measures = False  # what is compiled is timed, eager beside it
+        self.times: dict[Any, tuple[BlockTime, BlockTime, float]] = {}  # by distinct block: eager, compiled, seconds to compile
 
     def __call__(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
@@ -193,7 +197,10 @@ class CompiledBlock:
         reason = backend.reasons.get(key)
         if reason is None:
             with self.ready():
-                reason = reason_against(self, args, kwargs)
+                before, trial = backend.seconds, Trial(self, args, kwargs)
+                reason = reason_against(self, trial)
+                if reason is None and backend.measures and key not in backend.times:
+                    backend.times[key] = *times_of(self, trial), backend.seconds - before
             if reason is None:
                 backend.equal.add(key)
             elif key not in backend.equal:

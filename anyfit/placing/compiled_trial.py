@@ -66,9 +66,9 @@ class Outcome:
     gradients: list[Tensor | None]
 
 
-def reason_against(block: Block, args: Any, kwargs: Any) -> str | None:
+def reason_against(block: Block, trial: Trial) -> str | None:
     """Compiles the block, where no code is there that serves this call; why that is not to be used, or None."""
-    trial, backend = Trial(block, args, kwargs), block.backend
+    backend = block.backend
     try:
         runs = backend.runs
         trial.call_twice(block.run)

@@ -5,22 +5,36 @@ evaluation    what a candidate costs: `footprint` of memory, `simulation` of a s
 local_search  the knobs of one micro-batch, in one size of chunks
 polish        of few blocks and chunks, each chosen by itself
 space         these together, for one layout of chunks and beside it for others
+compiling     eager or compiled, by distinct block
 fastest       over micro-batches and layouts, and ways to shard the state over ranks
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from anyfit.values.plan import Plan
 from anyfit.values.profile import Profile
 
 from .answers import no_plan
-from .fastest import fastest
+from .compiling import chosen_of, compiled, measured, worth_compiling
+from .fastest import Found, fastest
 from .reasons import explained
 
 
-def search(profile: Profile) -> Plan:
-    """The best plan for this profile, or NoPlan with the smallest shortfall."""
-    found = fastest(profile)
+def search(profile: Profile, steps: int | None = None) -> Plan:
+    """The best plan for this profile, or NoPlan with the smallest shortfall. `steps`: of the run, where that is known: so many
+    have to win back what compiling takes."""
+    found = searched(profile, explained, steps)
     if found is None:
         raise no_plan(profile)
-    return explained(found)
+    return found
+
+
+def searched(profile: Profile, finish: Callable[[Found], Plan], steps: int | None = None) -> Plan | None:
+    """The best plan, eager or with blocks compiled, as `finish` makes it of what was found; None where nothing fits."""
+    compiling = worth_compiling(profile)
+    found = fastest(measured(profile) if compiling.blocks else profile)
+    code = fastest(compiled(profile, compiling.blocks)) if compiling.blocks else None
+    eager = None if found is None else finish(found)
+    return eager if code is None else chosen_of(eager, finish(code), compiling, steps)

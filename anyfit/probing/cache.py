@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from anyfit.values.compiled import BlockFigures, CompiledFigures
 from anyfit.values.corrections import ClippedSteps, Correction, Corrections, Pace
 from anyfit.values.folder import cache_folder
 from anyfit.values.machine import Device, Machine
@@ -67,6 +69,31 @@ def keep_pace(machine: Machine, pace: Pace) -> None:
 def keep_clipped_steps(machine: Machine, seen: ClippedSteps) -> None:
     with contextlib.suppress(OSError):
         corrections_of(machine).with_clipped_steps(seen).save(_corrections_file(machine))
+
+
+def compiled_of(machine: Machine) -> CompiledFigures:
+    """What is known of compiled blocks on a machine; nothing where no file says so that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return CompiledFigures.load(_compiled_file(machine))
+    return CompiledFigures(machine.fingerprint)
+
+
+def keep_compiled(machine: Machine, found: Iterable[BlockFigures]) -> None:
+    with contextlib.suppress(OSError):
+        compiled_of(machine).with_all(found).save(_compiled_file(machine))
+
+
+def _compiled_file(machine: Machine) -> Path:
+    return cache_folder() / f"compiled-{machine.fingerprint}.json"
+
+
+def compiler_versions() -> str:
+    """Of what makes compiled code: other versions make other code."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    return f"torch {torch.__version__}, triton {triton}"
 
 
 def forget_corrections() -> list[str]:

@@ -107,7 +107,7 @@ def _pace(profile: Profile, plan: Plan, measured_seconds: float) -> Pace | str:
     if each is None:
         return f"micro-batches of {plan.micro_batch} were not profiled"
     if plan.compiled:
-        return "what torch.compile makes faster is not forecast"
+        return "compiled blocks were measured by themselves, which says nothing of the rates of others"
     if _shares_cores(profile, plan):
         return "on a CPU device, what is done beside the computation cannot be told apart from it"
     again, activations = 0.0, plan.activations

@@ -157,6 +157,8 @@ class Launch:
     deterministic: bool = False
     timeline: Path | None = None  # a trace file of a few steps
     hang_seconds: float | None = None
+    steps: int | None = None  # that the run is to make, where that was said
+    compiles: bool = True  # blocks, where the plan says so
     rank: int = 0
     on_step: Callable[[Run, list[str]], None] = lambda _run, _alarms: None
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)

@@ -63,7 +63,7 @@ class Findings:
 
     def restrict(self, profile: Profile) -> Profile:
         """The profile without what must not be done."""
-        profile = profile.ruled(self.loss).keeping(self.kept)
+        profile = profile.ruled(self.loss).keeping(self.kept).staying_eager(self.eager)
         return profile.keeping(self.not_selective, ("selective",)) if self.not_selective else profile
 
     def joined(self, others: list[Findings]) -> Findings:

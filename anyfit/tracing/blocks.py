@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from anyfit.values.compiled import code_of
 from anyfit.values.graph import Block
 
 PLAIN = (bool, int, float, str, type(None))
@@ -60,7 +61,7 @@ def find_blocks(model: nn.Module) -> Blocks:
             for name, child in children:
                 for inner in child.modules():
                     of_module[id(inner)] = len(blocks)
-                blocks.append(Block(f"{path}.{name}" if path else name, type(child).__name__))
+                blocks.append(Block(f"{path}.{name}" if path else name, type(child).__name__, code=code_of(child)))
                 modules.append(child)
             return
         for name, child in children:

@@ -90,6 +90,7 @@ class Block:
     # buffers, and what other blocks save too.
     offload_bytes: int = 0
     is_whole: bool = False  # compiled or scripted, or part of what is: nothing can come between its ops
+    code: str = ""  # a short name for its source, parameters and settings: what figures of its compiled code depend on
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ Model-state bytes are exact; seconds and activation bytes are forecasts and carr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import ClassVar, Literal, Self
 
 from .calibration import Calibration
+from .compiled import BlockFigures
 from .corrections import ClippedSteps, Correction, Pace
 from .loss_rule import MEAN, LossRule
 from .record import Record
@@ -87,6 +88,7 @@ class BlockCost:
     kept_bytes: int  # held from forward for backward
     # By plan.Activations, what could be done with that; nothing where it is no block, or outside all of them.
     choices: Mapping[str, ChoiceCost] = field(default_factory=dict)
+    figures: BlockFigures | None = None  # of its compiled code, where that was measured
 
     def scaled(self, scale: float) -> Self:
         """The same where the device takes so many times as long; copies to the host take what they took."""
@@ -373,6 +375,16 @@ class Profile(Record):
 
         passes = tuple(replace(each, blocks=tuple(map(without, each.blocks))) for each in self.passes)
         return replace(self, passes=passes, kept={**self.kept, **blocks})
+
+    def staying_eager(self, blocks: Collection[str]) -> Self:
+        """The same with these blocks not compiled."""
+        if not blocks:
+            return self
+
+        def without(block: BlockCost) -> BlockCost:
+            return replace(block, figures=None) if block.name in blocks else block
+
+        return replace(self, passes=tuple(replace(each, blocks=tuple(map(without, each.blocks))) for each in self.passes))
 
     def staying(self, why: str, mirrored_bytes: int = 0) -> Self:
         """The same with all model state on the device, whole on every rank, and so much of it twice."""
