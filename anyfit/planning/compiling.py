@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from anyfit.values.compiled import BlockFigures, BlockTime, PhaseTime
 from anyfit.values.plan import Decision, Plan
+from anyfit.values.precision import ELEMENT_BYTES, PRECISIONS
 from anyfit.values.profile import BlockCost, ChoiceCost, Pass, Profile, Segment, Timing
 from anyfit.values.units import show_seconds
 
@@ -46,26 +47,27 @@ def measured(profile: Profile) -> Profile:
 
     def timed(each: Pass) -> Pass:
         own = {index: block.figures.eager for index, block in enumerate(each.blocks) if block.figures and block.figures.eager}
-        return _with_times(each, own, {}) if own else each
+        return _with_times(each, own, {}, 0) if own else each
 
     return replace(profile, passes=tuple(map(timed, profile.passes)))
 
 
 def compiled(profile: Profile, names: tuple[str, ...]) -> Profile:
     """The same with these blocks compiled. Sizes of micro-batches for which one of them was not measured are left out."""
-    passes = []
+    passes, gradient_bytes = [], ELEMENT_BYTES[PRECISIONS[profile.precision].gradient]
     for each in profile.passes:
         chosen = {index: block.figures for index, block in enumerate(each.blocks) if block.name in names}
         pairs = {index: (of.eager, of.compiled) for index, of in chosen.items() if of and of.eager and of.compiled}
         if len(pairs) == len(chosen):
             eager, code = ({index: pair[place] for index, pair in pairs.items()} for place in (0, 1))
-            passes.append(_with_times(each, code, eager))
+            passes.append(_with_times(each, code, eager, gradient_bytes))
     return replace(profile, passes=tuple(passes))
 
 
-def _with_times(each: Pass, times: Mapping[int, BlockTime], eager: Mapping[int, BlockTime]) -> Pass:
+def _with_times(each: Pass, times: Mapping[int, BlockTime], eager: Mapping[int, BlockTime], gradient_bytes: int) -> Pass:
     """A pass whose blocks take these times; `eager`: of those that are compiled, what they take otherwise. Bytes are the trace's,
-    times what was measured of both: the trace knows what blocks share."""
+    times what was measured of both: the trace knows what blocks share. A compiled block hands out all gradients at its end, so
+    none of them leave before: `gradient_bytes` a parameter."""
     blocks, segments, more = list(each.blocks), list(each.segments), 0
     for index, time in times.items():
         whole = eager.get(index)
@@ -74,7 +76,8 @@ def _with_times(each: Pass, times: Mapping[int, BlockTime], eager: Mapping[int, 
         more += blocks[index].kept_bytes - each.blocks[index].kept_bytes
         for place, segment in enumerate(each.segments):
             if segment.block == index:
-                segments[place] = _segment(each, segment, time, time if whole is None else whole)
+                held = gradient_bytes * each.blocks[index].parameters if segment.phase == "backward" else 0
+                segments[place] = _segment(each, segment, time, time if whole is None else whole, held)
     return replace(
         each,
         blocks=tuple(blocks),
@@ -107,8 +110,8 @@ def _block(block: BlockCost, time: BlockTime, kept: float, *, is_whole: bool) ->
     )
 
 
-def _segment(each: Pass, segment: Segment, time: BlockTime, eager: BlockTime) -> Segment:
-    """One in which a block is called, of several where it is called more than once."""
+def _segment(each: Pass, segment: Segment, time: BlockTime, eager: BlockTime, held_bytes: int) -> Segment:
+    """One in which a block is called, of several where it is called more than once. `held_bytes` wait for its end."""
     own = [other.seconds for other in each.segments if (other.block, other.phase) == (segment.block, segment.phase)]
     share = segment.seconds / sum(own) if sum(own) else 1 / len(own)
     if segment.phase == "forward":
@@ -119,7 +122,7 @@ def _segment(each: Pass, segment: Segment, time: BlockTime, eager: BlockTime) ->
     return replace(
         segment,
         seconds=phase.alone_seconds * share,
-        work_bytes=max(segment.work_bytes + more, 0),
+        work_bytes=max(segment.work_bytes + more, 0) + held_bytes,
         timing=None if timing is None else timing.slowed(share, share),
     )
 

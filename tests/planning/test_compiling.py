@@ -63,6 +63,8 @@ def test_what_compiled_code_saves_for_backward_is_its_own() -> None:
     assert cost.choices["recompute"].seconds == pytest.approx(0.010 / 3)
     assert "selective" not in cost.choices  # one autograd node
     assert code.passes[0].peak_bytes == profile.passes[0].peak_bytes - 6 * MIB
+    before, now = ([segment.work_bytes for segment in each.passes[0].segments] for each in (profile, code))
+    assert now == [before[0], before[1] + 4 * 1_000_000]  # all gradients of the block wait for its end
     assert [segment.seconds for segment in code.passes[0].segments] == pytest.approx([0.010 / 3, 0.020 / 3])
 
 
