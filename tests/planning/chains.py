@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Literal
 
+from anyfit.costing.times import timing_of
 from anyfit.planning.candidate import Candidate
 from anyfit.planning.footprint import footprint_of
 from anyfit.planning.knobs import PLACED, RESIDENT
@@ -16,11 +17,13 @@ from anyfit.values.profile import (
     ChoiceCost,
     ChunkCost,
     HostRates,
+    LaunchCosts,
     LoadedRates,
     Pass,
     Profile,
     Segment,
     StateBytes,
+    Timing,
     UpdateCost,
 )
 from tests.planning.profiles import block, one_pass, small_profile
@@ -33,7 +36,7 @@ def random_profile(random: Random, blocks: int) -> Profile:
     """A chain between an embedding and a head, on a GPU or a CPU: every figure is drawn, from scales that are drawn first, so
     that now the computation is long and now the copies are, now activations weigh most and now the state."""
     is_gpu, accumulation = random.random() < 0.7, random.choice([1, 1, 1, 2, 3])
-    each = _pass(random, blocks)
+    each = _launched(_pass(random, blocks)) if is_gpu else _pass(random, blocks)
     chunks = _chunks(random, blocks, 5 if is_gpu and accumulation == 1 else 8)
     elements = sum(chunk.elements for chunk in chunks)
     weight = 2 * elements / each.seconds  # bytes a second at which weights cross while the pass computes
@@ -44,6 +47,7 @@ def random_profile(random: Random, blocks: int) -> Profile:
         up_bytes_per_second=crossing * _scale(random, 0.5, 20),
         down_bytes_per_second=crossing * _scale(random, 0.5, 20),
         overlaps=is_gpu,
+        launching=LaunchCosts(beside_updates=1.2, beside_copies=1.4, beside_both=1.8, fetch_seconds=1e-4),
     )
     if is_gpu and random.random() < 0.5:
         slowed = (
@@ -112,6 +116,26 @@ def _pass(random: Random, count: int) -> Pass:
     places = range(count + 2)
     segments = [segment("forward", at) for at in places] + [segment("backward", at) for at in reversed(places)]
     return one_pass(MICRO_BATCH, blocks=tuple(blocks), segments=tuple(segments))
+
+
+def _launched(each: Pass) -> Pass:
+    """With ops that have to be launched, in some of these passes: now the host takes longer for them, and now the device."""
+    aside = Random(repr(each.seconds))
+    most = aside.choice([0.0, 0.0, 0.5, 2.0])  # of the device's seconds
+    if not most:
+        return each
+
+    def timing(device: float) -> Timing:
+        return timing_of([(aside.uniform(0, most) * device / 3, device / 3) for _ in range(3)])
+
+    def choices(block: BlockCost) -> dict[str, ChoiceCost]:
+        return {
+            name: replace(cost, timing=timing(cost.seconds)) if name in ("recompute", "selective") else cost
+            for name, cost in block.choices.items()
+        }
+
+    blocks = tuple(replace(block, choices=choices(block)) for block in each.blocks)
+    return replace(each, blocks=blocks, segments=tuple(replace(part, timing=timing(part.seconds)) for part in each.segments))
 
 
 def _chunks(random: Random, count: int, most: int) -> tuple[ChunkCost, ...]:
