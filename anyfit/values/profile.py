@@ -38,11 +38,15 @@ class Timing:
         return Timing(self.launches + other.launches, launch, device, alone)
 
     def slowed(self, host: float, device: float) -> Timing:
-        """Where the host takes so many times as long, and the device so many. Which op decides may be another then: what it
-        takes alone is no less than that, and the same where both are slowed alike."""
+        """Where the host takes so many times as long, and the device so many."""
+        alone = self.slowed_alone_seconds(host, device)
+        return Timing(self.launches, host * self.launch_seconds, device * self.device_seconds, alone)
+
+    def slowed_alone_seconds(self, host: float, device: float) -> float:
+        """Which op decides may be another when they are slowed: this is no less than what they then take alone, and the same
+        where both are slowed alike."""
         launch, busy, alone = self.launch_seconds, self.device_seconds, self.alone_seconds
-        by_host, by_device = host * launch + device * (alone - launch), device * busy + host * (alone - busy)
-        return Timing(self.launches, host * launch, device * busy, max(by_host, by_device))
+        return max(host * launch + device * (alone - launch), device * busy + host * (alone - busy))
 
     @classmethod
     def on_device(cls, seconds: float) -> Timing:

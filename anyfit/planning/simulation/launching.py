@@ -40,7 +40,7 @@ class Launching:
         while self._ahead and self._ahead[0][0] <= self._count - QUEUE:
             self._taken = self._ahead.popleft()[1]
         began = max(self._free, self._taken)
-        alone = timing.slowed(host, slowness).alone_seconds
+        alone = timing.slowed_alone_seconds(host, slowness)
         busy = device + resources.owed_seconds
         waited = max((began - now) + (alone - busy), 0.0)
         resources.owed_seconds = 0.0
