@@ -258,7 +258,7 @@ def _choices(graph: Graph, ops: Ops, took: Sequence[float], machine: Machine) ->
     is_launched = device.kind == "cuda"
     look_seconds = device.calibration.selective_call_factor.value * device.host_seconds.value if is_launched else 0.0
     added, noted = device.calibration.recompute_call_factor.value, device.calibration.recompute_calls.value
-    kept, costly, large, last = ([0] * count for _ in range(4))
+    kept, costly, large, last, sent = ([0] * count for _ in range(5))
     for value in graph.values:
         maker = graph.ops[value.born]
         if value.kind == "activation" and maker.phase == "forward" and _is_costly(maker.name):
@@ -266,7 +266,9 @@ def _choices(graph: Graph, ops: Ops, took: Sequence[float], machine: Machine) ->
         if graph.kept(value):
             home = graph.home(value)
             kept[home] += value.bytes
-            large[home] += value.bytes if value.bytes >= LEAST_OFFLOAD_BYTES else 0
+            if value.bytes >= LEAST_OFFLOAD_BYTES:
+                large[home] += value.bytes
+                sent[home] += 1
             if value.dies < len(graph.ops) and graph.ops[value.dies].block == value.block:  # not the block's output
                 last[value.block] = max(last[value.block], value.born)
     again: list[list[tuple[float, float]]] = [[] for _ in range(count)]  # by block, ops that are recomputed: host, device
@@ -290,7 +292,9 @@ def _choices(graph: Graph, ops: Ops, took: Sequence[float], machine: Machine) ->
             copies = moved / host.down_bytes_per_second + moved / host.up_bytes_per_second
             choices["recompute"] = ChoiceCost(block.input_bytes, 0, forward[index], whole)
             choices["selective"] = ChoiceCost(block.input_bytes + costly[index], 0, cheap[index], part)
-            choices["offload"] = ChoiceCost(kept[index] - large[index], moved, copies)
+            sending = device.calibration.offload_calls.value * sent[index] * device.host_seconds.value, 0.0
+            sends = timing_of([sending]) if is_launched else None
+            choices["offload"] = ChoiceCost(kept[index] - large[index], moved, copies, sends)
         costs.append(choices)
     return costs
 

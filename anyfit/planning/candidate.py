@@ -153,16 +153,19 @@ class Candidate:
 
     @cached_property
     def timings(self) -> tuple[Timing, ...]:
-        """By segment, of host and device, with what is recomputed in it."""
+        """By segment, of host and device, with what is recomputed in it or comes back."""
 
         def timing(segment: Segment) -> Timing:
-            again = self._recomputed[segment.block] if segment.phase == "backward" else None
-            return segment.played if again is None else again.recomputed.then(segment.played)
+            block, choice = self.profile_pass.blocks[segment.block], self.activations[segment.block]
+            if segment.phase == "forward" or choice == "keep":
+                return segment.played
+            return block.choices[choice].added.then(segment.played)
 
         return tuple(map(timing, self.profile_pass.segments))
 
     @property
     def launch_seconds(self) -> float:
         """Of one pass, that the host takes at least to launch it."""
-        again = sum(each.timing.launch_seconds for each in self._recomputed if each is not None and each.timing is not None)
-        return again + self.profile_pass.played.launch_seconds
+        pairs = zip(self.profile_pass.blocks, self.activations, strict=True)
+        added = sum(block.choices[choice].added.launch_seconds for block, choice in pairs if choice != "keep")
+        return added + self.profile_pass.played.launch_seconds

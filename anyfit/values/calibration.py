@@ -43,6 +43,7 @@ class Calibration(Record):
     gradient_calls: Figure  # to put one gradient in a staging buffer
     fetch_calls: Figure  # to fetch a chunk
     bind_calls: Figure  # to give a parameter its weights, fetched or fresh
+    offload_calls: Figure  # to move a saved tensor to the host, and to bring it back
     recompute_calls: Figure  # to note what a block's forward sees and to put it back, where it is recomputed
     recompute_call_factor: Figure  # that recomputing adds to every call of such a forward, both times together
     split_update_bytes: Figure  # that torch's own update of a bf16 parameter moves besides the optimizer's

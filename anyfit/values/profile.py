@@ -64,13 +64,13 @@ class ChoiceCost:
     kept_bytes: int  # on the device, from forward to backward
     moved_bytes: int  # to the host, and back
     seconds: float  # of recomputing, or of copies both ways, before anything hides them
-    timing: Timing | None = None  # of recomputing, where another processor launches it
+    timing: Timing | None = None  # of recomputing, or of what the host does to move them, where another processor launches it
 
     @property
-    def recomputed(self) -> Timing:
-        """What backward does once more."""
+    def added(self) -> Timing:
+        """What backward does besides: what is recomputed, or what moving takes of the host."""
         if self.moved_bytes:
-            return NOTHING_RUN
+            return self.timing or NOTHING_RUN
         return self.timing or Timing.on_device(self.seconds)
 
     @property
