@@ -96,7 +96,8 @@ def _block(block: BlockCost, time: BlockTime, kept: float, *, is_whole: bool) ->
         if name == "recompute":
             choices[name] = replace(choice, seconds=time.forward.alone_seconds, timing=_timing(time.forward))
         elif name != "selective":
-            choices[name] = ChoiceCost(int(choice.kept_bytes * kept), int(choice.moved_bytes * kept), choice.seconds * kept)
+            sizes = int(choice.kept_bytes * kept), int(choice.moved_bytes * kept)
+            choices[name] = ChoiceCost(*sizes, choice.seconds * kept, choice.timing)
         elif not is_whole:
             slower = None if choice.timing is None else choice.timing.slowed(scale, scale)
             choices[name] = replace(choice, seconds=choice.seconds * scale, timing=slower)

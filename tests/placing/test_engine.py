@@ -80,8 +80,9 @@ def batches_for(model: str, count: int = STEPS) -> list[Any]:
 
 def trained(job: anyfit.Job, plan: Plan, model: str, delay: Any) -> tuple[list[float], dict[str, Tensor], set[int], int]:
     """Losses, weights, what was held on the device after each step, and what on the host."""
-    torch._dynamo.reset()  # compiled blocks find no code of others
-    backend_for.cache_clear()
+    if plan.compiled:  # which are to find no code of others
+        torch._dynamo.reset()
+        backend_for.cache_clear()
     before, activations.LEAST_BYTES = activations.LEAST_BYTES, 256
     try:
         with started(job, plan, delay) as run:

@@ -124,7 +124,9 @@ class FileTier(Tier):
 
         return self._lanes.up.run(copy, after, label)
 
-    def write(self, home: Any, source: Tensor, after: After, label: Label, ranges: Ranges | None = None) -> Ticket:
+    def write(
+        self, home: Any, source: Tensor, after: After, label: Label, ranges: Ranges | None = None, *, is_held: bool = False
+    ) -> Ticket:
         def copy() -> None:
             FileTier.moved += os.pwrite(home.file, source.numpy().tobytes(), home.start)
 

@@ -12,7 +12,7 @@ from anyfit.values.check import Check
 from anyfit.values.corrections import ClippedSteps, Correction, Corrections, Pace
 from anyfit.values.graph import Graph
 from anyfit.values.machine import DTYPES, OPERATIONS, Curve, Device, Machine
-from anyfit.values.plan import AXES, Clipping, Forecast, Placement, Plan
+from anyfit.values.plan import AXES, Clipping, Forecast, Placement, Plan, Stage
 from anyfit.values.profile import Profile
 
 RECORDS = (Check, Corrections, Graph, Machine, Plan, Profile)
@@ -110,6 +110,15 @@ def _corrections(draw: st.DrawFn) -> Correction:
 
 
 @st.composite
+def _stages(draw: st.DrawFn) -> Stage:
+    """What is recomputed in part is not compiled."""
+    activations = draw(fields_of(Stage)["activations"])
+    compiled = draw(fields_of(Stage)["compiled"])
+    fit = tuple(each for each in compiled if activations.get(each) != "selective")
+    return draw(st.builds(Stage, **fields_of(Stage) | {"activations": st.just(activations), "compiled": st.just(fit)}))
+
+
+@st.composite
 def _clipped_steps(draw: st.DrawFn) -> ClippedSteps:
     steps = draw(st.integers(0, 10**6))
     ruled = {"steps": st.just(steps), "clipped": st.integers(0, steps)}
@@ -126,6 +135,7 @@ RULES: dict[Any, st.SearchStrategy[Any]] = {
     Pace: st.deferred(lambda: st.builds(Pace, **fields_of(Pace) | {"measured_seconds": positive, "forecast_seconds": positive})),
     Forecast: st.deferred(lambda: st.builds(Forecast, **fields_of(Forecast) | {"step_seconds": positive})),
     Placement: placements(),
+    Stage: st.deferred(_stages),
     Plan: st.deferred(_plans),
 }
 records = st.one_of(*map(values_of, RECORDS))
