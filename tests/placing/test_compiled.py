@@ -257,6 +257,7 @@ def test_evaluation_hooks_that_come_later_and_a_second_backward_are_as_in_eager(
     assert graphs() == 1
 
 
+@pytest.mark.full
 def test_a_loss_that_wants_second_derivatives_runs_eagerly(capsys: pytest.CaptureFixture[str]) -> None:
     def penalised(model: nn.Module, ids: Tensor) -> Tensor:
         x = model.embed(ids[:, :-1])  # type: ignore[operator]

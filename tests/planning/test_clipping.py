@@ -119,6 +119,7 @@ def test_the_more_steps_clip_the_more_a_plan_is_made_for_them() -> None:
         assert forecast.mean_step_seconds <= 1.005 * min(other.mean_step_seconds for other in others)
 
 
+@pytest.mark.full
 def test_an_even_chance_is_taken_where_nothing_was_seen() -> None:
     assert NOTHING_SEEN.share == 0.5
     plan = planned_with(NOTHING_SEEN)
@@ -177,6 +178,7 @@ class Counting:
         return simulate(candidate, rates)
 
 
+@pytest.mark.full
 def test_a_search_that_weighs_clipped_steps_simulates_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for seen in (None, NOTHING_SEEN):
