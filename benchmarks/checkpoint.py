@@ -45,8 +45,8 @@ from anyfit.values.plan import Placement
 from . import record
 from .by_hand import hand_written
 from .cases import gpt2
-from .mixed import _quickly_built
 from .peers import CONTEXT_BYTES, GIB, LR, MODELS, NO_DROPOUT, VOCABULARY, WEIGHT_DECAY
+from .profiler import quickly_built
 
 CONFIGURATIONS = {
     "1b": gpt2(36, 1536, 24, vocab_size=VOCABULARY, n_positions=1024, **NO_DROPOUT),
@@ -74,7 +74,7 @@ def start(model: str, batch: int, cap_bytes: float, host_bytes: int | None) -> R
         clip_norm=1.0,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY),
     )
-    job = _quickly_built(job)
+    job = quickly_built(job)
     if torch.cuda.is_available():
         machine = anyfit.probe().with_limits(device_memory=int(cap_bytes), host_memory=host_bytes)
         return anyfit.start(job, machine=machine)

@@ -124,10 +124,12 @@ class Job:
     family: str
     capped: bool = False  # to a third of what all state on the device needs
     clips: bool = False  # at every step
+    compiles: bool = False  # blocks, where that was measured to be faster
 
     @property
     def name(self) -> str:
-        return f"{self.family}{', a third of the memory' * self.capped}{', clipping' * self.clips}"
+        words = {", a third of the memory": self.capped, ", clipping": self.clips, ", compiled": self.compiles}
+        return self.family + "".join(word for word, is_so in words.items() if is_so)
 
     @property
     def is_held_out(self) -> bool:
@@ -136,7 +138,15 @@ class Job:
 
 
 JOBS = {
-    job.name: job for family in FAMILIES for job in (Job(family), Job(family, capped=True), Job(family, capped=True, clips=True))
+    job.name: job
+    for family in FAMILIES
+    for job in (
+        Job(family),
+        Job(family, capped=True),
+        Job(family, capped=True, clips=True),
+        Job(family, compiles=True),
+        Job(family, capped=True, compiles=True),
+    )
 }
 
 

@@ -33,7 +33,7 @@ from anyfit.values.plan import Placement
 
 from . import record
 from .by_hand import hand_written
-from .peers import CONTEXT_BYTES, GIB, JOBS, LR, MODELS, VOCABULARY, WEIGHT_DECAY, Job, with_norms
+from .peers import CONTEXT_BYTES, GIB, JOBS, LR, MODELS, VOCABULARY, WEIGHT_DECAY, Job
 from .planned import about
 from .profiler import quickly_built
 
@@ -134,17 +134,13 @@ def start(name: str, changes: dict[str, Any]) -> anyfit.Run:
     """The job, placed by hand."""
     job, configuration = JOBS[name], replace(CONFIGURATIONS[name], **changes)
     training = job_of(job, micro_batch=job.batch)
-    return anyfit.start(_quickly_built(training), plan_of(job, configuration, training), anyfit.Machine.load("h200"))
+    return anyfit.start(quickly_built(training), plan_of(job, configuration, training), anyfit.Machine.load("h200"))
 
 
 def start_planned(name: str) -> anyfit.Run:
     """The job as a user starts it, who says how much memory there is."""
     machine = anyfit.probe("full").with_limits(device_memory=JOBS[name].cap_bytes)
-    return anyfit.start(_quickly_built(job_of(JOBS[name])), machine=machine)
-
-
-def _quickly_built(training: anyfit.Job) -> anyfit.Job:
-    return replace(training, model=lambda: with_norms(quickly_built(training).build()))
+    return anyfit.start(quickly_built(job_of(JOBS[name])), machine=machine)
 
 
 def measure(

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from .cases import Case, gpt2, job_of
@@ -104,15 +104,6 @@ JOBS = {
 }
 
 
-def with_norms(model: nn.Module) -> nn.Module:
-    """Norms as they are initialised, so that the model learns."""
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.weight = nn.Parameter(torch.ones_like(module.weight))
-            module.bias = nn.Parameter(torch.zeros_like(module.bias))
-    return model
-
-
 Step = Callable[[], tuple[Tensor, Any]]  # the loss, and the norm of the gradients before they were clipped
 
 
@@ -143,7 +134,7 @@ class System:
 def build(job: Job, dtype: torch.dtype, device: str, *, reentrant: bool = False) -> Any:
     """With the weights that `anyfit.start` gets for the same case and seed; blocks recompute."""
     torch.manual_seed(0)
-    model: Any = with_norms(quickly_built(job_of(job.case)).build())
+    model: Any = quickly_built(job_of(job.case)).build()
     for parameter in model.parameters():  # which are all views of the same numbers
         parameter.data = parameter.data.to(device, dtype, copy=True)
     if not job.kept:

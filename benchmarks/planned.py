@@ -57,7 +57,7 @@ from anyfit.values.profile import Pass, Profile
 
 from . import record
 from .cases import CASES, SMALL_OPS, Case, job_of
-from .peers import ALWAYS, CONTEXT_BYTES, GIB, MODELS, NEVER, with_norms
+from .peers import ALWAYS, CONTEXT_BYTES, GIB, MODELS, NEVER
 from .peers import Job as Peer
 from .profiler import CALLS_SECONDS, quickly_built, varied, weighty_calls
 
@@ -275,7 +275,7 @@ def measure(job: Job, training: anyfit.Job, plan: Plan, arena: torch.Tensor, ste
     building = replace(quickly_built(training), micro_batch=plan.micro_batch)
     torch.manual_seed(0)
     began = time.perf_counter()
-    placed = place(building, plan, with_norms(building.build()), torch.device("cuda", 0), arena=arena)
+    placed = place(building, plan, building.build(), torch.device("cuda", 0), arena=arena)
     started = time.perf_counter() - began
     with Run(building, plan, placed) as run:
         torch.cuda.reset_peak_memory_stats()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import time
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import anyfit
 from anyfit.costing.times import call_weights, curve_seconds
@@ -132,30 +135,46 @@ def measure(case: Case, machine: Machine, ops: Path | None) -> dict[str, Any]:
     return {"case": case.to_json(), "measured": measured, "predicted_then": predicted, **case.roughness}
 
 
+class SameDraws(TorchFunctionMode):
+    """Random numbers are copies of a few that were drawn once: billions of new ones would take minutes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn = torch.empty(2**20).uniform_(-1.0, 1.0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.uniform_:
+            low, high = _pair(args, kwargs, ("from", "to"), (0.0, 1.0))
+            return self._fill(args[0]).mul_((high - low) / 2).add_((low + high) / 2)
+        if func is Tensor.normal_:
+            mean, deviation = _pair(args, kwargs, ("mean", "std"), (0.0, 1.0))
+            return self._fill(args[0]).mul_(math.sqrt(3) * deviation).add_(mean)
+        return args[0] if func is Tensor.erfinv_ else func(*args, **kwargs)  # by which uniform numbers become normal ones
+
+    def _fill(self, tensor: Tensor) -> Tensor:
+        flat = tensor.view(-1)  # parameters that are drawn are contiguous
+        for part in flat.split(len(self._drawn)):
+            part.copy_(self._drawn[: len(part)])
+        return tensor
+
+
+def _pair(args: Any, kwargs: Any, names: tuple[str, str], defaults: tuple[float, float]) -> tuple[float, float]:
+    given = [*args[1:3], *defaults[len(args) - 1 :]]
+    return tuple(float(kwargs.get(name, value)) for name, value in zip(names, given, strict=True))  # type: ignore[return-value]
+
+
 def quickly_built(job: anyfit.Job) -> anyfit.Job:
-    """Drawing billions of weights takes minutes and does not change a step: all are copies of the same numbers.
+    """The same job, whose model draws its weights as `SameDraws` does; norms, biases and buffers are the model's own.
 
     On the CPU, as a user's model is: weights made on the GPU would leave holes, and chunks placed there tie up whole segments.
     """
 
     def build() -> torch.nn.Module:
-        with torch.device("meta"):
-            model = job.build()
-        drawn = torch.empty(max(parameter.numel() for parameter in model.parameters())).uniform_(-0.02, 0.02)
-        made: dict[int, torch.nn.Parameter] = {}  # by identity: to_empty would untie what is tied
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in made:
-                        filled = drawn[: parameter.numel()].view(parameter.shape).clone()
-                        made[id(parameter)] = torch.nn.Parameter(filled, requires_grad=parameter.requires_grad)
-                    module._parameters[name] = made[id(parameter)]
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
-        return model
+        with SameDraws():
+            return job.build()
 
-    return anyfit.Job(**{**vars(job), "model": build})
+    return replace(job, model=build)
 
 
 def write_ops(run: anyfit.Run, batch: Batch, file: Path) -> None:

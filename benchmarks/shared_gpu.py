@@ -16,7 +16,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from anyfit.values.plan import Placement
 from . import record
 from .by_hand import hand_written
 from .cases import gpt2
-from .peers import MODELS, NO_DROPOUT, VOCABULARY, with_norms
+from .peers import MODELS, NO_DROPOUT, VOCABULARY
 from .profiler import quickly_built
 from .ranks import in_processes
 
@@ -54,7 +53,7 @@ def job_for(model: str) -> anyfit.Job:
         clip_norm=1.0,
         optimizer=lambda built: torch.optim.AdamW(built.parameters(), lr=LR),
     )
-    return replace(job, model=lambda: with_norms(quickly_built(job).build()))
+    return quickly_built(job)
 
 
 def plan_for(job: anyfit.Job, model: str, ranks: int, passes: int) -> anyfit.Plan:
