@@ -36,6 +36,8 @@ SUBSETS = 4  # of resident chunks that are started from, for every other start
 BEST_PAIRS = 2  # after single changes, try changing the best ones in pairs
 MOST_BRANCHES = 12_000  # of the trees of all plans: two seconds
 MOST_MOVING_BRANCHES = 6_000  # of those in which something is offloaded
+TREE_BRANCHES = 16  # whose time it takes to begin a tree
+RANKED_A_BRANCH = 4  # choices for all blocks that are weighed in the time of a branch
 MOST_ACTIVATIONS = 3**7  # choices for all blocks: few enough to try them all
 SLACK = 0.005  # of a step: the tree is not searched for less
 Branch = tuple[tuple[Placement, ...], tuple[Activations, ...]]  # of the first chunks, and of the first blocks
@@ -63,6 +65,8 @@ class Polish:
         enough = min(under, best.seconds if best else under)
         offloadable = self._candidates.offloadable(micro_batch)
         for offloaded in chain.from_iterable(combinations(offloadable, count) for count in range(len(offloadable) + 1)):
+            if self._tree.is_over(offloaded):
+                continue
             best = self._tree.best(micro_batch, (1 - SLACK) * enough, offloaded) or best
             enough = min(enough, best.seconds if best else enough)
         return best if best is not None and best.seconds < under else None
@@ -186,6 +190,10 @@ class Tree:
         other._evaluation = evaluation
         return other
 
+    def is_over(self, offloaded: tuple[int, ...]) -> bool:
+        """Whether no branch is left for such trees."""
+        return self._branches_left[bool(offloaded)] <= 0
+
     def _all_activations(self, micro_batch: int, offloaded: tuple[int, ...]) -> Ranked:
         """By the seconds they cost, with these blocks offloaded and no others; none where there are too many."""
         candidates = self._evaluation.candidates
@@ -197,7 +205,9 @@ class Tree:
         """Of all there is with these blocks offloaded, of what takes less than `under`; as far as the branches go."""
         evaluation, candidates, offloads = self._evaluation, self._evaluation.candidates, bool(offloaded)
         chunks, choices = candidates.chunks, candidates.choices_with(micro_batch, offloaded)
-        bounds = Bounds(evaluation, micro_batch, choices, self.all_activations(micro_batch, offloaded))
+        ranked = self.all_activations(micro_batch, offloaded)
+        self._branches_left[offloads] -= TREE_BRANCHES + len(ranked) // RANKED_A_BRANCH
+        bounds = Bounds(evaluation, micro_batch, choices, ranked)
         first = bounds.first
         found: Offer | None = None
         start: Branch = ((), ())
