@@ -79,6 +79,11 @@ def test_blocks_are_measured_once_and_later_plans_compile_by_what_was_found() ->
     assert losses == pytest.approx(train_plainly(job, batches)[0], rel=1e-5)
 
 
+def test_a_traced_block_has_code_too() -> None:
+    traced = torch.jit.trace(torch.nn.Linear(4, 4), torch.randn(2, 4))  # type: ignore[no-untyped-call]
+    assert code_of(traced) == code_of(traced) != code_of(torch.nn.Linear(4, 4))
+
+
 def test_the_code_of_a_block_is_its_source_and_settings_but_not_its_number() -> None:
     model = tiny_gpt()
     first, second = model.blocks

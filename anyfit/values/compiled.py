@@ -89,9 +89,8 @@ def code_of(block: nn.Module) -> str:
         parts.append([path, type(module).__module__, type(module).__qualname__, _source(type(module))])
         own = vars(module)
         for kind in ("_parameters", "_buffers"):
-            parts += [
-                [kind, key, None if each is None else [list(each.shape), each.requires_grad]] for key, each in own[kind].items()
-            ]
+            held = own.get(kind, {})  # a traced or scripted module keeps its own elsewhere, and is not compiled
+            parts += [[kind, key, None if each is None else [list(each.shape), each.requires_grad]] for key, each in held.items()]
         plain = {key: value for key, value in sorted(own.items()) if isinstance(value, PLAIN) and key not in MARKS}
         parts += [[key, "its number" if _counts(key, value) else value] for key, value in plain.items()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
