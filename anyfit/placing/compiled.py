@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from .compiled_trial import Trial, compiling, reason_against
 from .recompute import may_be_recomputed, set_attribute
 from .residency import Residency
 from .watched import Watched
+from .why_not import WhyNot
 
 MOST_MISSED = 32  # calls in training that the code did not serve, of more than half
 # What plain PyTorch would compute: random numbers in its order, and intermediate results rounded where it rounds them.
@@ -87,12 +88,12 @@ def no_compiler(device: torch.device) -> str | None:
     return None
 
 
-class CompiledBlocks:
+class CompiledBlocks(WhyNot):
     """The blocks that a plan compiles."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], residency: Residency, device: torch.device, job: Job) -> None:
+        super().__init__("without torch.compile")
         self._undo: list[Callable[[], None]] = []
-        self._unsaid: dict[str, str] = {}  # by block, why it stays eager
         self.blocks: dict[str, CompiledBlock] = {}
         self.served: Counter[Any] = Counter()  # calls in training, by distinct block
         self.missed: Counter[Any] = Counter()  # those that the code which is there did not serve
@@ -107,39 +108,18 @@ class CompiledBlocks:
         backend = backend_for("fast" if job.compile == "fast" else "eager")
         for name in names:
             made = CompiledBlock(self, name, modules[name], residency, device, job.precision, backend)
-            made.reason = none or made.reason
             self.blocks[name] = made
             self._undo.append(set_attribute(modules[name], "forward", made))
-            if made.reason is not None:
-                self._unsaid[name] = made.reason
+            reason = none or made.unfit
+            if reason is not None:
+                self.stay_eager({name: reason})
 
-    def stay_eager(self, reasons: Mapping[str, str]) -> None:
-        """These blocks are not compiled from now on, each for its reason."""
-        for name, reason in reasons.items():
-            block = self.blocks.get(name)
-            if block is not None and block.reason is None:
-                block.reason = self._unsaid[name] = reason
-
-    @property
-    def reasons(self) -> dict[str, str]:
-        """By block, why it stays eager."""
-        return {name: block.reason for name, block in self.blocks.items() if block.reason is not None}
-
-    def news(self) -> list[str]:
-        """What is to be said of blocks that stay eager, once."""
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self._unsaid.items():
-            by_reason.setdefault(reason, []).append(name)
-        self._unsaid.clear()
-        return [f"{_listed(names)} without torch.compile: {reason}" for reason, names in by_reason.items()]
+    def is_of(self, name: str) -> bool:
+        return name in self.blocks
 
     def close(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"block {names[0]!r} runs" if len(names) == 1 else f"blocks {names[0]!r} to {names[-1]!r} ({len(names)}) run"
 
 
 class CompiledBlock:
@@ -158,34 +138,46 @@ class CompiledBlock:
         self.name, self.module, self.device, self.backend = name, module, device, backend
         self.eager_forward: Callable[..., Any] = module.forward
         self.is_rounded = PRECISIONS[precision].weight != "float32"
-        self.reason = _unfit(module)
+        self.unfit = _unfit(module)
         self._of, self._residency = of, residency
         self._watched = [parameter for parameter in module.parameters() if isinstance(parameter, Watched)]
         self._chunks = {parameter.anyfit[2] for parameter in self._watched}
         # Ranks that shard weights use them in one order, which compiled code and eager code do not share.
         self._is_gathered = any(residency.is_gathered(index) for index in self._chunks)
-        self._is_tried = False
-        if self.reason is None:
+        self._is_tried = self.is_served = False  # the last call, by compiled code
+        if self.unfit is None:
             self.compile: Any = torch.compile(self.eager_forward, fullgraph=True, dynamic=False, backend=backend)
             self.run: Any = vars(torch._dynamo)["run"](self.compile)  # with code that is there, or eagerly
-            self.key = _distinct(module, self.eager_forward)
+            self.key = distinct(module, self.eager_forward)
+
+    @property
+    def reason(self) -> str | None:
+        """Why it stays eager."""
+        return self._of.reasons.get(self.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         learns = self.reason is None and self._learns()
         if learns and not self._is_tried:
             self._try(args, kwargs)
         if self.reason is not None or not self._is_tried:
-            with self.ready() if self._is_gathered else nullcontext():
-                return self.eager_forward(*args, **kwargs)
+            return self.again(args, kwargs, is_served=False)
+        if self._is_gathered and learns:
+            self.is_served = True
+            with self.ready(), compiling():
+                return self.compile(*args, **kwargs)
         before = self.backend.runs
-        with self.ready():
-            if self._is_gathered and learns:
-                with compiling():
-                    return self.compile(*args, **kwargs)
-            result = self.run(*args, **kwargs)
+        result = self.again(args, kwargs, is_served=True)
+        self.is_served = self.backend.runs > before
         if learns:
-            self._heed(is_served=self.backend.runs > before)
+            self._heed(is_served=self.is_served)
         return result
+
+    def again(self, args: Any, kwargs: Any, *, is_served: bool) -> Any:
+        """By compiled code that is there, or eagerly, whatever is known of the block by now: a forward that is recomputed has to
+        save what it saved."""
+        self.is_served = is_served
+        with self.ready() if is_served or self._is_gathered else nullcontext():
+            return (self.run if is_served else self.eager_forward)(*args, **kwargs)
 
     def _learns(self) -> bool:
         """Whether a call is one of training: compiled code for it is worth having."""
@@ -244,7 +236,7 @@ def _unfit(module: nn.Module) -> str | None:
     return None if hasattr(module.forward, "__code__") else "its forward is not a function"
 
 
-def _distinct(module: nn.Module, forward: Any) -> Any:
+def distinct(module: nn.Module, forward: Any) -> Any:
     """The same for blocks that are alike: their code, classes and parameters."""
     parameters = tuple((name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in module.named_parameters())
     return forward.__code__, tuple(type(each) for each in module.modules()), parameters

@@ -144,8 +144,14 @@ class Recomputed:
         frame = Frame(self, args, kwargs, kept)
         with saved_tensors_hooks(frame.hold, Frame.give), nullcontext() if kept is None else Keeping(kept):
             result = self.forward(*args, **kwargs)
-        frame.check()
+        frame.check(getattr(self.forward, "is_served", None))
         return result
+
+    def run(self, args: Any, kwargs: Any, is_served: bool | None) -> Any:
+        """The forward once more; `is_served` says how, where compiled code stands in for it."""
+        if is_served is None:
+            return self.forward(*args, **kwargs)
+        return self.forward.again(args, kwargs, is_served=is_served)  # type: ignore[attr-defined]
 
     def error(self, what: str) -> RuntimeError:
         return RuntimeError(
@@ -176,6 +182,7 @@ class Frame:
         self._inputs = Inputs((args, kwargs), of.pack, of.unpack)
         self._note = of.state.note(self._inputs.objects)
         self._glance = of.state.glance()
+        self._is_served: bool | None = None
         self._holders: list[weakref.ref[Holder]] = []
         self._facts: list[tuple[torch.Size, torch.dtype]] = []
 
@@ -186,8 +193,9 @@ class Frame:
             self._facts.append((tensor.shape, tensor.dtype))
         return holder
 
-    def check(self) -> None:
-        """After the first forward: what no recomputation could put back."""
+    def check(self, is_served: bool | None) -> None:
+        """After the first forward: what no recomputation could put back. Of compiled code: whether it served the call."""
+        self._is_served = is_served
         self.of.state.ran(self._glance)
         reason = reason_against(self._inputs, self._note.edited(), self.of.state)
         if reason is not None:
@@ -241,7 +249,7 @@ class Frame:
         again: AbstractContextManager[Any] = nullcontext() if self._kept is None else Reusing(self._kept, self.of.error)
         try:
             with self._note.again() as put_back, saved_tensors_hooks(pack, self.of.unpack), torch.enable_grad(), again:
-                self.of.forward(*args, **kwargs)
+                self.of.run(args, kwargs, self._is_served)
         except _Enough:
             return
         except RuntimeError:  # which an interpreter of scripts makes of it

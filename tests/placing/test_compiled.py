@@ -301,3 +301,24 @@ def test_what_a_job_or_a_plan_cannot_mean_is_refused() -> None:
         started(job, hand_written(job, compiled=("blocks.0", "blocks.0.up")))
     with pytest.raises(ValueError, match=r"compile=False.*compiles 3 blocks"):
         anyfit.start(job_for(compile=False), hand_written(job, compiled=BLOCKS))
+
+
+def test_a_block_that_turns_eager_between_forward_and_backward_is_recomputed_as_it_ran() -> None:
+    """As where another block of its kind has found that calls keep changing."""
+    placed: list[Any] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        found = next_byte_loss(model, batch)
+        for each in placed:
+            each.compiled.stay_eager(dict.fromkeys(BLOCKS, "a test says so"))
+        return found
+
+    job, batches = job_for(loss=loss), byte_batches(5, ROWS)
+    with started(job, hand_written(job, compiled=BLOCKS, activations=dict.fromkeys(BLOCKS, "recompute"))) as run:
+        losses = []
+        for number, batch in enumerate(batches):
+            if number == 3:
+                placed.append(placed_of(run))
+            losses.append(float(run.step(batch)))
+        assert set(placed_of(run).compiled.reasons) == set(BLOCKS)
+    assert losses == pytest.approx(train_plainly(job_for(), batches)[0], rel=1e-5)
