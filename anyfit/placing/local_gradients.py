@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from anyfit.kernels.sums import add, norm, root
-from anyfit.values.engine import GRADIENT_BUFFERS
+from anyfit.values.engine import staging_bytes
 from anyfit.values.layout import Slot
 
 from .chunks import ChunkState, ModelState, quietly
@@ -128,10 +128,9 @@ class LocalGradients(Gradients):
                 takers.append((chunk, self._collector))
             elif chunk.placement.speculates and not self.adds_up:
                 takers.append((chunk, self._counter))
-        largest = max((state.chunks[index].chunk.bytes for index in self._on_host), default=0)
-        count = min(GRADIENT_BUFFERS, len(self._on_host))
-        self._staging = [ChunkStaging(torch.empty(largest, dtype=torch.uint8, device=state.device)) for _ in range(count)]
-        self._landings = Landings(lanes, host, largest, count if self.adds_up else 0)
+        sizes = staging_bytes(state.chunks[index].chunk.bytes for index in self._on_host)
+        self._staging = [ChunkStaging(torch.empty(size, dtype=torch.uint8, device=state.device)) for size in sizes]
+        self._landings = Landings(lanes, host, max(sizes, default=0), len(sizes) if self.adds_up else 0)
         self.device_bytes += sum(staging.flat.nbytes for staging in self._staging)
         for chunk, taker in takers:
             for slot in chunk.chunk.slots:
@@ -208,7 +207,9 @@ class LocalGradients(Gradients):
         for staging in self._staging:
             if staging.state is state:
                 return staging
-        staging = next((each for each in self._staging if each.state is None), self._staging[0])
+        large = [each for each in self._staging if each.flat.nbytes >= state.chunk.bytes]
+        free = (each for each in large if each.state is None)
+        staging = min(free, key=lambda each: each.flat.nbytes, default=large[0])
         if staging.state is not None:  # the one that has waited longest for its chunk's other gradients
             self._go_down(staging)
         self._staging.remove(staging)
