@@ -26,8 +26,8 @@ CALLS_SECONDS = 8.0  # for timing the ops of a model that is planned for this ma
 def profile_of(job: Job, machine: Machine, rank_grid: tuple[int, int]) -> Profile:
     """`rank_grid`: (ranks per node, nodes)."""
     graphs = traced(job, machine.device.kind, math.prod(rank_grid))
-    made = profiled(graphs, machine, job.batch_size, rank_grid, clip_norm=job.clip_norm)
-    return with_figures(made, graphs, job, machine)
+    made = with_figures(profiled(graphs, machine, job.batch_size, rank_grid, clip_norm=job.clip_norm), graphs, job, machine)
+    return made.replayable() if job.replay else made
 
 
 def with_figures(profile: Profile, graphs: Sequence[Graph], job: Job, machine: Machine) -> Profile:

@@ -251,8 +251,9 @@ class Start:
             graphs = traced(self._job, placed.device.type, self._count)  # type: ignore[arg-type]
             self._plan = replace(self._plan, loss=graphs[0].loss)
         findings = rehearsal.of(self._plan, placed)
-        if not self._is_given and set(findings.eager) & set(self._plan.compiled):  # planned as if they were compiled
-            for line in placed.compiled.news():
+        unlike = set(findings.eager) & set(self._plan.compiled) or set(findings.op_by_op) & set(self._plan.replayed)
+        if not self._is_given and unlike:  # planned as if they were compiled, or replayed
+            for line in (*placed.compiled.news(), *placed.replayed.news()):
                 self._say(line)
             self._plan_for(findings.restrict(self._known_profile()))
             placed = _placed_again(self._job, self._plan, placed, found)
@@ -265,9 +266,9 @@ class Start:
             placed = _placed_again(self._job, self._plan, placed, found)
             findings = rehearsal.of(self._plan, placed)
         self._plan = replace(self._plan, loss=findings.loss if self._plan.cuts else self._plan.loss, rehearsed=True)
-        self._plan = self._plan.without_compiled(findings.eager)
+        self._plan = self._plan.without_compiled(findings.eager).without_replayed(findings.op_by_op)
         self.compiled = placed.compiled
-        for line in placed.compiled.news():
+        for line in (*placed.compiled.news(), *placed.replayed.news()):
             self._say(line)
         return placed
 

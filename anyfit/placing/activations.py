@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from anyfit.values.record import nearest
 from .chunks import quietly
 from .lanes import Label, Lanes, Task, Ticket
 from .recompute import Recomputed, stand_in
+from .replayed import ReplayedBlocks
 from .residency import Residency
 from .slots import Saved
 from .tiers import Tier
@@ -62,8 +63,17 @@ class Block:
 
 
 class Activations:
-    def __init__(self, model: nn.Module, choices: Mapping[str, Choice], lanes: Lanes, host: Tier, residency: Residency) -> None:
-        self._lanes, self._host, self._residency = lanes, host, residency
+    def __init__(
+        self,
+        model: nn.Module,
+        choices: Mapping[str, Choice],
+        lanes: Lanes,
+        host: Tier,
+        residency: Residency,
+        to_replay: Collection[str] = (),
+    ) -> None:
+        self._lanes, self._host, self._residency, self._to_replay = lanes, host, residency, to_replay
+        self.replayed = ReplayedBlocks(residency, lanes.device)
         self._undo: list[Callable[[], None]] = []
         self._inside: Block | None = None  # the offloaded block that forward is in
         self._last: Block | None = None
@@ -84,7 +94,8 @@ class Activations:
         if choice == "offload":
             return functools.partial(self._offloaded, name, module.forward)
         residency, is_selective = self._residency, choice == "selective"
-        return Recomputed(name, module, self._lanes.device, residency.pack, residency.unpack, selective=is_selective)
+        made = Recomputed(name, module, self._lanes.device, residency.pack, residency.unpack, selective=is_selective)
+        return self.replayed.add(name, module, made) if name in self._to_replay else made
 
     def _offloaded(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._watching:
@@ -179,3 +190,4 @@ class Activations:
         for undo in self._undo:
             undo()
         self._undo.clear()
+        self.replayed.close()

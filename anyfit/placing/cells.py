@@ -316,6 +316,18 @@ def _device_generator(device: torch.device) -> Drawn | None:
     return _drawn(module.default_generators[index], f"the random numbers of {device}")
 
 
+def device_generator_name(device: torch.device) -> str:
+    return (_device_generator(device) or TORCH).name
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """That random ops on a device draw from."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return torch.cuda.default_generators[index]
+
+
 def generator_cell(value: Any, name: str) -> Cell | None:
     if isinstance(value, torch.Generator):
         return _drawn(value, name)

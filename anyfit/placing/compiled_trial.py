@@ -33,16 +33,21 @@ MOST_CODES = 64  # of one function, which blocks of many shapes may share
 LOW = (torch.bfloat16, torch.float16)
 
 
-class Block(Protocol):
-    """What is tried."""
+class Tried(Protocol):
+    """A block that is run beside eager."""
 
     name: str
     module: nn.Module
     device: torch.device
+    eager_forward: Callable[..., Any]
+
+
+class Block(Tried, Protocol):
+    """One that is compiled."""
+
     key: Any
     backend: Any
     is_rounded: bool
-    eager_forward: Callable[..., Any]
     compile: Callable[..., Any]
     run: Callable[..., Any]
 
@@ -100,7 +105,7 @@ def reason_against(block: Block, trial: Trial) -> str | None:
 class Trial:
     """Inputs and state of one call, to run the block with again and again."""
 
-    def __init__(self, block: Block, args: Any, kwargs: Any) -> None:
+    def __init__(self, block: Tried, args: Any, kwargs: Any) -> None:
         self._block = block
         with torch.no_grad():
             self.inputs = Inputs((args, kwargs), _copied, lambda packed: packed)
@@ -113,7 +118,7 @@ class Trial:
         """State and random numbers are as they were; hooks that save tensors elsewhere see nothing, nor modes that watch ops."""
         with (
             _disable_current_modes(),
-            hooks or saved_tensors_hooks(without_history, _as_it_is),
+            hooks or saved_tensors_hooks(without_history, as_it_is),
             torch.enable_grad(),
             self._note.again(),
         ):
@@ -185,7 +190,7 @@ def without_history(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -253,6 +258,17 @@ def _difference(eager: Outcome, compiled: Outcome, wide: Outcome | None) -> str 
         if own <= DRAWN_APART and not its <= NO_FARTHER * own:
             return f"compiled, its {what} are {its / max(own, 1e-30):.2f} times as far from those in fp32 as eager's"
     return None
+
+
+def apart(one: Outcome, other: Outcome) -> float:
+    """How far two outcomes are from each other, relative to the first."""
+    found = [0.0]
+    for what in ("outputs", "gradients"):
+        ones, others = getattr(one, what), getattr(other, what)
+        if [each is None for each in ones] != [each is None for each in others]:
+            return math.inf
+        found += _apart(others, ones)
+    return max(found)
 
 
 def _apart(ones: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[float]:

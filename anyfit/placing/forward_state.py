@@ -18,7 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .cells import Cell, Numpy, equal, generators
+from .cells import Cell, Numpy, device_generator_name, equal, generators
 from .chunks import quietly
 from .walk import INERT, Walk
 
@@ -42,6 +42,10 @@ class Settings:
         self._modes = _get_current_function_mode_stack()
         kinds = ("cpu",) if device.type in ("cpu", "meta") else ("cpu", device.type)
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        return (*self._flags, *self._autocast)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -115,11 +119,11 @@ class Note:
     def now(self) -> Note:
         return Note(self._places, self._places.read(), self.device)
 
-    def differences(self, other: Note) -> list[str]:
-        """Places that do not hold equal values in two notes."""
+    def differences(self, other: Note, but: str | None = None) -> list[str]:
+        """Places that do not hold equal values in two notes, `but` one."""
         found = []
         for cell, one, two in zip(self._places.cells, self._read, other._read, strict=True):
-            if not cell.is_same(one, two) and not equal(one, two):
+            if cell.name != but and not cell.is_same(one, two) and not equal(one, two):
                 keys = _keys_apart(one, two)
                 found += [f"{cell.name}.{key}" for key in keys] or [cell.name]
         for (_, name), one, two in zip(self._places.tensors, self._copies, other._copies, strict=True):
@@ -211,6 +215,25 @@ class ForwardState:
             return Note(self._places, read, self._device)
         places = Places(self._shared, self._walk, Walk(self._walk).of(list(arguments), f"an argument of {self._name}"))
         return Note(places, places.read(), self._device)
+
+    def facts(self) -> list[Any]:
+        """Of what the block could reach when it was last noted, generators apart."""
+        return self._places.read()[len(self._shared) :]
+
+    def is_as(self, facts: list[Any]) -> bool:
+        """Whether these are the same objects still."""
+        cells = self._places.cells[len(self._shared) :]
+        return len(cells) == len(facts) and all(cell.is_same(one, cell.read()) for cell, one in zip(cells, facts, strict=True))
+
+    @property
+    def reached(self) -> list[tuple[Tensor, str]]:
+        """Tensors and parameters that the block could reach when it was last noted."""
+        return [*self._places.tensors, *self._places.parameters]
+
+    @property
+    def drawn_from(self) -> str:
+        """What the device's own generator is called in a note."""
+        return device_generator_name(self._device)
 
     @property
     def iterators(self) -> list[str]:

@@ -28,6 +28,7 @@ from .optimizers import refuse_unless_by_element
 from .ranks import ALONE, Ranks
 from .recompute import set_attribute
 from .reduction import ReducedGradients
+from .replayed import ReplayedBlocks
 from .residency import Residency
 from .tiers import DeviceTier, HostSlabs, HostTier, Tiers, let_segments_grow
 from .updates import Pace, Updates
@@ -81,6 +82,10 @@ class Placed:
         """Chunks were written, from a checkpoint: parameters and `optimizer.state` follow."""
         self.mirrors.write_back()
         self.updates.users.show_hidden()
+
+    @property
+    def replayed(self) -> ReplayedBlocks:
+        return self.activations.replayed
 
     @property
     def device_bytes(self) -> int:
@@ -176,7 +181,7 @@ def place(
         held = state, gradients, residency, lanes, tiers["host"], mirrors
         pace = Pace.expected(plan.forecast)
         updates = Updates(optimizer, *held, bound.take_back, pace, carried, demands.together)
-        activations = Activations(model, plan.activations, lanes, tiers["host"], residency)
+        activations = Activations(model, plan.activations, lanes, tiers["host"], residency, plan.replayed)
         closing.callback(activations.close)
         slabs.prepared()
         closing.pop_all()

@@ -71,6 +71,11 @@ def _asked(func: Callable[..., Any], *args: Any) -> Any:
 _kinds: dict[Any, type[Watched]] = {}
 
 
+def is_plain_kind(kind: type) -> bool:
+    """Whether a parameter is of no class of the user's own."""
+    return kind in (nn.Parameter, Watched, Present)
+
+
 def watched_kind(kind: type[nn.Parameter], by: type[Watched] = Watched) -> type[Watched]:
     """A parameter of the user's own class keeps what that class has."""
     if kind is nn.Parameter:

@@ -6,6 +6,7 @@ local_search  the knobs of one micro-batch, in one size of chunks
 polish        of few blocks and chunks, each chosen by itself
 space         these together, for one layout of chunks and beside it for others
 compiling     eager or compiled, by distinct block
+replaying     recomputed blocks op by op, or as CUDA graphs
 fastest       over micro-batches and layouts, and ways to shard the state over ranks
 """
 
@@ -18,8 +19,9 @@ from anyfit.values.profile import Profile
 
 from .answers import no_plan
 from .compiling import chosen_of, compiled, measured, worth_compiling
-from .fastest import Found, fastest
+from .fastest import Found
 from .reasons import explained
+from .replaying import best_launched
 
 
 def search(profile: Profile, steps: int | None = None) -> Plan:
@@ -32,9 +34,9 @@ def search(profile: Profile, steps: int | None = None) -> Plan:
 
 
 def searched(profile: Profile, finish: Callable[[Found], Plan], steps: int | None = None) -> Plan | None:
-    """The best plan, eager or with blocks compiled, as `finish` makes it of what was found; None where nothing fits."""
+    """The best plan, eager or with blocks compiled, and recomputed blocks launched op by op or replayed, as `finish` makes it of
+    what was found; None where nothing fits."""
     compiling = worth_compiling(profile)
-    found = fastest(measured(profile) if compiling.blocks else profile)
-    code = fastest(compiled(profile, compiling.blocks)) if compiling.blocks else None
-    eager = None if found is None else finish(found)
-    return eager if code is None else chosen_of(eager, finish(code), compiling, steps)
+    eager = best_launched(measured(profile) if compiling.blocks else profile, finish)
+    code = best_launched(compiled(profile, compiling.blocks), finish) if compiling.blocks else None
+    return eager if code is None else chosen_of(eager, code, compiling, steps)

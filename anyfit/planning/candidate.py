@@ -9,7 +9,7 @@ from functools import cached_property
 from anyfit.values.calibration import Calibration
 from anyfit.values.plan import Activations, Placement
 from anyfit.values.precision import PRECISIONS, SUM_BYTES
-from anyfit.values.profile import ALONE, ChoiceCost, ChunkCost, Division, HostRates, Pass, Profile, Segment, Timing
+from anyfit.values.profile import ALONE, ChoiceCost, ChunkCost, Division, HostRates, Pass, Profile, Replay, Segment, Timing
 
 NORM_BYTES, UPDATE_BYTES, GATHER_BYTES = 2, 30, 4  # read and written of a parameter on the device
 UPDATE_TRAFFIC = 26  # bytes of the host's memory that an update reads and writes
@@ -144,11 +144,19 @@ class Candidate:
         return tuple(block.choices[choice] if choice in ("recompute", "selective") else None for block, choice in pairs)
 
     @cached_property
+    def replays(self) -> tuple[Replay | None, ...]:
+        """By block, its recordings, where it is recomputed from them."""
+        pairs = zip(self.profile_pass.blocks, self.activations, strict=True)
+        return tuple(block.replay if choice == "recompute" else None for block, choice in pairs)
+
+    @cached_property
     def segment_seconds(self) -> tuple[float, ...]:
         """By segment, of the device, with what is recomputed in it."""
         again = [0.0 if each is None else each.device_seconds for each in self._recomputed]
+        copies = [0.0 if each is None else each.copy_seconds for each in self.replays]
         return tuple(
-            each.device_seconds + (again[each.block] if each.phase == "backward" else 0.0) for each in self.profile_pass.segments
+            each.device_seconds + copies[each.block] + (again[each.block] if each.phase == "backward" else 0.0)
+            for each in self.profile_pass.segments
         )
 
     @cached_property
@@ -156,7 +164,11 @@ class Candidate:
         """By segment, of host and device, with what is recomputed in it or comes back."""
 
         def timing(segment: Segment) -> Timing:
-            block, choice = self.profile_pass.blocks[segment.block], self.activations[segment.block]
+            index = segment.block
+            block, choice, replay = self.profile_pass.blocks[index], self.activations[index], self.replays[index]
+            if replay is not None:
+                again = block.choices[choice].device_seconds if segment.phase == "backward" else 0.0
+                return replay.timing(segment.device_seconds + again)
             if segment.phase == "forward" or choice == "keep":
                 return segment.played
             return block.choices[choice].added.then(segment.played)
@@ -166,6 +178,8 @@ class Candidate:
     @property
     def launch_seconds(self) -> float:
         """Of one pass, that the host takes at least to launch it."""
+        if any(self.replays):
+            return sum(each.launch_seconds for each in self.timings)
         pairs = zip(self.profile_pass.blocks, self.activations, strict=True)
         added = sum(block.choices[choice].added.launch_seconds for block, choice in pairs if choice != "keep")
         return added + self.profile_pass.played.launch_seconds

@@ -1,7 +1,8 @@
 """What a candidate holds: bytes on the device at the fullest moment of a step, and on the host.
 
     device = pools + the most that is live at once
-    pools  = weights and optimizer state that live there, slots, staging buffers, carriers, scratch, sums of gradients
+    pools  = weights and optimizer state that live there, slots, staging buffers, carriers, scratch, sums of gradients, what
+             recordings of blocks hold
     live   = over the segments: what other blocks keep for backward + the segment's own work + gradients that stay on the device
              + activations of other blocks that are still to be offloaded, or have returned
 
@@ -24,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from anyfit.values.engine import GRADIENT_BUFFERS, OFFLOADED_AT_ONCE, REDUCTION_BUFFERS, STREAMED_DEPTH
+from anyfit.values.engine import OFFLOADED_AT_ONCE, REDUCTION_BUFFERS, STREAMED_DEPTH, staging_bytes
 from anyfit.values.plan import Placement
 from anyfit.values.precision import SUM_BYTES
 from anyfit.values.profile import ChunkCost, Profile
@@ -57,7 +58,7 @@ def footprint_of(profile: Profile, candidate: Candidate, live_bytes: int | None 
     device, host = _state(pairs, candidate, overlaps=overlaps)
     buffers = _gradients_alone if candidate.division.is_alone else _gradients_of_rank
     on_device, on_host = buffers(pairs, candidate, overlaps=overlaps)
-    pools = profile.state.buffers + profile.workspace_bytes + device + on_device
+    pools = profile.state.buffers + profile.workspace_bytes + device + on_device + candidate.profile_pass.recorded_bytes
     offloaded = sum(candidate.offloaded_bytes(block) for block in candidate.offloaded)
     return Footprint(pools, live_of(profile, candidate) if live_bytes is None else live_bytes, host + on_host + offloaded)
 
@@ -108,13 +109,13 @@ def _state(pairs: list[Pair], candidate: Candidate, *, overlaps: bool) -> tuple[
 def _gradients_alone(pairs: list[Pair], candidate: Candidate, *, overlaps: bool) -> tuple[int, int]:
     """Bytes of the device and of the host."""
     adds_up = candidate.adds_up
-    device = host = sent = largest_sent = carried = side_by_side = resident_side_by_side = 0
+    device = host = carried = side_by_side = resident_side_by_side = 0
+    sent: list[int] = []
     for chunk, placement in pairs:
         size = chunk.weights_bytes
         if placement.gradients == "host":
             if chunk.trainable:
-                sent += 1
-                largest_sent = max(largest_sent, size)
+                sent.append(size)
                 host += SUM_BYTES * chunk.elements if adds_up else size
         elif adds_up and chunk.gradient_bytes:
             device += SUM_BYTES * chunk.elements
@@ -127,8 +128,9 @@ def _gradients_alone(pairs: list[Pair], candidate: Candidate, *, overlaps: bool)
                 carried = max(carried, SUM_BYTES * chunk.elements if adds_up else size)
         elif overlaps:  # put side by side, for one pass over them
             resident_side_by_side = max(resident_side_by_side, 0 if is_flat else size)
-    stages = min(GRADIENT_BUFFERS, sent) * largest_sent
-    return device + stages + side_by_side + resident_side_by_side + STREAMED_DEPTH * carried, host + adds_up * stages
+    stages = staging_bytes(sent)
+    landing = adds_up * len(stages) * max(stages, default=0)
+    return device + sum(stages) + side_by_side + resident_side_by_side + STREAMED_DEPTH * carried, host + landing
 
 
 def _gradients_of_rank(pairs: list[Pair], candidate: Candidate, *, overlaps: bool) -> tuple[int, int]:
@@ -191,6 +193,11 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
         for block in chunk.blocks if stays and chunk.gradient_bytes else ():
             staying[block].append(index)
     waiting = _adding_up(candidate) if candidate.division.is_alone else _waiting(candidate)
+    # What a recording holds while it runs is in the pools.
+    recorded = [
+        0 if replay is None else min(block.choices["keep"].kept_bytes, replay.running_bytes)
+        for block, replay in zip(each.blocks, candidate.replays, strict=True)
+    ]
     held: set[int] = set()  # blocks
     back: dict[int, int] = {}  # by block: bytes that are on the device again
     for segment, leaving, unsummed in zip(each.segments, going, waiting, strict=True):
@@ -210,6 +217,7 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
             kept
             - (keeps[block] if block in held else 0)
             + segment.work_bytes
+            - (recorded[block] if segment.phase == "backward" else 0)
             + gradients
             + unsummed
             + leaving

@@ -43,6 +43,7 @@ class Findings:
     kept: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be recomputed, and why
     not_selective: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be recomputed in part
     eager: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be compiled
+    op_by_op: Mapping[str, str] = field(default_factory=dict)  # blocks that must not be replayed
 
     def against(self, plan: Plan) -> str | None:
         """Why the plan would change the result; None where it does not."""
@@ -63,7 +64,7 @@ class Findings:
 
     def restrict(self, profile: Profile) -> Profile:
         """The profile without what must not be done."""
-        profile = profile.ruled(self.loss).keeping(self.kept).staying_eager(self.eager)
+        profile = profile.ruled(self.loss).keeping(self.kept).staying_eager(self.eager).launched_op_by_op(self.op_by_op)
         return profile.keeping(self.not_selective, ("selective",)) if self.not_selective else profile
 
     def joined(self, others: list[Findings]) -> Findings:
@@ -73,7 +74,8 @@ class Findings:
             rule = replace(rule, kind="whole", why="the loss is cut by other rules on other ranks")
         kept = {name: why for each in others for name, why in each.kept.items()}
         not_selective = {name: why for each in others for name, why in each.not_selective.items()}
-        return Findings(rule, kept, not_selective, {name: why for each in others for name, why in each.eager.items()})
+        eager = {name: why for each in others for name, why in each.eager.items()}
+        return Findings(rule, kept, not_selective, eager, {name: why for each in others for name, why in each.op_by_op.items()})
 
 
 class Rehearsal:
@@ -93,13 +95,14 @@ class Rehearsal:
         blocks = {name: modules[name] for name, choice in choices.items() if choice in RECOMPUTED and name not in self._tried}
         tries_loss = plan.cuts and not rule.proved
         placed.compiled.stay_eager(self._known.eager)
-        if not blocks and not tries_loss and not plan.compiled:
+        placed.replayed.stay_eager(self._known.op_by_op)
+        if not blocks and not tries_loss and not plan.compiled and not plan.replayed:
             return replace(self._known, loss=rule)
         kept, not_selective = dict(self._known.kept), dict(self._known.not_selective)
         samples = Samples(self._job)
         with leaving_no_trace(self._job, placed.model):
-            if plan.compiled:
-                _compile(self._job, placed, samples.of(plan.micro_batch))
+            if plan.compiled or plan.replayed:
+                _prepare(self._job, placed, samples.of(plan.micro_batch))
             if blocks:
                 kinds = {name: self._kinds.get(name, name) for name in blocks}  # one that is of no chain is a kind of its own
                 found = _blocks_to_keep(self._job, placed, blocks, kinds, [samples.few, samples.of(plan.micro_batch)])
@@ -113,11 +116,13 @@ class Rehearsal:
                     why = f"a hook changes the gradient of {hooked}: that of each micro-batch, and not of the batch"
                     rule = replace(rule, kind="whole", why=why, ways_out=AGREED_MEAN)
                 rule = self._tried_rule(rule, placed, samples)
-        mine = Findings(rule, kept, not_selective, {**self._known.eager, **placed.compiled.reasons})
+        eager, op_by_op = {**self._known.eager, **placed.compiled.reasons}, {**self._known.op_by_op, **placed.replayed.reasons}
+        mine = Findings(rule, kept, not_selective, eager, op_by_op)
         placed.residency.forget()
         placed.residency.give_back()
         self._known = mine.joined(placed.ranks.objects(mine)) if placed.ranks.are_several else mine
         placed.compiled.stay_eager(self._known.eager)
+        placed.replayed.stay_eager(self._known.op_by_op)
         self._tried |= set(blocks)
         return self._known
 
@@ -131,9 +136,9 @@ class Rehearsal:
         return Trial(self._job, placed, Samples(self._job, 1)).rule(read)
 
 
-def _compile(job: Job, placed: Placed, batch: Batch) -> None:
-    """Has each compiled block tried, at its first call. A loss that takes gradients itself may want second ones, which compiled
-    code has not."""
+def _prepare(job: Job, placed: Placed, batch: Batch) -> None:
+    """Has each block compiled or recorded, and tried, at its first call. A loss that takes gradients itself may want second ones,
+    which compiled code and recordings have not."""
     try:
         with placed.watching():
             job.evaluate(placed.model, job.prepare(batch, placed.device, placed.lanes.send))
@@ -142,6 +147,7 @@ def _compile(job: Job, placed: Placed, batch: Batch) -> None:
     except Exception as error:
         said = f"the loss does not run with it ({' '.join(str(error).split()):.150})"
         placed.compiled.stay_eager(dict.fromkeys(placed.compiled.blocks, said))
+        placed.replayed.stay_eager(dict.fromkeys(placed.replayed.blocks, said))
     finally:
         placed.gradients.clear()
 

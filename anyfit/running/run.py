@@ -133,7 +133,7 @@ class Run:
                 self._end()
             raise
         self._progress.enter(Phase.AFTER)
-        for line in self._engine.placed.compiled.news():
+        for line in (*self._engine.placed.compiled.news(), *self._engine.placed.replayed.news()):
             self._progress.say(line)
         if self.launch is not None:
             self.launch.after_step(self)

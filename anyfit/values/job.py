@@ -55,6 +55,7 @@ class Job:
     agree         differences from plain PyTorch that you agree to: "mean-of-micro-batches", where the loss of a batch may be the
                   mean of its micro-batches' losses; "batch-norm-of-micro-batches", where batch norms may see micro-batches
     compile       None: as the plan says, with eager's numerics; False: nothing is compiled; "fast": as inductor rounds and draws
+    replay        recomputed blocks may be launched at once, as CUDA graphs: for steps that wait for the host
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -74,6 +75,7 @@ class Job:
     real_run: bool | None = None
     agree: Collection[str] = ()
     compile: Literal[False, "fast"] | None = None
+    replay: bool = False
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer", "scheduler", "split"):
@@ -345,6 +347,8 @@ def _check_choices(job: Job) -> None:
         raise TypeError(f"Job(real_run=) must be True, False or None, got {_describe(job.real_run)}")
     if job.compile not in (None, False, "fast"):
         raise ValueError(f"Job(compile={job.compile!r}) is not known; it is None (the plan chooses), False or 'fast'")
+    if not isinstance(job.replay, bool):
+        raise TypeError(f"Job(replay=) must be True or False, got {_describe(job.replay)}")
 
 
 def _weight_of(weight: Any, total: Tensor) -> Tensor:

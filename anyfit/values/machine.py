@@ -190,7 +190,8 @@ class Machine(Record):
 
     @classmethod
     def from_json(cls, document: object, *, where: str = "") -> Self:
-        """Files from before devices had a calibration get that of their kind; so do launches that nobody has measured."""
+        """Files from before devices had a calibration get that of their kind, and figures of it that are newer than the file; so
+        do launches that nobody has measured."""
         device = document.get("device") if isinstance(document, Mapping) else None
         if isinstance(device, Mapping) and device.get("kind") in ("cpu", "cuda"):
             slowdown = ASSUMED_LAUNCH_SLOWDOWN if device["kind"] == "cuda" else NO_LAUNCH_SLOWDOWN
@@ -199,7 +200,11 @@ class Machine(Record):
                 "calibration": encode(Calibration.of(device["kind"])),
                 "launch_slowdown": encode(slowdown),
             }
-            document = {**document, "device": {**added, **device}}  # type: ignore[dict-item]
+            known = device.get("calibration")
+            device = {**added, **device}
+            if isinstance(known, Mapping):
+                device["calibration"] = {**added["calibration"], **known}
+            document = {**document, "device": device}  # type: ignore[dict-item]
         return super().from_json(document, where=where)
 
     @classmethod

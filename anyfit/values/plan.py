@@ -116,8 +116,12 @@ class Stage:
     last_block: int  # inclusive
     activations: Mapping[str, Activations]  # by the block's path in the model; one that is not named keeps them
     compiled: tuple[str, ...] = ()  # paths of blocks that torch.compile makes faster
+    replayed: tuple[str, ...] = ()  # paths of recomputed blocks whose ops are launched at once, as CUDA graphs
 
     def __post_init__(self) -> None:
+        for path in self.replayed:
+            if self.activations.get(path) != "recompute":
+                raise ValueError(f"block {path!r} is replayed, and only blocks that are recomputed can be")
         for path in self.compiled:
             if self.activations.get(path) == "selective":
                 raise ValueError(
@@ -184,7 +188,7 @@ class Placement:
 @dataclass(frozen=True)
 class Plan(Record):
     kind: ClassVar[str] = "plan"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
 
     model: str
     machine: str
@@ -244,6 +248,10 @@ class Plan(Record):
             document = {**document, "version": 3, "loss": None, "rehearsed": False}
         if isinstance(document, Mapping) and document.get("version") == 3:  # before clipped steps were forecast
             document = {**document, "version": 4, "forecast": _unclipped(document.get("forecast"))}
+        if isinstance(document, Mapping) and document.get("version") == 4:  # before blocks were replayed
+            stages = document.get("stages")
+            known = [{"replayed": [], **each} if isinstance(each, Mapping) else each for each in stages or ()]
+            document = {**document, "version": 5, "stages": known if isinstance(stages, list) else stages}
         return super().from_json(document, where=where)
 
     @property
@@ -260,6 +268,16 @@ class Plan(Record):
     def compiled(self) -> tuple[str, ...]:
         """Paths of compiled blocks, over all stages."""
         return tuple(path for stage in self.stages for path in stage.compiled)
+
+    @property
+    def replayed(self) -> tuple[str, ...]:
+        """Paths of replayed blocks, over all stages."""
+        return tuple(path for stage in self.stages for path in stage.replayed)
+
+    def without_replayed(self, blocks: Collection[str]) -> Self:
+        """The same with these blocks launched op by op."""
+        stages = (replace(each, replayed=tuple(path for path in each.replayed if path not in blocks)) for each in self.stages)
+        return replace(self, stages=tuple(stages))
 
     def without_compiled(self, blocks: Collection[str] | None = None) -> Self:
         """The same with these blocks eager, or all."""

@@ -5,7 +5,7 @@ Model-state bytes are exact; seconds and activation bytes are forecasts and carr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import ClassVar, Literal, Self
@@ -79,6 +79,23 @@ class ChoiceCost:
         return 0.0 if self.moved_bytes else self.seconds if self.timing is None else self.timing.device_seconds
 
 
+REPLAY_LAUNCHES = 8  # of the driver, for a recording with what is copied before and after it
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A recomputed block as two recordings, forward and backward, each launched at once."""
+
+    launch_seconds: float  # of the host, for one of them
+    copy_seconds: float  # of the device: weights and inputs to fixed memory, and results out of it
+    fixed_bytes: int  # of that memory; blocks that are alike share it
+    running_bytes: int  # that a recording holds while it runs; all share it
+
+    def timing(self, device_seconds: float) -> Timing:
+        device = device_seconds + self.copy_seconds
+        return Timing(REPLAY_LAUNCHES, self.launch_seconds, device, self.launch_seconds + device)
+
+
 @dataclass(frozen=True)
 class BlockCost:
     name: str
@@ -93,6 +110,8 @@ class BlockCost:
     # By plan.Activations, what could be done with that; nothing where it is no block, or outside all of them.
     choices: Mapping[str, ChoiceCost] = field(default_factory=dict)
     figures: BlockFigures | None = None  # of its compiled code, where that was measured
+    may_be_replayed: bool = False  # as CUDA graphs, where it is recomputed
+    replay: Replay | None = None  # set where it is, if it is recomputed
 
     def scaled(self, scale: float) -> Self:
         """The same where the device takes so many times as long; copies to the host take what they took."""
@@ -143,6 +162,7 @@ class Pass:
     peak_bytes_accumulating: int  # the same when gradients of earlier micro-batches are already held
     peak_at: str  # the module where the peak is
     reserved_bytes: int  # by torch's allocator for a whole step, model state and update included; 0 on a CPU, which has none
+    recorded_bytes: int = 0  # of recordings, where blocks are replayed
 
     @property
     def flops(self) -> int:
@@ -244,6 +264,7 @@ class LaunchCosts:
     gradient_seconds: float = 0.0  # of one that is put in a staging buffer
     fetch_seconds: float = 0.0  # of a chunk
     bind_seconds: float = 0.0  # of a parameter of such a chunk, or of one that is updated elsewhere
+    replay_seconds: float = 0.0  # of a recording
 
 
 @dataclass(frozen=True)
@@ -294,7 +315,7 @@ ALONE = Division(1, 1, False, False, Exchange(0.0, 0.0), Exchange(0.0, 0.0), 0.0
 @dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 12
+    version: ClassVar[int] = 13
 
     model: str
     machine: str
@@ -382,13 +403,18 @@ class Profile(Record):
 
     def staying_eager(self, blocks: Collection[str]) -> Self:
         """The same with these blocks not compiled."""
-        if not blocks:
-            return self
+        return self._with_blocks(lambda block: replace(block, figures=None) if block.name in blocks else block)
 
-        def without(block: BlockCost) -> BlockCost:
-            return replace(block, figures=None) if block.name in blocks else block
+    def replayable(self) -> Self:
+        """The same where all blocks that can be recomputed may be replayed."""
+        return self._with_blocks(lambda block: replace(block, may_be_replayed="recompute" in block.choices))
 
-        return replace(self, passes=tuple(replace(each, blocks=tuple(map(without, each.blocks))) for each in self.passes))
+    def launched_op_by_op(self, blocks: Collection[str]) -> Self:
+        """The same with these blocks not replayed."""
+        return self._with_blocks(lambda block: replace(block, may_be_replayed=False) if block.name in blocks else block)
+
+    def _with_blocks(self, change: Callable[[BlockCost], BlockCost]) -> Self:
+        return replace(self, passes=tuple(replace(each, blocks=tuple(map(change, each.blocks))) for each in self.passes))
 
     def staying(self, why: str, mirrored_bytes: int = 0) -> Self:
         """The same with all model state on the device, whole on every rank, and so much of it twice."""

@@ -237,7 +237,7 @@ def engine_seconds(step: Step) -> list[float]:
         looks = is_forward or is_recomputed[segment.block]
         for chunk in used:
             tensors = chunk.cost.tensors / uses[chunk.index, segment.phase]
-            if looks and chunk.is_away:
+            if looks and chunk.is_away and candidate.replays[segment.block] is None:
                 seconds += tensors * costs.watched_seconds
             if is_forward and chunk.is_updated_elsewhere:
                 seconds += tensors * costs.bind_seconds

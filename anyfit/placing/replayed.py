@@ -1,0 +1,275 @@
+"""Replayed blocks: the ops of a recomputed block are recorded once, as CUDA graphs, and one launch replays them.
+
+A step of many small ops waits for the host that launches them. Recordings (recording.py) read weights, buffers and inputs in
+fixed memory, to which a call copies its own. So blocks that are alike share both recordings, wherever their weights are, and what
+a recording holds while it runs is the same memory for all of them.
+
+Replayed ops are eager's own, with eager's results. At its first call in training each block is run beside eager, from the same
+inputs, state and random numbers, and replayed only where it gives the same. What no recording can do again, a block must not do:
+change state, read tensors that are neither its own nor given to it, draw from another generator than the device's, take or
+return objects, call hooks. A call of another signature, and one whose module has changed since, runs op by op and is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from .cells import generator_of
+from .chunks import quietly
+from .compiled import distinct
+from .compiled_trial import Trial, apart
+from .recompute import Recomputed, may_be_recomputed, own_forward
+from .recording import Call, Recorder, Tape, described, tensors_in
+from .residency import Residency
+from .watched import Watched, is_plain_kind
+from .why_not import WhyNot
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+SAME = 1e-6  # relative: replayed ops are eager's own
+AS_FAR = 2.0  # times as far from eager as eager from itself, where its kernels do not always add up in one order
+
+
+class ReplayedBlocks(WhyNot):
+    """The blocks that a plan replays."""
+
+    def __init__(self, residency: Residency, device: torch.device) -> None:
+        super().__init__("op by op")
+        self.residency, self.device = residency, device
+        self.blocks: dict[str, Replayed] = {}
+        self.tapes: list[tuple[Any, Tape]] = []  # with what blocks that share it have in common
+        self._pool: Any = None
+        self.recorded = 0  # distinct blocks, so far
+        self.failed: list[tuple[Any, str]] = []  # what such blocks have in common, and why they cannot be recorded
+
+    @property
+    def pool(self) -> Any:
+        """Memory that all recordings share while they run."""
+        if self._pool is None and self.device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    def add(self, name: str, module: nn.Module, recomputed: Recomputed) -> Replayed:
+        self.blocks[name] = made = Replayed(self, name, module, recomputed)
+        return made
+
+    def is_of(self, name: str) -> bool:
+        return name in self.blocks
+
+    def close(self) -> None:
+        self.tapes.clear()
+        self.blocks.clear()
+
+
+class Replayed:
+    """Stands in for a recomputed block's forward."""
+
+    def __init__(self, of: ReplayedBlocks, name: str, module: nn.Module, recomputed: Recomputed) -> None:
+        self.name, self.module, self.device = name, module, of.device
+        self.eager_forward = own_forward(module)
+        self.run = recomputed.forward  # eager, or compiled code
+        self._of, self._recomputed, self._state = of, recomputed, recomputed.state
+        self.parameters, self._buffers = list(module.parameters()), list(module.buffers())
+        self._chunks = {each.anyfit[2] for each in self.parameters if isinstance(each, Watched)}
+        self._hooks = [getattr(each, hooks) for each in module.modules() if each is not module for hooks in HOOKS]
+        self._generator = generator_of(of.device)
+        self._draws = self._is_tried = False
+        self._tape: Tape | None = None
+        self._facts: list[Any] = []  # of the state that it can reach, as it was recorded
+        self._learning: list[bool] = []  # by parameter, likewise
+        self._returns: Any = None  # the form of what it returns, and what of that is no tensor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_tried and self._may_be_replayed():
+            self._is_tried = True
+            self._try(args, kwargs)
+        if self._tape is None or self.name in self._of.reasons or not self._may_be_replayed():
+            return self._recomputed(*args, **kwargs)
+        call = Call(args, kwargs, self.device)
+        if call.signature == self._tape.signature and self._learning == self._learns() and self._state.is_as(self._facts):
+            return self._replay(self._tape, call)
+        return self._recomputed(*args, **kwargs)
+
+    def _may_be_replayed(self) -> bool:
+        is_seen = torch._C._len_torch_dispatch_stack() or _get_current_function_mode_stack() or _has_any_global_hook()
+        return self.module.training and may_be_recomputed() and not is_seen and not any(self._hooks)
+
+    # ------------------------------------------------------------------ before the first step
+
+    def _try(self, args: Any, kwargs: Any) -> None:
+        """Records the block where none like it was, and runs it beside eager."""
+        try:
+            with self.ready():
+                reason = self._reason_against(args, kwargs)
+        except torch.OutOfMemoryError:
+            reason = "there was no room to record it"
+        except Exception as error:
+            reason = f"it cannot be recorded ({' '.join(str(error).split()):.200})"
+        if reason is not None:
+            self._tape = None
+            self._of.stay_eager({self.name: reason})
+
+    def _reason_against(self, args: Any, kwargs: Any) -> str | None:
+        call, trial = Call(args, kwargs, self.device), Trial(self, args, kwargs)
+        reason = call.unfit or self._changes(trial) or self._unfit()
+        if reason is not None:
+            return reason
+        self._facts, self._learning = self._state.facts(), self._learns()
+        buffers = tuple((each.shape, each.dtype) for each in self._buffers)
+        kind = distinct(self.module, self.eager_forward), buffers
+        eager = trial.outcome(self.run)
+        for known, tape in self._of.tapes:
+            if known == kind and tape.signature == call.signature and (tape.form, tape.values) == self._returns:
+                self._tape = tape
+                if self._off(trial, eager) == 0.0:
+                    return None  # one that looks alike and computes something else is recorded by itself
+        for known, reason in self._of.failed:
+            if known == (kind, call.signature):
+                return reason
+        try:
+            with trial.inside():  # its random numbers are nobody's
+                self._tape = Recorder(self.module, self.run, self.device, self._of.pool).record(call)
+        except Exception as error:
+            said = f"it cannot be recorded ({' '.join(str(error).split()):.200})"
+            self._of.failed.append(((kind, call.signature), said))
+            raise
+        off = self._off(trial, eager)
+        if off > 0.0:
+            return f"replayed, its results differ from eager's by {off:.1g} of their size"
+        self._of.tapes.append((kind, self._tape))
+        self._of.recorded += 1
+        return None
+
+    def _off(self, trial: Trial, eager: Any) -> float:
+        """How far replayed results are from eager's, but for what eager's are from themselves."""
+        off = apart(eager, trial.outcome(self._replayed))
+        if off <= SAME or off <= AS_FAR * apart(eager, trial.outcome(self.run)):
+            return 0.0
+        return off
+
+    def _learns(self) -> list[bool]:
+        with quietly():
+            return [each.requires_grad for each in self.parameters]
+
+    def _replayed(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._tape is not None
+        return self._replay(self._tape, Call(args, kwargs, self.device))
+
+    def _changes(self, trial: Trial) -> str | None:
+        """What a forward does besides to compute."""
+        with trial.inside():
+            before, then = self._state.note(), self._generator.get_state()
+            args, kwargs = trial.given()[1]
+            self._returns = described(self.eager_forward(*args, **kwargs))
+            changed = [before.edited(), *before.differences(before.now(), but=self._state.drawn_from)]
+            self._draws = not torch.equal(then, self._generator.get_state())
+        found = next((each for each in changed if each is not None), None)
+        if trial.is_written:
+            return "it writes into its input in place"
+        return None if found is None else f"its forward changes {found}"
+
+    def _unfit(self) -> str | None:
+        own = {id(each) for each in self.state}
+        others = [name for each, name in self._state.reached if id(each) not in own]
+        if others:
+            return f"it reads {others[0]}, which is neither its own nor given to it"
+        if self._state.iterators:
+            return f"it holds an iterator ({self._state.iterators[0]})"
+        for module in self.module.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                return "part of it is scripted"
+            beside = [value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")]
+            if any(isinstance(each, nn.Parameter) for each in tree_leaves(beside)):
+                return f"{type(module).__name__} holds its weights in a list too"
+        if any(self._of.residency.is_gathered(index) for index in self._chunks):
+            return "its weights are sharded over ranks"
+        odd = next((each for each in self.parameters if not is_plain_kind(type(each))), None)
+        return None if odd is None else f"a weight of it is a {type(odd).__name__}"
+
+    # ------------------------------------------------------------------ in a step
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside, all its weights are on the device."""
+        if not self._chunks:
+            yield
+            return
+        with self._of.residency.pinning(self._chunks):
+            yield
+
+    def _replay(self, tape: Tape, call: Call) -> Any:
+        then = self._position() if self._draws else None
+        with quietly():
+            learning = [each for each in self.parameters if each.requires_grad]
+            outputs = _Replay.apply(self, tape, then, *call.inputs, *learning)  # type: ignore[no-untyped-call]
+        return tape.returned(outputs)
+
+    @property
+    def state(self) -> list[Tensor]:
+        return [*self.parameters, *self._buffers]
+
+    def _position(self) -> Any:
+        """Of the generator: what comes next."""
+        return self._generator.get_offset() if self.device.type == "cuda" else self._generator.get_state()
+
+    @contextmanager
+    def drawing_from(self, then: Any) -> Iterator[None]:
+        """Inside, random numbers are those that came then."""
+        if then is None:
+            yield
+            return
+        put: Callable[[Any], Any] = self._generator.set_offset if self.device.type == "cuda" else self._generator.set_state
+        now = self._position()
+        put(then)
+        try:
+            yield
+        finally:
+            put(now)
+
+    def recomputed_gradients(self, tape: Tape, inputs: Sequence[Tensor], slopes: Sequence[Tensor | None]) -> Any:
+        """Op by op, where not all outputs have a gradient: what has none leaves none."""
+        given = tape.signature.leaves(inputs)
+        args, kwargs = tape.signature.arguments(given)
+        with torch.enable_grad():
+            outputs = tensors_in(self.run(*args, **kwargs))
+        pairs = [(each, slope) for each, slope in zip(outputs, slopes, strict=True) if slope is not None]
+        wanted = [each for each in (*given, *self.parameters) if each.requires_grad]
+        return torch.autograd.grad([each for each, _ in pairs], wanted, [slope for _, slope in pairs], allow_unused=True)
+
+
+class _Replay(torch.autograd.Function):
+    """A block's call: one node, whose gradients come from the second recording."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Replayed, tape: Tape, then: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = tensors[: len(tape.signature.inputs)]
+        with block.ready(), quietly():
+            outputs = tape.outputs_for(inputs, block.state)
+        ctx.block, ctx.tape, ctx.then = block, tape, then
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(each for each, learns in zip(outputs, tape.learns, strict=True) if not learns))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"block {ctx.block.name!r} is replayed from a recording, which has no second derivative; use a plan without "
+                "`replayed` blocks"
+            )
+        block, tape, inputs = ctx.block, ctx.tape, ctx.saved_tensors
+        learning = [slope for slope, learns in zip(slopes, tape.learns, strict=True) if learns]
+        with block.ready(), quietly(), block.drawing_from(ctx.then):
+            if all(each is not None for each in learning):
+                found = iter(tape.gradients_for(inputs, block.state, learning))
+            else:
+                found = iter(block.recomputed_gradients(tape, inputs, slopes))
+        return (None, None, None, *(next(found) if needed else None for needed in ctx.needs_input_grad[3:]))

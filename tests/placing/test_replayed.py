@@ -1,0 +1,343 @@
+"""Blocks that a plan replays: recorded once for all that are alike, the results of eager, and op by op where that cannot be."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anyfit
+from anyfit.placing import replayed
+from anyfit.running.run import Run
+from anyfit.values.plan import Placement, Plan
+from tests.models import byte_batches, next_byte_loss
+from tests.oracle import assert_bit_equal, train_plainly
+from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, RESIDENT, STREAMED, hand_written, placed_of, random_delays, started
+
+ROWS, WIDTH, LAYERS, STEPS = 4, 16, 3, 6
+BLOCKS = tuple(f"blocks.{index}" for index in range(LAYERS))
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5 + index))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale.to(x.dtype) * F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class Stack(nn.Module):
+    def __init__(self, layer: Any = Layer) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, WIDTH)
+        self.blocks = nn.ModuleList(layer(index) for index in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 256)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def job_for(model: Any = Stack, **options: Any) -> anyfit.Job:
+    options = {
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        "precision": "fp32",
+        "loss": next_byte_loss,
+    } | options
+    return anyfit.Job(model=model, sample=byte_batches(1, ROWS)[0], batch_size=ROWS, **options)
+
+
+def plan_for(job: anyfit.Job, *chunks: Placement, **options: Any) -> Plan:
+    return hand_written(job, *chunks, activations=dict.fromkeys(BLOCKS, "recompute"), replayed=BLOCKS, **options)
+
+
+def trained(job: anyfit.Job, plan: Plan, batches: list[Any], delays: int | None = None) -> tuple[list[float], Any, Run]:
+    with started(job, plan, None if delays is None else random_delays(delays)) as run:
+        losses = [float(run.step(batch)) for batch in batches]
+        return losses, run.state_dict(), run
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which blocks were replayed backward, in order."""
+    seen: list[str] = []
+    backward = replayed._Replay.backward
+
+    def counted(ctx: Any, *slopes: Any) -> Any:
+        seen.append(ctx.block.name)
+        return backward(ctx, *slopes)
+
+    monkeypatch.setattr(replayed._Replay, "backward", staticmethod(counted))
+    return seen
+
+
+# ---------------------------------------------------------------------- the same results
+
+
+@pytest.mark.parametrize(
+    "placement", [RESIDENT, STREAMED, ON_HOST, AWAY, AWAY_STREAMED], ids=lambda each: each.route + each.weights
+)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_replayed_blocks_train_as_plain_ones_to_the_bit(placement: Placement, accumulation: int, replays: list[str]) -> None:
+    job, batches = job_for(clip_norm=0.3), byte_batches(STEPS, ROWS)
+    losses, weights, run = trained(job, plan_for(job, placement, accumulation=accumulation), batches, delays=1)
+    assert placed_of(run).replayed.reasons == {}
+    assert replays.count("blocks.1") >= (STEPS - 2) * accumulation  # the first two are watched op by op, for their memory
+    expected, plain = train_plainly(job, batches, accumulation=accumulation)
+    assert losses == pytest.approx(expected, rel=1e-7)  # a mean of means is rounded otherwise
+    assert_bit_equal(weights, plain)
+
+
+def test_blocks_that_are_alike_share_their_recordings() -> None:
+    job, batches = job_for(), byte_batches(STEPS, ROWS)
+    _, _, run = trained(job, plan_for(job, AWAY), batches)
+    assert recordings(run) == 1
+
+
+def test_a_block_that_computes_by_its_number_is_recorded_by_itself() -> None:
+    class Numbered(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / (1 + self.index)
+
+    assert_equal_to_plain(job_for(lambda: Stack(Numbered)), tapes=LAYERS)
+
+
+def test_bf16_blocks_train_as_recomputed_ones_to_the_bit(replays: list[str]) -> None:
+    job, batches = job_for(precision="bf16", clip_norm=0.3), byte_batches(STEPS, ROWS)
+    plan = plan_for(job, AWAY)
+    losses, weights, _ = trained(job, plan, batches)
+    others, expected, _ = trained(job, plan.without_replayed(BLOCKS), batches)
+    assert replays
+    assert losses == others
+    assert_bit_equal(weights, expected)
+
+
+def test_what_gets_no_gradient_gets_none_from_a_recording() -> None:
+    """An output that the loss does not use leaves its weights as they are: weight decay would change them."""
+
+    class Two(Layer):
+        def __init__(self, index: int) -> None:
+            super().__init__(index)
+            self.other = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            return {"x": super().forward(x), "unused": self.other(x), "number": self.index}
+
+    class Chain(Stack):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for block in self.blocks:
+                found = block(x)
+                x = found["x"] * (1 + found["number"])
+            return self.head(x)  # type: ignore[no-any-return]
+
+    optimizer = {"optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)}
+    assert_equal_to_plain(job_for(lambda: Chain(Two), **optimizer), tapes=LAYERS)
+
+
+def test_frozen_weights_and_masks_are_inputs_like_others() -> None:
+    class Masked(Layer):
+        def forward(self, x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * mask * scale
+
+    class Chain(Stack):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            mask = (ids > 40).unsqueeze(-1).to(x.dtype).expand(x.shape)
+            for block in self.blocks:
+                block.norm.requires_grad_(False)
+                x = block(x, mask, scale=0.9)
+            return self.head(x)  # type: ignore[no-any-return]
+
+    def build() -> nn.Module:
+        made = Chain(Masked)
+        for block in made.blocks:
+            block.norm.requires_grad_(False)  # type: ignore[union-attr]
+        return made
+
+    optimizer = lambda model: torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.05)  # noqa: E731
+    assert_equal_to_plain(job_for(build, optimizer=optimizer), tapes=1)
+
+
+def recordings(run: Run) -> int:
+    return placed_of(run).replayed.recorded
+
+
+def assert_equal_to_plain(job: anyfit.Job, tapes: int | None = None, reason: str | None = None, **options: Any) -> None:
+    batches = byte_batches(STEPS, ROWS)
+    losses, weights, run = trained(job, plan_for(job, AWAY, **options), batches)
+    expected, plain = train_plainly(job, batches)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert_bit_equal(weights, plain)
+    if reason is None:
+        assert placed_of(run).replayed.reasons == {}
+        assert recordings(run) == tapes
+    else:
+        assert reason in placed_of(run).replayed.reasons["blocks.0"]
+
+
+# ---------------------------------------------------------------------- op by op, with a reason
+
+
+class Counts(Layer):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+class Averages(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scale.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+        return super().forward(x)
+
+
+class Elsewhere(Layer):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.table = [torch.ones(WIDTH)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.table[0]
+
+
+class Passes(Layer):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        super().forward(x)
+        return x
+
+
+class Listed(Layer):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.both = [self.up.weight, self.down.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.both[0].sum() * 0
+
+
+class Python(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + random.random())
+
+
+REFUSED = {
+    Counts: "its forward changes",
+    Averages: "its forward changes",
+    Elsewhere: "neither its own nor given to it",
+    Passes: "it returns memory of its inputs",
+    Listed: "holds its weights in a list",
+    Python: "its forward changes",
+}
+
+
+@pytest.mark.parametrize("layer", REFUSED, ids=lambda each: each.__name__)
+def test_what_a_recording_cannot_do_again_runs_op_by_op(layer: Any) -> None:
+    random.seed(3)
+    job, batches = job_for(lambda: Stack(layer)), byte_batches(STEPS, ROWS)
+    _, weights, run = trained(job, plan_for(job, AWAY), batches)
+    assert REFUSED[layer] in placed_of(run).replayed.reasons["blocks.0"]
+    random.seed(3)
+    _, expected, _ = trained(job, plan_for(job, AWAY).without_replayed(BLOCKS), batches)
+    assert_bit_equal(weights, expected)
+
+
+def test_a_hook_inside_runs_op_by_op_and_so_does_one_that_is_added_later(replays: list[str]) -> None:
+    job, batches = job_for(), byte_batches(STEPS, ROWS)
+    seen: list[int] = []
+    with started(job, plan_for(job, RESIDENT)) as run:
+        for batch in batches:
+            run.step(batch)
+        before = len(replays)
+        assert before
+        run.model.get_submodule("blocks.1").up.register_forward_hook(lambda *_: seen.append(1))
+        run.step(batches[0])
+        assert replays[before:] == ["blocks.2", "blocks.0"]
+        assert len(seen) == 2  # forward, and recomputed
+
+
+def test_another_length_and_evaluation_run_op_by_op(replays: list[str]) -> None:
+    job, batches = job_for(), byte_batches(STEPS, ROWS)
+    with started(job, plan_for(job, RESIDENT)) as run:
+        for batch in batches:
+            run.step(batch)
+        before = len(replays)
+        run.evaluate(batches[0])
+        short = [batch[:, :-3] for batch in batches]
+        for batch in short:
+            run.step(batch)
+        assert len(replays) == before
+        weights = run.state_dict()
+    assert_bit_equal(weights, train_plainly(job, [*batches, *short])[1])
+
+
+def test_an_attribute_that_changes_is_heeded(replays: list[str]) -> None:
+    class Scaled(Layer):
+        factor = 1.0
+
+        def __init__(self, index: int) -> None:
+            super().__init__(index)
+            self.factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.factor
+
+    batches = byte_batches(STEPS, ROWS)
+
+    def losses(replayed: bool) -> list[float]:
+        job = job_for(lambda: Stack(Scaled))
+        plan = plan_for(job, AWAY)
+        found = []
+        with started(job, plan if replayed else plan.without_replayed(BLOCKS)) as run:
+            for number, batch in enumerate([*batches, *batches]):
+                if number == STEPS + 2:
+                    run.model.get_submodule("blocks.1").factor = 0.5
+                found.append(float(run.step(batch)))
+        return found
+
+    assert losses(replayed=True) == losses(replayed=False)
+    assert replays
+
+
+def test_second_derivatives_are_refused_by_name() -> None:
+    def penalised(model: Any, batch: Tensor) -> Tensor:
+        embedded = model.embed(batch)
+        x = embedded
+        for block in model.blocks:
+            x = block(x)
+        (slope,) = torch.autograd.grad(x.sum(), embedded, create_graph=True)
+        return slope.square().mean() + x.square().mean()
+
+    job = job_for(loss=penalised)
+    with started(job, plan_for(job, RESIDENT)) as run:
+        for batch in byte_batches(2, ROWS):  # watched op by op, for their memory
+            run.step(batch)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            run.step(batch)
+
+
+def test_only_recomputed_blocks_can_be_replayed() -> None:
+    job = job_for()
+    with pytest.raises(ValueError, match=r"'blocks.0' is replayed, and only blocks that are recomputed can be"):
+        hand_written(job, activations={"blocks.0": "offload"}, replayed=("blocks.0",))
+
+
+def test_a_start_says_which_blocks_run_op_by_op_and_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    job, batches = job_for(lambda: Stack(Counts)), byte_batches(STEPS, ROWS)
+    with anyfit.start(job, plan_for(job, RESIDENT)) as run:
+        losses = [float(run.step(batch)) for batch in batches]
+        assert run.plan.replayed == ()
+    assert "block 'blocks.1' runs op by op: its forward changes blocks.1.calls" in capsys.readouterr().err
+    assert losses == pytest.approx(train_plainly(job, batches)[0], rel=1e-6)
