@@ -8,7 +8,8 @@ file, as seen from itself. What is special about a recording is written into it 
 
 - a row that no forecast is held to has "excluded", a sentence; where its step waits for "launches", "waits_for" says so;
 - a row that may keep more memory than others has "fragmentation_allowed" and its "reason";
-- "held_to" has how near forecasts have to come to this recording, where that is not as usual.
+- "held_to" has how near forecasts have to come to this recording, where that is not as usual;
+- "then" has what the engine did otherwise when it was made: {"staging": "alike"}, all staging buffers of the largest chunk's size.
 """
 
 from __future__ import annotations
@@ -69,6 +70,12 @@ class Recording:
     @property
     def held_to(self) -> dict[str, Any]:
         found: dict[str, Any] = self.document.get("held_to", {})
+        return found
+
+    @property
+    def then(self) -> dict[str, str]:
+        """What the engine did otherwise."""
+        found: dict[str, str] = self.document.get("then", {})
         return found
 
     def machine_file(self, key: str = "machine") -> Path:

@@ -23,6 +23,7 @@ from anyfit.planning.launch_bound import is_launch_bound
 from anyfit.planning.simulation import redone_seconds, simulate
 from anyfit.planning.space import Space
 from anyfit.values.calibration import Calibration
+from anyfit.values.engine import staging_bytes
 from anyfit.values.graph import Graph
 from anyfit.values.profile import LaunchCosts, Profile
 from benchmarks import planned, record
@@ -78,6 +79,13 @@ def profiled(recording: Recording, case: str, batch: int, micro_batch: int) -> P
     return cost([traced(case, batch, micro_batch)], recording.machine, batch)
 
 
+def more_staging_bytes(candidate: Candidate) -> int:
+    """Of staging buffers that are all as large as the largest chunk."""
+    pairs = zip(candidate.chunks, candidate.placements, strict=True)
+    sizes = staging_bytes(chunk.weights_bytes for chunk, placement in pairs if placement.gradients == "host" and chunk.trainable)
+    return len(sizes) * max(sizes, default=0) - sum(sizes)
+
+
 @cache
 def predicted(index: int) -> dict[str, float]:
     recording, row = RECORDS[index]
@@ -85,6 +93,8 @@ def predicted(index: int) -> dict[str, float]:
     profile = profiled(recording, job.case, job.batch, about["micro_batch"])
     candidate = planned.candidate_of(about, traced(job.case, job.batch, about["micro_batch"]), profile.passes[0])
     footprint = footprint_of(profile, candidate)
+    if recording.then.get("staging") == "alike":
+        footprint = replace(footprint, pool_bytes=footprint.pool_bytes + more_staging_bytes(candidate))
     evaluation = Space(profile).evaluation
     return {
         "step_seconds": simulate(candidate, evaluation.rates).step_seconds,
