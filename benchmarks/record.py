@@ -9,7 +9,7 @@ file, as seen from itself. What is special about a recording is written into it 
 - a row that no forecast is held to has "excluded", a sentence; where its step waits for "launches", "waits_for" says so;
 - a row that may keep more memory than others has "fragmentation_allowed" and its "reason";
 - "held_to" has how near forecasts have to come to this recording, where that is not as usual;
-- "then" has what the engine did otherwise when it was made: {"staging": "alike"}, all staging buffers of the largest chunk's size.
+- "then" has what the engine did otherwise: {"staging": "alike"}, where all staging buffers had the size of the largest chunk.
 """
 
 from __future__ import annotations

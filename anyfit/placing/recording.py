@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,13 @@ ALIGNED = 128  # elements: where a gradient begins in the memory of all
 @dataclass(frozen=True)
 class Input:
     """Stands for a tensor among the values of a call."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """Stands for a tensor among the values that a call returns."""
 
     number: int
 
@@ -196,8 +204,10 @@ class Tape:
         self.backward.replay()
         return together(self.backward.results)
 
-    def returned(self, outputs: Sequence[Tensor]) -> Any:
-        values = [outputs[each.number] if isinstance(each, Input) else each for each in self.values]
+    def returned(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        """As the block returns it: what it made, and what it was given and hands on."""
+        kinds = {Output: outputs, Input: inputs}
+        values = [kinds[type(each)][each.number] if type(each) in kinds else each for each in self.values]
         return tree_unflatten(values, self.form)
 
 
@@ -213,36 +223,37 @@ class Recorder:
         run = functools.partial(self._run, signature, inputs, state)
 
         def outputs() -> list[Tensor | None]:
-            return [each.detach() for each in tensors_in(run()[0])]
+            returned, leaves, _ = run()
+            return [each.detach() for each in made_in(returned, leaves)]
 
         def gradients() -> list[Tensor | None]:
-            returned, wanted = run()
-            learning = [each for each in tensors_in(returned) if each.requires_grad]
+            returned, leaves, wanted = run()
+            learning = [each for each in made_in(returned, leaves) if each.requires_grad]
             return list(torch.autograd.grad(learning, wanted, slopes.tensors, allow_unused=True))
 
         # What is made at first calls is there before anything is recorded.
         with beside_default_stream(self._device):
-            returned, wanted = run()
-            found = tensors_in(returned)
-            form, values = described(returned)
+            returned, leaves, wanted = run()
+            found = made_in(returned, leaves)
+            form, values = described(returned, leaves)
             _refuse_unfit(found, values, wanted, [*call.inputs, *inputs.tensors, *state.tensors])
             learns = tuple(each.requires_grad for each in found)
             slopes = Fixed([each.detach() for each in found if each.requires_grad])
-            del returned, wanted, found
+            del returned, leaves, wanted, found
             gradients()
         first, second = (Recording(each, self._device, self._pool) for each in (outputs, gradients))
         return Tape(signature, inputs, state, slopes, first, second, form, values, learns)
 
-    def _run(self, signature: Signature, inputs: Fixed, state: Fixed) -> tuple[Any, list[Tensor]]:
-        """What the module returns, and what learns. Leaves are new at each run: autograd waits for the stream on which a leaf was
-        first used, and a recording must not wait for another's."""
+    def _run(self, signature: Signature, inputs: Fixed, state: Fixed) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """What the module returns, what it was given, and what learns. Leaves are new at each run: autograd waits for the stream
+        on which a leaf was first used, and a recording must not wait for another's."""
         leaves = signature.leaves(inputs.tensors)
         weights = [nn.Parameter(each, of.requires_grad) for each, of in zip(state.tensors, self._parameters, strict=False)]
         own = zip([*self._parameters, *self._buffers], [*weights, *state.tensors[len(weights) :]], strict=True)
         args, kwargs = signature.arguments(leaves)
         with self._with({id(old): new for old, new in own}), torch.enable_grad():
             returned = self._forward(*args, **kwargs)
-        return returned, [each for each in (*leaves, *weights) if each.requires_grad]
+        return returned, leaves, [each for each in (*leaves, *weights) if each.requires_grad]
 
     @contextmanager
     def _with(self, new: dict[int, Any]) -> Iterator[None]:
@@ -264,8 +275,10 @@ class Recorder:
                 part[key] = each
 
 
-def tensors_in(returned: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
+def made_in(returned: Any, given: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that a call has made, of those it returns: not what it was given and hands on."""
+    handed_on = {id(each) for each in given}
+    return [each for each in tree_leaves(returned) if isinstance(each, Tensor) and id(each) not in handed_on]
 
 
 @contextmanager
@@ -282,18 +295,19 @@ def beside_default_stream(device: torch.device) -> Iterator[None]:
     torch.cuda.synchronize(device)  # before memory of the one is given to the other
 
 
-def described(returned: Any) -> tuple[TreeSpec, tuple[Any, ...]]:
+def described(returned: Any, given: Sequence[Tensor]) -> tuple[TreeSpec, tuple[Any, ...]]:
     """The form of what a block returns, and its values, with a number for each tensor."""
     leaves, form = tree_flatten(returned)
-    numbers = iter(range(len(leaves)))
-    return form, tuple(Input(next(numbers)) if isinstance(each, Tensor) else each for each in leaves)
+    places = {id(each): Input(number) for number, each in enumerate(given)}
+    numbers = itertools.count()
+    return form, tuple(places.get(id(each)) or Output(next(numbers)) if isinstance(each, Tensor) else each for each in leaves)
 
 
 def _refuse_unfit(outputs: Sequence[Tensor], values: Sequence[Any], wanted: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     if not wanted or not any(each.requires_grad for each in outputs):
         raise ValueError("nothing in it learns")
     for each in values:
-        if not isinstance(each, (Input, *PLAIN)):
+        if not isinstance(each, (Input, Output, *PLAIN)):
             raise ValueError(f"it returns a {type(each).__name__}")
     known = {each.untyped_storage()._cdata for each in given}
     for each in outputs:

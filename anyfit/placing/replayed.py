@@ -27,7 +27,7 @@ from .chunks import quietly
 from .compiled import distinct
 from .compiled_trial import Trial, apart
 from .recompute import Recomputed, may_be_recomputed, own_forward
-from .recording import Call, Recorder, Tape, described, tensors_in
+from .recording import Call, Recorder, Tape, described, made_in
 from .residency import Residency
 from .watched import Watched, is_plain_kind
 from .why_not import WhyNot
@@ -63,6 +63,11 @@ class ReplayedBlocks(WhyNot):
     def is_of(self, name: str) -> bool:
         return name in self.blocks
 
+    def heed_untried(self) -> None:
+        """After a forward in which all could have been recorded."""
+        untried = [name for name, block in self.blocks.items() if not block.is_tried]
+        self.stay_eager(dict.fromkeys(untried, "it was not called in training, or with hooks or modes that watch its ops"))
+
     def close(self) -> None:
         self.tapes.clear()
         self.blocks.clear()
@@ -80,15 +85,16 @@ class Replayed:
         self._chunks = {each.anyfit[2] for each in self.parameters if isinstance(each, Watched)}
         self._hooks = [getattr(each, hooks) for each in module.modules() if each is not module for hooks in HOOKS]
         self._generator = generator_of(of.device)
-        self._draws = self._is_tried = False
+        self._draws = False
+        self.is_tried = False
         self._tape: Tape | None = None
         self._facts: list[Any] = []  # of the state that it can reach, as it was recorded
         self._learning: list[bool] = []  # by parameter, likewise
         self._returns: Any = None  # the form of what it returns, and what of that is no tensor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_tried and self._may_be_replayed():
-            self._is_tried = True
+        if not self.is_tried and self._may_be_replayed():
+            self.is_tried = True
             self._try(args, kwargs)
         if self._tape is None or self.name in self._of.reasons or not self._may_be_replayed():
             return self._recomputed(*args, **kwargs)
@@ -167,7 +173,8 @@ class Replayed:
         with trial.inside():
             before, then = self._state.note(), self._generator.get_state()
             args, kwargs = trial.given()[1]
-            self._returns = described(self.eager_forward(*args, **kwargs))
+            returned = self.eager_forward(*args, **kwargs)
+            self._returns = described(returned, Call(args, kwargs, self.device).inputs)
             changed = [before.edited(), *before.differences(before.now(), but=self._state.drawn_from)]
             self._draws = not torch.equal(then, self._generator.get_state())
         found = next((each for each in changed if each is not None), None)
@@ -209,7 +216,7 @@ class Replayed:
         with quietly():
             learning = [each for each in self.parameters if each.requires_grad]
             outputs = _Replay.apply(self, tape, then, *call.inputs, *learning)  # type: ignore[no-untyped-call]
-        return tape.returned(outputs)
+        return tape.returned(outputs, call.inputs)
 
     @property
     def state(self) -> list[Tensor]:
@@ -238,7 +245,7 @@ class Replayed:
         given = tape.signature.leaves(inputs)
         args, kwargs = tape.signature.arguments(given)
         with torch.enable_grad():
-            outputs = tensors_in(self.run(*args, **kwargs))
+            outputs = made_in(self.run(*args, **kwargs), given)
         pairs = [(each, slope) for each, slope in zip(outputs, slopes, strict=True) if slope is not None]
         wanted = [each for each in (*given, *self.parameters) if each.requires_grad]
         return torch.autograd.grad([each for each, _ in pairs], wanted, [slope for _, slope in pairs], allow_unused=True)

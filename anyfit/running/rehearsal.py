@@ -142,6 +142,7 @@ def _prepare(job: Job, placed: Placed, batch: Batch) -> None:
     try:
         with placed.watching():
             job.evaluate(placed.model, job.prepare(batch, placed.device, placed.lanes.send))
+        placed.replayed.heed_untried()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -73,11 +73,13 @@ def _own_loss(model: Any, batch: Mapping[str, Any], means: Means) -> LossValue:
 
 
 def _parts_of(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that do not make the loss: the children of the outermost module that transformers made."""
+    """The parts of a model that do not make the loss: the children of the outermost module that transformers made, and of those
+    that are such modules too: some models call a decoder past the one that holds it."""
     import transformers
 
     if isinstance(model, transformers.PreTrainedModel):
-        return list(model.children())
+        inner = [each for each in model.children() if isinstance(each, transformers.PreTrainedModel)]
+        return [*model.children(), *(part for each in inner for part in each.children())]
     return [part for child in model.children() for part in _parts_of(child)]
 
 

@@ -169,6 +169,32 @@ def test_frozen_weights_and_masks_are_inputs_like_others() -> None:
     assert_equal_to_plain(job_for(build, optimizer=optimizer), tapes=1)
 
 
+def test_what_a_block_hands_on_is_handed_on() -> None:
+    """As T5's layers do with their position bias."""
+
+    class Biased(Layer):
+        def forward(self, x: Tensor, bias: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x + bias), bias
+
+    class Chain(Stack):
+        def __init__(self) -> None:
+            super().__init__(Biased)
+            self.bias = nn.Parameter(torch.full((WIDTH,), 0.1))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            first = bias = self.bias * 2
+            for block in self.blocks:
+                x, bias = block(x, bias)
+                assert bias is first
+            return self.head(x)  # type: ignore[no-any-return]
+
+    job, batches = job_for(Chain), byte_batches(STEPS, ROWS)
+    losses, _, run = trained(job, plan_for(job, AWAY), batches)
+    assert placed_of(run).replayed.reasons == {}
+    assert losses == pytest.approx(train_plainly(job, batches)[0], rel=1e-6)
+
+
 def recordings(run: Run) -> int:
     return placed_of(run).replayed.recorded
 
@@ -213,10 +239,10 @@ class Elsewhere(Layer):
         return super().forward(x) * self.table[0]
 
 
-class Passes(Layer):
-    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+class Views(Layer):
+    def forward(self, x: Tensor) -> Any:
         super().forward(x)
-        return x
+        return x[:, :]
 
 
 class Listed(Layer):
@@ -237,7 +263,7 @@ REFUSED = {
     Counts: "its forward changes",
     Averages: "its forward changes",
     Elsewhere: "neither its own nor given to it",
-    Passes: "it returns memory of its inputs",
+    Views: "it returns memory of its inputs",
     Listed: "holds its weights in a list",
     Python: "its forward changes",
 }

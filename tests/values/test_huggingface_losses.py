@@ -44,3 +44,17 @@ def test_losses_that_are_no_mean_over_the_same_labels_stay_the_models_own(name: 
     found = huggingface_loss.loss(model, batch)
     assert isinstance(found, Tensor)
     assert float(found.detach()) == pytest.approx(float(model(**batch).loss.detach()), rel=1e-6)
+
+
+def test_no_mode_slows_the_layers_of_a_model_that_calls_its_decoder_directly() -> None:
+    from torch.overrides import _get_current_function_mode_stack
+    from transformers import AutoConfig
+
+    options = {"hidden_size": 16, "num_attention_heads": 2, "ffn_dim": 32, "vocab_size": 50, "word_embed_proj_dim": 16}
+    config = AutoConfig.for_model("opt", num_hidden_layers=1, max_position_embeddings=16, **options)
+    job = anyfit.Job.from_huggingface(config, batch_size=2, length=8, precision="fp32")
+    model, seen = job.build(), []
+    layer = model.get_submodule("model.decoder.layers.0")
+    layer.register_forward_pre_hook(lambda *_: seen.append(len(_get_current_function_mode_stack())))
+    job.evaluate(model, job.sample)
+    assert seen == [0]
