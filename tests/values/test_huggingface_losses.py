@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import anyfit
 from anyfit.values import huggingface_loss
 from anyfit.values.batches import cut
 from tests.heads import HEADS, ROWS, WHOLE, batch_of, model_of
