@@ -2,7 +2,7 @@
 
     python -m benchmarks.launches [--record]
 
-(a GPU and its host.) 400 tiny ops are launched one by one, and replayed as a CUDA graph: alone, beside host updates, beside copies
+(a GPU and its host.) 400 tiny ops are launched one by one, and replayed as a CUDA graph: alone, beside updates, beside copies
 in both directions, and beside all of these. A view, which launches nothing, and an empty loop of Python tell how fast the host
 itself is: hosts are shared, and the same loop may take several times as long a little later.
 """
