@@ -172,8 +172,10 @@ class Recording:
 
 def _leave(device: torch.device, pool: Any) -> None:
     """After a recording that failed: torch would go on to take memory from its pool."""
-    with contextlib.suppress(RuntimeError, AttributeError):
-        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+    end = vars(torch._C).get("_cuda_endAllocateToPool")
+    if end is not None:
+        with contextlib.suppress(RuntimeError):
+            end(device.index or 0, pool)
 
 
 @dataclass(eq=False)

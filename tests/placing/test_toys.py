@@ -139,8 +139,8 @@ def test_one_more_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_for()
     with tempfile.TemporaryFile(dir=Path.cwd()) as file:
 
-        def in_a_file(model: Any, choices: Any, lanes: Any, _host: Tier, residency: Any) -> activations.Activations:
-            return activations.Activations(model, choices, lanes, FileTier(lanes, file.fileno()), residency)
+        def in_a_file(model: Any, choices: Any, lanes: Any, _host: Tier, *others: Any) -> activations.Activations:
+            return activations.Activations(model, choices, lanes, FileTier(lanes, file.fileno()), *others)
 
         monkeypatch.setattr(sys.modules[place.__module__], "Activations", in_a_file)
         plan = hand_written(job, AWAY, slots=8, activations={"blocks.0": "offload", "blocks.1": "offload"})

@@ -111,11 +111,13 @@ def _corrections(draw: st.DrawFn) -> Correction:
 
 @st.composite
 def _stages(draw: st.DrawFn) -> Stage:
-    """What is recomputed in part is not compiled."""
+    """What is recomputed in part is not compiled, and only what is recomputed is replayed."""
     activations = draw(fields_of(Stage)["activations"])
     compiled = draw(fields_of(Stage)["compiled"])
     fit = tuple(each for each in compiled if activations.get(each) != "selective")
-    return draw(st.builds(Stage, **fields_of(Stage) | {"activations": st.just(activations), "compiled": st.just(fit)}))
+    recomputed = tuple(each for each, choice in activations.items() if choice == "recompute")
+    chosen = {"activations": activations, "compiled": fit, "replayed": recomputed[: draw(st.integers(0, 3))]}
+    return draw(st.builds(Stage, **fields_of(Stage) | {name: st.just(value) for name, value in chosen.items()}))
 
 
 @st.composite
