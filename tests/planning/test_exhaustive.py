@@ -167,7 +167,7 @@ def test_the_search_and_the_tree_find_the_best_of_all_plans(blocks: int, seed: i
 
 
 @pytest.mark.timeout(1800)  # all of them beside other work
-@pytest.mark.parametrize("blocks", [3, 4, 5, 6])
+@pytest.mark.parametrize("blocks", [3, 4, *(pytest.param(each, marks=pytest.mark.full) for each in (5, 6))])
 @settings(max_examples=5 if FULL else 4, derandomize=True)  # trees of five blocks take minutes each
 @given(seeds)
 def test_the_search_is_within_one_percent_of_the_best_and_never_over_a_limit(blocks: int, seed: int) -> None:

@@ -8,7 +8,7 @@ from anyfit import NoPlan
 from benchmarks.plans import GPUS, PAGE, RIGHT, decisions_of, plan_of
 from tests.conftest import FULL
 
-SOME = [("llama-8b", 8), ("llama-70b", 64)]
+SOME = [("llama-8b", 8)]
 
 
 @pytest.mark.parametrize(("model", "gpus"), [(model, gpus) for model in RIGHT for gpus in GPUS] if FULL else SOME)
