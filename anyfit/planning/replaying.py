@@ -5,8 +5,8 @@ memory is its own and is held all along: fixed inputs and results of each distin
 runs. So both kinds of plan are searched whole.
 
 What a host takes to launch a model's ops is the least certain of all figures: the model's own Python is in it, and hosts are
-shared. Recorded steps that waited for launches took up to twice as long for them as was forecast. So plans are compared where
-launching takes LAUNCH_DOUBT times what it is forecast to:
+shared. Steps that waited for launches were seen to take twice as long as forecast. So plans are compared where launching takes
+LAUNCH_DOUBT times what it is forecast to:
 
     minimise    seconds(plan, launches LAUNCH_DOUBT times as slow)
     over        the best plan op by op; the best with recordings, if by the forecast it takes at most MOST_SLOWER times the other

@@ -10,8 +10,9 @@ import torch
 from anyfit.values.plan import Placement
 from tests.models import byte_batches
 from tests.oracle import assert_bit_equal
-from tests.placing.test_replayed import BLOCKS, ROWS, Layer, Stack, job_for, plan_for
+from tests.placing.test_replayed import Layer, Stack, job_for, plan_for
 from tests.plans import AWAY, ON_HOST, RESIDENT, STREAMED, placed_of, started
+from tests.stacks import BLOCKS, ROWS
 
 pytestmark = pytest.mark.gpu
 

@@ -14,12 +14,13 @@ import anyfit
 from anyfit.placing import replayed
 from anyfit.running.run import Run
 from anyfit.values.plan import Placement, Plan
-from tests.models import byte_batches, next_byte_loss
+from tests import stacks
+from tests.models import byte_batches
 from tests.oracle import assert_bit_equal, train_plainly
 from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, RESIDENT, STREAMED, hand_written, placed_of, random_delays, started
+from tests.stacks import BLOCKS, LAYERS, ROWS, WIDTH
 
-ROWS, WIDTH, LAYERS, STEPS = 4, 16, 3, 6
-BLOCKS = tuple(f"blocks.{index}" for index in range(LAYERS))
+STEPS = 6
 
 
 class Layer(nn.Module):
@@ -33,28 +34,13 @@ class Layer(nn.Module):
         return x + self.scale.to(x.dtype) * F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
 
 
-class Stack(nn.Module):
+class Stack(stacks.Stack):
     def __init__(self, layer: Any = Layer) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(256, WIDTH)
-        self.blocks = nn.ModuleList(layer(index) for index in range(LAYERS))
-        self.head = nn.Linear(WIDTH, 256)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        super().__init__(layer)
 
 
 def job_for(model: Any = Stack, **options: Any) -> anyfit.Job:
-    options = {
-        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        "precision": "fp32",
-        "loss": next_byte_loss,
-    } | options
-    return anyfit.Job(model=model, sample=byte_batches(1, ROWS)[0], batch_size=ROWS, **options)
+    return stacks.stacked_job(model, **options)
 
 
 def plan_for(job: anyfit.Job, *chunks: Placement, **options: Any) -> Plan:
