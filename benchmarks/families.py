@@ -5,7 +5,8 @@
 
 (a GPU and its host.) Without `--plain`, every job is planned as `anyfit.start` would, for all of the GPU's memory or for a third
 of what the job needs with all state on the device, and trained for a few steps under a hard cap of that size, with a norm that
-never or always is over the limit: the step and its memory stand beside the forecast. Half of the jobs, chosen by a hash of their
+never or always is over the limit, and with blocks compiled where that was measured to pay: the step and its memory stand beside
+the forecast. Half of the jobs, chosen by a hash of their
 names, are held out from every fit. Rows that are in `--into FILE` are not measured again, and new ones are added to it.
 
 With `--plain`, a step with no cap stands beside plain PyTorch, in interleaved rounds: the faster of bf16 weights with fp32
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import anyfit
+from anyfit.measuring import measure_blocks
 from anyfit.values.batches import map_tensors
 from anyfit.values.machine import Machine
 
@@ -180,8 +182,11 @@ def measured(training: anyfit.Job, batch: Any, plan: anyfit.Plan, machine: Machi
 
 def row_of(job: Job, machine: Machine) -> Row:
     family, total = FAMILIES[job.family], torch.cuda.get_device_properties(0).total_memory
-    training = replace(family.job(), clip_norm=ALWAYS if job.clips else NEVER)
-    cap = None if not job.capped else all_on_device_bytes(training, machine) // 3
+    eager = replace(family.job(), clip_norm=ALWAYS if job.clips else NEVER, compile=False)
+    training = replace(eager, compile=None) if job.compiles else eager
+    if job.compiles:
+        measure_blocks(training, machine)
+    cap = None if not job.capped else all_on_device_bytes(eager, machine) // 3
     began = time.perf_counter()
     plan = anyfit.plan(training, machine.with_limits(device_memory=cap))
     planned = time.perf_counter() - began
