@@ -6,8 +6,8 @@
 (a GPU and its host.) Without `--plain`, every job is planned as `anyfit.start` would, for all of the GPU's memory or for a third
 of what the job needs with all state on the device, and trained for a few steps under a hard cap of that size, with a norm that
 never or always is over the limit, and with blocks compiled where that was measured to pay: the step and its memory stand beside
-the forecast. Half of the jobs, chosen by a hash of their
-names, are held out from every fit. Rows that are in `--into FILE` are not measured again, and new ones are added to it.
+the forecast. Half of the jobs, chosen by a hash of their names, are held out from every fit. Rows that are in `--into FILE` are
+not measured again, and new ones are added to it.
 
 With `--plain`, a step with no cap stands beside plain PyTorch, in interleaved rounds: the faster of bf16 weights with fp32
 masters and of autocast over fp32 weights, with fused AdamW and clipping, the same attention and the same micro-batch.

@@ -117,7 +117,7 @@ class Replayed:
         except torch.OutOfMemoryError:
             reason = "there was no room to record it"
         except Exception as error:
-            reason = f"it cannot be recorded ({' '.join(str(error).split()):.200})"
+            reason = _cannot(error)
         if reason is not None:
             self._tape = None
             self._of.stay_eager({self.name: reason})
@@ -143,8 +143,7 @@ class Replayed:
             with trial.inside():  # its random numbers are nobody's
                 self._tape = Recorder(self.module, self.run, self.device, self._of.pool).record(call)
         except Exception as error:
-            said = f"it cannot be recorded ({' '.join(str(error).split()):.200})"
-            self._of.failed.append(((kind, call.signature), said))
+            self._of.failed.append(((kind, call.signature), _cannot(error)))
             raise
         off = self._off(trial, eager)
         if off > 0.0:
@@ -249,6 +248,10 @@ class Replayed:
         pairs = [(each, slope) for each, slope in zip(outputs, slopes, strict=True) if slope is not None]
         wanted = [each for each in (*given, *self.parameters) if each.requires_grad]
         return torch.autograd.grad([each for each, _ in pairs], wanted, [slope for _, slope in pairs], allow_unused=True)
+
+
+def _cannot(error: Exception) -> str:
+    return f"it cannot be recorded ({' '.join(str(error).split()):.200})"
 
 
 class _Replay(torch.autograd.Function):
