@@ -84,15 +84,18 @@ class Activations:
         with quietly():
             self._kept_out = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         modules = dict(model.named_modules())
-        for name, choice in choices.items():
+        kept: dict[str, Choice] = dict.fromkeys(to_replay, "keep")
+        for name, choice in (kept | dict(choices)).items():
             if name not in modules:
                 raise ValueError(f"the plan names block {name!r}, and the model has none" + nearest(name, list(modules)))
-            if choice != "keep":
+            if choice != "keep" or name in to_replay:
                 self._undo.append(stand_in(modules[name], self._forward_of(name, modules[name], choice)))
 
     def _forward_of(self, name: str, module: nn.Module, choice: Choice) -> Callable[..., Any]:
         if choice == "offload":
             return functools.partial(self._offloaded, name, module.forward)
+        if choice == "keep":
+            return self.replayed.add(name, module)
         residency, is_selective = self._residency, choice == "selective"
         made = Recomputed(name, module, self._lanes.device, residency.pack, residency.unpack, selective=is_selective)
         return self.replayed.add(name, module, made) if name in self._to_replay else made

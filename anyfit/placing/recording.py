@@ -1,15 +1,17 @@
 """Recordings of a block: its ops as CUDA graphs, which read and write fixed memory, and the memory that a call is copied to.
 
-A recomputed block saves nothing from forward to backward, so two recordings make all of it: forward; and backward, which is the
-forward again and the gradients of it. On a CPU nothing is launched: there a recording runs its ops again, so that all else can be
-tried where there is no GPU.
+Two recordings make all of a block. Where it is recomputed, it saves nothing: they are forward; and backward, which is the forward
+again and the gradients of it. Where it is kept, backward is the gradients alone, of what the recorded forward saved, in memory
+that is this block's own for as long as the recordings are there.
+
+On a CPU nothing is launched: there a recording runs its ops again, so that all else can be tried where there is no GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from .chunks import quietly
@@ -25,7 +28,7 @@ from .compiled_trial import as_it_is, without_history
 from .forward_state import Settings
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-ALIGNED = 128  # elements: where a gradient begins in the memory of all
+ALIGNED = 512  # bytes: where a tensor begins in memory that several share
 
 
 @dataclass(frozen=True)
@@ -83,27 +86,77 @@ class Call:
         self.signature = Signature(form, tuple(values), facts, Settings(device).facts)
 
 
+class Arena:
+    """Memory that recordings share. What one has in it is read before the next is replayed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[Tensor] = []
+
+    def fixed(self, *groups: Sequence[Tensor]) -> list[Fixed]:
+        """Fixed memory like each of these groups, apart from each other."""
+        made = [Fixed(each) for each in groups]
+        sizes = [-(-home.nbytes // ALIGNED) * ALIGNED for each in made for home in each.shapes]
+        buffer = next((each for each in self._buffers if each.nbytes >= sum(sizes)), None)
+        if buffer is None:
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            self._buffers.append(buffer)
+        places = iter(buffer.split([*sizes, buffer.nbytes - sum(sizes)]))
+        for each, like in zip(made, groups, strict=True):
+            each.settle([next(places) for _ in each.shapes])
+            each.take(like)
+        return made
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Of a tensor in memory; what is expanded is there once."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    part: tuple[slice, ...]  # of the tensor, that is there
+
+    @staticmethod
+    def of(tensor: Tensor) -> Extent:
+        part = tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())
+        known = tensor[part] if 0 in tensor.stride() else tensor
+        return Extent(tuple(known.shape), tuple(known.stride()), tensor.dtype, part)
+
+    @property
+    def nbytes(self) -> int:
+        if 0 in self.shape:
+            return 0
+        span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return span * self.dtype.itemsize
+
+    def at(self, place: Tensor) -> Tensor:
+        return place[: self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
+
+
 class Fixed:
     """Tensors whose memory stays where it is, like some others, and which take what those hold."""
 
     def __init__(self, like: Sequence[Tensor]) -> None:
-        self.tensors: list[Tensor] = []
-        self._homes: list[Tensor] = []  # of each, but for what is expanded
-        self._parts: list[tuple[slice, ...] | None] = []
         with torch.no_grad(), quietly():
-            for each in like:
-                is_expanded = 0 in each.stride()
-                part = tuple(slice(1) if step == 0 else slice(None) for step in each.stride())
-                known = each[part] if is_expanded else each
-                home = torch.empty_strided(known.shape, known.stride(), dtype=each.dtype, device=each.device)
-                self._homes.append(home)
-                self._parts.append(part if is_expanded else None)
-                self.tensors.append(home.expand(each.shape) if is_expanded else home)
-        self.take(like)
+            self.shapes = [Extent.of(each) for each in like]
+            self._sizes = [each.shape for each in like]
+        self.tensors: list[Tensor] = []
+        self._homes: list[Tensor] = []
+
+    @staticmethod
+    def alone(like: Sequence[Tensor], device: torch.device) -> Fixed:
+        """In memory of its own."""
+        return Arena(device).fixed(like)[0]
+
+    def settle(self, places: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            self._homes = [each.at(place) for each, place in zip(self.shapes, places, strict=True)]
+            self.tensors = [home.expand(size) for home, size in zip(self._homes, self._sizes, strict=True)]
 
     def take(self, given: Sequence[Tensor]) -> None:
         with torch.no_grad(), quietly():
-            copied(self._homes, [each if part is None else each[part] for each, part in zip(given, self._parts, strict=True)])
+            copied(self._homes, [tensor[each.part] for tensor, each in zip(given, self.shapes, strict=True)])
 
 
 def copied(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -117,65 +170,72 @@ def copied(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(into, of)
 
 
-def together(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Copies of these, of one dtype in one piece of memory."""
-    places: dict[torch.dtype, int] = {}
-    offsets = []
-    for each in tensors:
-        if each is not None:
-            offsets.append(places.get(each.dtype, 0))
-            places[each.dtype] = offsets[-1] + -(-each.numel() // ALIGNED) * ALIGNED
-    device = next((each.device for each in tensors if each is not None), None)
-    flat = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in places.items()}
-    found: list[Tensor | None] = []
-    at = iter(offsets)
-    for each in tensors:
-        if each is None:
-            found.append(None)
-            continue
-        start = next(at)
-        found.append(flat[each.dtype][start : start + each.numel()].view(each.shape))
-    pairs = [(to, of) for to, of in zip(found, tensors, strict=True) if to is not None and of is not None]
-    copied([to for to, _ in pairs], [of for _, of in pairs])
+def fresh(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of these, each in memory of its own, which goes when it is used."""
+    found = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in tensors]
+    copied(found, tensors)
     return found
+
+
+class Ops(TorchDispatchMode):
+    """The ops that run inside, with all that they are given but the values of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[Any] = []
+        self.asks = False  # for a value on the device, on which what comes next may depend
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((func, [_fact(each) for each in tree_leaves((args, kwargs))]))
+        self.asks |= func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def _fact(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return value if isinstance(value, PLAIN) else type(value)
 
 
 class Recording:
     """Ops that run again at the same addresses: a CUDA graph, or, on a CPU, the function itself."""
 
-    def __init__(self, run: Callable[[], list[Tensor | None]], device: torch.device, pool: Any) -> None:
-        self._run, self._graph = run, None
+    def __init__(self, run: Callable[[], None], device: torch.device, pool: Any) -> None:
+        self.replay = self._run = run  # which holds what it saved for another recording
         if device.type != "cuda":
-            self.results = [None if each is None else each.clone() for each in run()]
+            run()
             return
-        self._graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         wrong: list[BaseException] = []
         try:
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 try:
-                    self.results = run()
+                    run()
                 except BaseException as error:
                     wrong.append(error)  # what ends the recording says less
                     raise
         except RuntimeError as error:
             _leave(device, pool)
             raise (wrong[0] if wrong else error) from None
-
-    def replay(self) -> None:
-        if self._graph is not None:
-            self._graph.replay()
-            return
-        for result, found in zip(self.results, self._run(), strict=True):
-            if result is not None and found is not None:
-                result.copy_(found)
+        self.replay = graph.replay
 
 
 def _leave(device: torch.device, pool: Any) -> None:
-    """After a recording that failed: torch would go on to take memory from its pool."""
+    """After a recording that failed: torch would go on to take memory from its pool, and random numbers as if it were recording.
+    A recording that succeeds ends that."""
     end = vars(torch._C).get("_cuda_endAllocateToPool")
     if end is not None:
         with contextlib.suppress(RuntimeError):
             end(device.index or 0, pool)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=device)
+
+
+@dataclass(eq=False)
+class Used:
+    """A call whose backward is to come: what it saved must not be written over."""
+
+    is_done: bool = False
 
 
 @dataclass(eq=False)
@@ -184,27 +244,49 @@ class Tape:
 
     signature: Signature
     inputs: Fixed
-    state: Fixed  # parameters, and buffers
+    state: Fixed  # parameters, and buffers; without those that are read where they are
+    outputs: Fixed
     slopes: Fixed  # gradients of the outputs that learn
-    forward: Recording
-    backward: Recording
+    gradients: Fixed
+    has_gradient: tuple[bool, ...]  # of the inputs and parameters that learn
     form: TreeSpec  # of what the block returns
     values: tuple[Any, ...]  # of it
     learns: tuple[bool, ...]  # by output
+    is_kept: bool
+    forward: Recording
+    backward: Recording
+    _used: Any = None  # a reference to the last use
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the backward of a call is still to come, for which this block's memory is held."""
+        used = None if self._used is None else self._used()
+        return used is not None and not used.is_done
+
+    def use(self) -> Used:
+        used = Used()
+        self._used = weakref.ref(used)
+        return used
+
+    def is_last(self, used: Used) -> bool:
+        """Whether no other call came after it."""
+        return self._used is not None and self._used() is used
 
     def outputs_for(self, inputs: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
         self.inputs.take(inputs)
         self.state.take(state)
         self.forward.replay()
-        return [each.clone() for each in self.forward.results if each is not None]
+        return [each.clone() for each in self.outputs.tensors]
 
     def gradients_for(self, inputs: Sequence[Tensor], state: Sequence[Tensor], slopes: Sequence[Tensor]) -> list[Tensor | None]:
         """Of the inputs and parameters that learn, in this order."""
-        self.inputs.take(inputs)
+        if not self.is_kept:
+            self.inputs.take(inputs)
         self.state.take(state)
         self.slopes.take(slopes)
         self.backward.replay()
-        return together(self.backward.results)
+        found = iter(fresh(self.gradients.tensors))
+        return [next(found) if has else None for has in self.has_gradient]
 
     def returned(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """As the block returns it: what it made, and what it was given and hands on."""
@@ -214,44 +296,70 @@ class Tape:
 
 
 class Recorder:
-    """Records a module's calls. `pool` is memory that recordings share while they run."""
+    """Records a module's calls. `pool` is memory that recordings share while they run, `arena` what they read and write."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], device: torch.device, pool: Any) -> None:
-        self._module, self._forward, self._device, self._pool = module, forward, device, pool
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], device: torch.device, pool: Any, arena: Arena) -> None:
+        self._module, self._forward, self._device, self._pool, self._arena = module, forward, device, pool, arena
         self._parameters, self._buffers = list(module.parameters()), list(module.buffers())
 
-    def record(self, call: Call) -> Tape:
-        signature, inputs, state = call.signature, Fixed(call.inputs), Fixed([*self._parameters, *self._buffers])
-        run = functools.partial(self._run, signature, inputs, state)
-
-        def outputs() -> list[Tensor | None]:
-            returned, leaves, _ = run()
-            return [each.detach() for each in made_in(returned, leaves)]
-
-        def gradients() -> list[Tensor | None]:
-            returned, leaves, wanted = run()
-            learning = [each for each in made_in(returned, leaves) if each.requires_grad]
-            return list(torch.autograd.grad(learning, wanted, slopes.tensors, allow_unused=True))
-
+    def record(self, call: Call, *, is_kept: bool = False, stays: bool = False) -> Tape:
+        """Of a block that is kept, or recomputed. `stays`: its weights never leave their memory, and are read there."""
+        signature = call.signature
+        with quietly():
+            there = [each.detach() for each in self._parameters] if stays else []
+            moving = self._buffers if stays else [*self._parameters, *self._buffers]
+            own = [each.detach() for each in moving]
         # What is made at first calls is there before anything is recorded.
         with beside_default_stream(self._device):
-            returned, leaves, wanted = run()
+            returned, leaves, wanted = self._run(signature, call.inputs, [*there, *own])
             found = made_in(returned, leaves)
             form, values = described(returned, leaves)
-            _refuse_unfit(found, values, wanted, [*call.inputs, *inputs.tensors, *state.tensors])
+            _refuse_unfit(found, values, wanted, [*call.inputs, *there, *own])
+            learning = [each for each in found if each.requires_grad]
+            slopes_like = [each.detach() for each in learning]
+            gradients_like = torch.autograd.grad(learning, wanted, slopes_like, allow_unused=True)
             learns = tuple(each.requires_grad for each in found)
-            slopes = Fixed([each.detach() for each in found if each.requires_grad])
-            del returned, leaves, wanted, found
-            gradients()
-        first, second = (Recording(each, self._device, self._pool) for each in (outputs, gradients))
-        return Tape(signature, inputs, state, slopes, first, second, form, values, learns)
+            has_gradient = tuple(each is not None for each in gradients_like)
+            given = [each for each in gradients_like if each is not None]
+            inputs = [call.inputs] if not is_kept else []
+            fixed = self._arena.fixed(own, [each.detach() for each in found], slopes_like, given, *inputs)
+            del returned, leaves, wanted, found, learning, slopes_like, gradients_like, given
+        state, outputs, slopes, gradients = fixed[:4]
+        held = Fixed.alone(call.inputs, self._device) if is_kept else fixed[4]
+        learned: list[Tensor] = []  # outputs of the last forward that learn: what it saved is theirs
+        wanting: list[Tensor] = []  # what has a gradient
 
-    def _run(self, signature: Signature, inputs: Fixed, state: Fixed) -> tuple[Any, list[Tensor], list[Tensor]]:
+        def run() -> list[Tensor]:
+            returned, leaves, wanting[:] = self._run(signature, held.tensors, [*there, *state.tensors])
+            found = made_in(returned, leaves)
+            learned[:] = [each for each in found if each.requires_grad]
+            return [each.detach() for each in found]
+
+        def forward() -> None:
+            outputs.take(run())
+            if not is_kept:
+                learned.clear()
+
+        def backward() -> None:
+            if not is_kept:
+                run()
+            made = torch.autograd.grad(learned, wanting, slopes.tensors, retain_graph=is_kept, allow_unused=True)
+            gradients.take([each for each in made if each is not None])
+            if not is_kept:
+                learned.clear()
+
+        recordings = [Recording(each, self._device, self._pool) for each in (forward, backward)]
+        facts = signature, held, state, outputs, slopes, gradients, has_gradient, form, values, learns, is_kept
+        return Tape(*facts, *recordings)
+
+    def _run(
+        self, signature: Signature, inputs: Sequence[Tensor], state: Sequence[Tensor]
+    ) -> tuple[Any, list[Tensor], list[Tensor]]:
         """What the module returns, what it was given, and what learns. Leaves are new at each run: autograd waits for the stream
         on which a leaf was first used, and a recording must not wait for another's."""
-        leaves = signature.leaves(inputs.tensors)
-        weights = [nn.Parameter(each, of.requires_grad) for each, of in zip(state.tensors, self._parameters, strict=False)]
-        own = zip([*self._parameters, *self._buffers], [*weights, *state.tensors[len(weights) :]], strict=True)
+        leaves = signature.leaves(inputs)
+        weights = [nn.Parameter(each, of.requires_grad) for each, of in zip(state, self._parameters, strict=False)]
+        own = zip([*self._parameters, *self._buffers], [*weights, *state[len(weights) :]], strict=True)
         args, kwargs = signature.arguments(leaves)
         with self._with({id(old): new for old, new in own}), torch.enable_grad():
             returned = self._forward(*args, **kwargs)

@@ -145,9 +145,9 @@ class Candidate:
 
     @cached_property
     def replays(self) -> tuple[Replay | None, ...]:
-        """By block, its recordings, where it is recomputed from them."""
+        """By block, its recordings, where it is replayed."""
         pairs = zip(self.profile_pass.blocks, self.activations, strict=True)
-        return tuple(block.replay if choice == "recompute" else None for block, choice in pairs)
+        return tuple(block.replays.get(choice) for block, choice in pairs)
 
     @cached_property
     def segment_seconds(self) -> tuple[float, ...]:
@@ -167,7 +167,7 @@ class Candidate:
             index = segment.block
             block, choice, replay = self.profile_pass.blocks[index], self.activations[index], self.replays[index]
             if replay is not None:
-                again = block.choices[choice].device_seconds if segment.phase == "backward" else 0.0
+                again = block.choices[choice].device_seconds if segment.phase == "backward" and choice != "keep" else 0.0
                 return replay.timing(segment.device_seconds + again)
             if segment.phase == "forward" or choice == "keep":
                 return segment.played

@@ -186,19 +186,22 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
     ]
     backwards_left = Counter(segment.block for segment in each.segments if segment.phase == "backward")
     begun: set[int] = set()
-    gradients, kept = 0, 0
+    gradients = 0
     staying: list[list[int]] = [[] for _ in each.blocks]  # by block: chunks whose gradients stay on the device
     for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
         stays = placement.gradients == "device" and not adds_up and candidate.division.is_alone
         for block in chunk.blocks if stays and chunk.gradient_bytes else ():
             staying[block].append(index)
     waiting = _adding_up(candidate) if candidate.division.is_alone else _waiting(candidate)
-    # What a recording holds while it runs is in the pools.
+    # What a recording holds while it runs is in the pools. What the recording of a kept block saves is held all along.
+    triples = list(zip(each.blocks, candidate.activations, candidate.replays, strict=True))
     recorded = [
-        0 if replay is None else min(block.choices["keep"].kept_bytes, replay.running_bytes)
-        for block, replay in zip(each.blocks, candidate.replays, strict=True)
+        0 if replay is None or choice == "keep" else min(block.choices["keep"].kept_bytes, replay.running_bytes)
+        for block, choice, replay in triples
     ]
-    held: set[int] = set()  # blocks
+    for_good = {index: replay for index, (_, choice, replay) in enumerate(triples) if replay is not None and choice == "keep"}
+    kept = sum(keeps[index] + replay.own_bytes for index, replay in for_good.items())
+    held = set(for_good)  # blocks
     back: dict[int, int] = {}  # by block: bytes that are on the device again
     for segment, leaving, unsummed in zip(each.segments, going, waiting, strict=True):
         block = segment.block
@@ -228,11 +231,11 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
             kept += keeps[block]
         if segment.phase == "backward":
             backwards_left[block] -= 1
-            if backwards_left[block] == 0 and block in held:
+            if backwards_left[block] == 0 and block in held and block not in for_good:
                 held.remove(block)
                 kept -= keeps[block]
                 back.pop(block, None)
-    yield gradients + updating  # when all are there
+    yield gradients + updating + kept  # when all are there
 
 
 def _adding_up(candidate: Candidate) -> list[int]:

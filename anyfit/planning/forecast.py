@@ -8,6 +8,7 @@ With everything resident and all activations kept it is arithmetic:
     reserved(m)  = max(peak(m), what the allocator was seen to reserve) + context
 
 With several micro-batches a step, gradient sums are held all along; with one, each gradient lives from its birth to the update.
+Where blocks are replayed, what they keep is held all along: gradients come on top.
 All else is simulated; of a job that clips twice, with updates that begin before the norm is known and with such that wait for it,
 and once more with a single step that is clipped.
 """
@@ -36,6 +37,13 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
     peak += profile.workspace_bytes
     launches = passes * each.launch_wait_seconds
     compute = passes * (each.seconds - each.seconds_recompute) - launches
+    recorded = 0
+    if each.recorded_bytes:
+        launches = passes * (each.replayed.alone_seconds - each.replayed.device_seconds)
+        compute = passes * (each.replayed.device_seconds - each.seconds_recompute)
+        own = sum(block.replays["keep"].own_bytes for block in each.blocks if block.replays)
+        recorded = each.recorded_bytes + own + min(state.gradients, each.kept_for_good_bytes)
+        peak += recorded
     recompute = passes * each.seconds_recompute
     updated = update.seconds + (accumulation > 1) * accumulation * profile.trainable * add_seconds(profile)
     seconds = compute + recompute + updated + launches
@@ -45,7 +53,7 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
         split_seconds={"compute": compute, "recompute": recompute, "update": updated, "exposed launch": launches},
         peak_bytes={"device": peak, "host": 0, "disk": 0},
         peak_error=profile.memory_error,
-        reserved_bytes=max(each.reserved_bytes, peak) + profile.context_bytes,
+        reserved_bytes=max(each.reserved_bytes + recorded, peak) + profile.context_bytes,
         reserved_error=profile.reserved_error,
         samples_per_second=profile.batch_size / seconds,
         tokens_per_second=passes * each.tokens / seconds,

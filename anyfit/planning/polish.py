@@ -276,7 +276,8 @@ def undecided(each: Pass, choices: Sequence[Sequence[Activations]], decided: int
     def least(block: BlockCost, names: Sequence[Activations]) -> BlockCost:
         if not block.name or len(names) == 1:
             return block
-        return replace(block, choices={"keep": ChoiceCost(min(block.choices[name].kept_bytes for name in names), 0, 0.0)})
+        lightest = ChoiceCost(min(block.choices[name].kept_bytes for name in names), 0, 0.0)
+        return replace(block, choices={"keep": lightest}, replays={})
 
     pairs = zip(each.blocks[decided:], choices[decided:], strict=True)
     return replace(each, blocks=(*each.blocks[:decided], *(least(block, names) for block, names in pairs)))

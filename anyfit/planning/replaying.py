@@ -1,8 +1,8 @@
-"""Recomputed blocks op by op, or from recordings: CUDA graphs that the host launches at once (placing/replayed.py).
+"""Blocks op by op, or from recordings: CUDA graphs that the host launches at once (placing/replayed.py).
 
-A recording costs the device what its ops cost, and copies of weights, inputs and results; it costs the host a few launches. Its
-memory is its own and is held all along: fixed inputs and results of each distinct block, and what the largest block has while it
-runs. So both kinds of plan are searched whole.
+A recording costs the device what its ops cost, and copies of inputs, results and, where they move, weights; it costs the host a
+few launches. Its memory is held all along: what the largest block reads, writes and has while it runs, which all share, and all
+that kept blocks keep. So both kinds of plan are searched whole.
 
 What a host takes to launch a model's ops is the least certain of all figures: the model's own Python is in it, and hosts are
 shared. Steps that waited for launches were seen to take twice as long as forecast. So plans are compared where launching takes
@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from anyfit.values.plan import Decision, Plan
 from anyfit.values.precision import ELEMENT_BYTES, PRECISIONS
-from anyfit.values.profile import BlockCost, ChoiceCost, Profile, Replay, Timing
+from anyfit.values.profile import BlockCost, ChoiceCost, Pass, Profile, Replay, Timing
 from anyfit.values.units import show_seconds
 
 from .fastest import Found, fastest
@@ -29,17 +29,18 @@ LAUNCH_DOUBT = 2.0
 LEAST_GAIN = 0.03  # of a step, to be worth its memory and what can go wrong
 MOST_SLOWER = 1.25
 RUNNING = 1.25  # of what a block keeps for backward: the same, and what its ops have besides
+WORTH_RECORDING = 1.5  # times what replaying it takes of the host: a block's launches op by op
 WORKSPACE_BYTES = 2**26  # of matrix products, whose memory is the recordings' own too
 
 
 def best_launched(profile: Profile, finish: Callable[[Found], Plan]) -> Plan | None:
     """The best plan, with recomputed blocks op by op or replayed."""
     found = fastest(profile)
-    if found is None or found.offer is None or not _can_replay(profile):
+    if found is None or not _can_replay(profile):
         return None if found is None else finish(found)
-    plain, doubted = found.offer.seconds, _doubted_seconds(found)
+    plain, doubted = _seconds(found), _doubted_seconds(found)
     recorded = fastest(with_recordings(profile)) if doubted > (1 + LEAST_GAIN) * plain else None
-    if recorded is None or recorded.offer is None or recorded.offer.seconds > MOST_SLOWER * plain:
+    if recorded is None or _seconds(recorded) > MOST_SLOWER * plain:
         return finish(found)
     gain = doubted - _doubted_seconds(recorded)
     return _decided(finish(recorded), profile, gain) if gain > LEAST_GAIN * doubted else finish(found)
@@ -51,8 +52,16 @@ def _can_replay(profile: Profile) -> bool:
     return any(block.may_be_replayed for each in profile.passes for block in each.blocks)
 
 
+def _seconds(found: Found) -> float:
+    return found.chosen.step_seconds if found.offer is None else found.offer.seconds
+
+
 def _doubted_seconds(found: Found) -> float:
     """Of a step whose launches take longer than they are forecast to."""
+    if found.offer is None:
+        whole = next(each for each in found.profile.passes if each.micro_batch == found.micro_batch)
+        more = whole.replayed.slowed_alone_seconds(LAUNCH_DOUBT, 1.0) - whole.replayed.alone_seconds
+        return found.chosen.step_seconds + found.profile.batch_size / whole.micro_batch * more
     space, offer = found.in_space
     candidate, rates = offer.candidate, space.evaluation.rates
     whole, launching = candidate.profile_pass, rates.host.launching
@@ -62,8 +71,8 @@ def _doubted_seconds(found: Found) -> float:
 
     def block_of(block: BlockCost) -> BlockCost:
         choices = {name: replace(each, timing=slowed(each.timing)) for name, each in block.choices.items()}
-        replay = block.replay and replace(block.replay, launch_seconds=LAUNCH_DOUBT * block.replay.launch_seconds)
-        return replace(block, choices=choices, replay=replay)
+        replays = {name: replace(each, launch_seconds=LAUNCH_DOUBT * each.launch_seconds) for name, each in block.replays.items()}
+        return replace(block, choices=choices, replays=replays)
 
     segments = tuple(replace(each, timing=slowed(each.timing)) for each in whole.segments)
     doubted = replace(whole, segments=segments, blocks=tuple(map(block_of, whole.blocks)))
@@ -73,53 +82,56 @@ def _doubted_seconds(found: Found) -> float:
 
 
 def with_recordings(profile: Profile) -> Profile:
-    """The same where every block that is recomputed is replayed."""
+    """The same where every block that can be is replayed."""
     assert profile.host is not None
     weight_bytes = ELEMENT_BYTES[PRECISIONS[profile.precision].weight]
     seconds, rate = profile.host.launching.replay_seconds, profile.memory_bytes_per_second
 
-    def block_of(block: BlockCost) -> BlockCost:
+    def block_of(block: BlockCost, launched: float) -> BlockCost:
         again = block.choices.get("recompute")
-        if again is None or not block.may_be_replayed:
+        if again is None or not block.may_be_replayed or launched < WORTH_RECORDING * 2 * seconds:
             return block
-        weights, inputs = weight_bytes * block.parameters, again.kept_bytes
-        moved = 3 * weights + 4 * inputs  # a recording: in and out of fixed memory, half of them with gradients
-        running = int(RUNNING * block.choices["keep"].kept_bytes) + WORKSPACE_BYTES
-        replay = Replay(seconds, moved / rate, 2 * weights + 4 * inputs, running)
+        weights, inputs, keeps = weight_bytes * block.parameters, again.kept_bytes, block.choices["keep"].kept_bytes
+        # Of one recording: in and out of fixed memory, half of them with gradients.
+        moved, moved_kept = 3 * weights + 4 * inputs, 2 * weights + 6 * inputs
+        fixed, running = 2 * weights + 4 * inputs, int(RUNNING * keeps) + weights + WORKSPACE_BYTES
+        replays = {
+            "recompute": Replay(seconds, moved / rate, fixed, running),
+            "keep": Replay(seconds, moved_kept / rate, fixed, running, 2 * inputs),
+        }
         alone = Timing.on_device(again.device_seconds)
         choices = {**block.choices, "recompute": ChoiceCost(inputs, 0, again.device_seconds, alone)}
-        return replace(block, replay=replay, choices=choices)
+        return replace(block, replays=replays, choices=choices)
 
-    # What is first in a pass also waits for the batch, which is no part of a recording.
-    passes = (
-        replace(
-            each,
-            blocks=tuple(
-                block if index == each.segments[0].block else block_of(block) for index, block in enumerate(each.blocks)
-            ),
-        )
-        for each in profile.passes
-    )
-    return replace(profile, passes=tuple(replace(each, recorded_bytes=_recorded_bytes(each.blocks)) for each in passes))
+    def pass_of(each: Pass) -> Pass:
+        launched = [0.0] * len(each.blocks)
+        for segment in each.segments:
+            launched[segment.block] += segment.played.launch_seconds
+        launched[each.segments[0].block] = 0.0  # it also waits for the batch, which is no part of a recording
+        blocks = tuple(map(block_of, each.blocks, launched))
+        return replace(each, blocks=blocks, recorded_bytes=_recorded_bytes(blocks))
+
+    return replace(profile, passes=tuple(map(pass_of, profile.passes)))
 
 
 def _recorded_bytes(blocks: Sequence[BlockCost]) -> int:
-    """Fixed bytes of each distinct block, and what the largest recording holds while it runs. They count however few blocks are
-    recomputed: a plan that recomputes one more never takes more memory."""
-    distinct = {(block.kind, block.parameters, block.flops_forward): block.replay for block in blocks}
-    found = [each for each in distinct.values() if each is not None]
-    return sum(each.fixed_bytes for each in found) + max((each.running_bytes for each in found), default=0)
+    """What the largest recording reads and writes, and what the largest has while it runs. They count however few blocks are
+    replayed: a plan that replays one more never takes more of them."""
+    found = [each for block in blocks for each in block.replays.values()]
+    return max((each.fixed_bytes for each in found), default=0) + max((each.running_bytes for each in found), default=0)
 
 
 def _decided(plan: Plan, profile: Profile, gain: float) -> Plan:
     """The plan with its recomputed blocks replayed, and why."""
-    may = {block.name for each in with_recordings(profile).passes for block in each.blocks if block.replay is not None}
+    recorded = with_recordings(profile)
+    whole = next(each for each in recorded.passes if each.micro_batch == plan.micro_batch)
+    may = [(block.name, block.replays) for block in whole.blocks]
     stages = tuple(
-        replace(each, replayed=tuple(path for path, choice in each.activations.items() if choice == "recompute" and path in may))
+        replace(each, replayed=tuple(path for path, replays in may if each.activations.get(path, "keep") in replays))
         for each in plan.stages
     )
     count = sum(len(each.replayed) for each in stages)
-    blocks = "1 recomputed block" if count == 1 else f"{count} recomputed blocks"
+    blocks = "1 block" if count == 1 else f"{count} blocks"
     why = f"launched op by op a step may take {show_seconds(gain)} more, where the host is slow"
     decision = Decision("replay", f"{blocks} launched at once, as CUDA graphs", why)
     return replace(plan, stages=stages, decisions=(*plan.decisions, decision))

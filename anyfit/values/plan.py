@@ -116,12 +116,13 @@ class Stage:
     last_block: int  # inclusive
     activations: Mapping[str, Activations]  # by the block's path in the model; one that is not named keeps them
     compiled: tuple[str, ...] = ()  # paths of blocks that torch.compile makes faster
-    replayed: tuple[str, ...] = ()  # paths of recomputed blocks whose ops are launched at once, as CUDA graphs
+    replayed: tuple[str, ...] = ()  # paths of kept or recomputed blocks whose ops are launched at once, as CUDA graphs
 
     def __post_init__(self) -> None:
         for path in self.replayed:
-            if self.activations.get(path) != "recompute":
-                raise ValueError(f"block {path!r} is replayed, and only blocks that are recomputed can be")
+            choice = self.activations.get(path, "keep")
+            if choice not in ("keep", "recompute"):
+                raise ValueError(f"block {path!r} is replayed, and only those that are kept or recomputed can be, not {choice!r}")
         for path in self.compiled:
             if self.activations.get(path) == "selective":
                 raise ValueError(

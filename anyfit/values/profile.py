@@ -56,8 +56,8 @@ class BlockCost:
     # By plan.Activations, what could be done with that; nothing where it is no block, or outside all of them.
     choices: Mapping[str, ChoiceCost] = field(default_factory=dict)
     figures: BlockFigures | None = None  # of its compiled code, where that was measured
-    may_be_replayed: bool = False  # as CUDA graphs, where it is recomputed
-    replay: Replay | None = None  # set where it is, if it is recomputed
+    may_be_replayed: bool = False  # as CUDA graphs
+    replays: Mapping[str, Replay] = field(default_factory=dict)  # where it is: by plan.Activations
 
     def scaled(self, scale: float) -> Self:
         """The same where the device takes so many times as long; copies to the host take what they took."""
@@ -126,6 +126,20 @@ class Pass:
     def played(self) -> Timing:
         """All of it."""
         return reduce(Timing.then, (segment.played for segment in self.segments), NOTHING_RUN)
+
+    @property
+    def replayed(self) -> Timing:
+        """All of it, with all blocks kept and those replayed that can be."""
+        replays = [block.replays.get("keep") for block in self.blocks]
+        pairs = ((segment, replays[segment.block]) for segment in self.segments)
+        timings = (each.played if replay is None else replay.timing(each.device_seconds) for each, replay in pairs)
+        return reduce(Timing.then, timings, NOTHING_RUN)
+
+    @property
+    def kept_for_good_bytes(self) -> int:
+        """That blocks keep from one step to the next, where all are kept and those replayed that can be."""
+        replayed = (block for block in self.blocks if "keep" in block.replays)
+        return sum(block.choices["keep"].kept_bytes + block.replays["keep"].own_bytes for block in replayed)
 
     @property
     def launch_wait_seconds(self) -> float:

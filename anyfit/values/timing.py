@@ -49,12 +49,13 @@ NOTHING_RUN = Timing.on_device(0.0)
 
 @dataclass(frozen=True)
 class Replay:
-    """A recomputed block as two recordings, forward and backward, each launched at once."""
+    """A block as two recordings, forward and backward, each launched at once."""
 
     launch_seconds: float  # of the host, for one of them
     copy_seconds: float  # of the device: weights and inputs to fixed memory, and results out of it
-    fixed_bytes: int  # of that memory; blocks that are alike share it
-    running_bytes: int  # that a recording holds while it runs; all share it
+    fixed_bytes: int  # of that memory; all share it
+    running_bytes: int  # that a recording has while it runs; all share it too
+    own_bytes: int = 0  # that stay this block's: a kept one's inputs and results, besides what it keeps
 
     def timing(self, device_seconds: float) -> Timing:
         device = device_seconds + self.copy_seconds

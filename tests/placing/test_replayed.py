@@ -43,8 +43,8 @@ def job_for(model: Any = Stack, **options: Any) -> anyfit.Job:
     return stacks.stacked_job(model, **options)
 
 
-def plan_for(job: anyfit.Job, *chunks: Placement, **options: Any) -> Plan:
-    return hand_written(job, *chunks, activations=dict.fromkeys(BLOCKS, "recompute"), replayed=BLOCKS, **options)
+def plan_for(job: anyfit.Job, *chunks: Placement, choice: Any = "recompute", **options: Any) -> Plan:
+    return hand_written(job, *chunks, activations=dict.fromkeys(BLOCKS, choice), replayed=BLOCKS, **options)
 
 
 def trained(job: anyfit.Job, plan: Plan, batches: list[Any], delays: int | None = None) -> tuple[list[float], Any, Run]:
@@ -70,13 +70,15 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ---------------------------------------------------------------------- the same results
 
 
+@pytest.mark.parametrize("choice", ["keep", "recompute"])
 @pytest.mark.parametrize(
     "placement", [RESIDENT, STREAMED, ON_HOST, AWAY, AWAY_STREAMED], ids=lambda each: each.route + each.weights
 )
-def test_replayed_blocks_train_as_plain_ones_to_the_bit(placement: Placement, replays: list[str]) -> None:
+def test_replayed_blocks_train_as_plain_ones_to_the_bit(placement: Placement, choice: str, replays: list[str]) -> None:
     accumulation = 2 if placement in (RESIDENT, AWAY) else 1
     job, batches = job_for(clip_norm=0.3), byte_batches(STEPS, ROWS)
-    losses, weights, run = trained(job, plan_for(job, placement, accumulation=accumulation), batches, delays=1)
+    plan = plan_for(job, placement, choice=choice, accumulation=accumulation)
+    losses, weights, run = trained(job, plan, batches, delays=1)
     assert placed_of(run).replayed.reasons == {}
     assert replays.count("blocks.1") >= (STEPS - 2) * accumulation  # the first two are watched op by op, for their memory
     expected, plain = train_plainly(job, batches, accumulation=accumulation)
@@ -84,10 +86,42 @@ def test_replayed_blocks_train_as_plain_ones_to_the_bit(placement: Placement, re
     assert_bit_equal(weights, plain)
 
 
-def test_blocks_that_are_alike_share_their_recordings() -> None:
+@pytest.mark.parametrize("choice", ["keep", "recompute"])
+def test_recomputed_blocks_that_are_alike_share_their_recordings(choice: str) -> None:
     job, batches = job_for(), byte_batches(STEPS, ROWS)
-    _, _, run = trained(job, plan_for(job, AWAY), batches)
-    assert recordings(run) == 1
+    _, _, run = trained(job, plan_for(job, AWAY, choice=choice), batches)
+    assert recordings(run) == (LAYERS if choice == "keep" else 1)
+
+
+def test_a_kept_block_that_is_called_twice_in_a_pass_is_replayed_once(replays: list[str]) -> None:
+    """Its second call must not write over what its first one saved."""
+
+    class Twice(Stack):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for block in (*self.blocks, self.blocks[1]):
+                x = block(x)
+            return self.head(x)  # type: ignore[no-any-return]
+
+    job, batches = job_for(Twice), byte_batches(STEPS, ROWS)
+    losses, weights, _ = trained(job, plan_for(job, RESIDENT, choice="keep"), batches)
+    expected, plain = train_plainly(job, batches)
+    assert replays.count("blocks.1") == replays.count("blocks.0") > 0
+    assert losses == expected
+    assert_bit_equal(weights, plain)
+
+
+def test_a_forward_without_backward_leaves_a_kept_block_free(replays: list[str]) -> None:
+    def measured(model: Any, batch: Tensor) -> Tensor:
+        found: Tensor = model(batch).square().mean()
+        return found + model(batch).detach().mean() * 0
+
+    job, batches = job_for(loss=measured), byte_batches(STEPS, ROWS)
+    losses, weights, _ = trained(job, plan_for(job, RESIDENT, choice="keep"), batches)
+    expected, plain = train_plainly(job, batches)
+    assert replays.count("blocks.1") >= STEPS - 2
+    assert losses == expected
+    assert_bit_equal(weights, plain)
 
 
 def test_a_block_that_computes_by_its_number_is_recorded_by_itself() -> None:
@@ -187,15 +221,16 @@ def recordings(run: Run) -> int:
 
 def assert_equal_to_plain(job: anyfit.Job, tapes: int | None = None, reason: str | None = None, **options: Any) -> None:
     batches = byte_batches(STEPS, ROWS)
-    losses, weights, run = trained(job, plan_for(job, AWAY, **options), batches)
     expected, plain = train_plainly(job, batches)
-    assert losses == pytest.approx(expected, rel=1e-6)
-    assert_bit_equal(weights, plain)
-    if reason is None:
+    for choice in ("recompute", "keep"):
+        losses, weights, run = trained(job, plan_for(job, AWAY, choice=choice, **options), batches)
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert_bit_equal(weights, plain)
+        if reason is not None:
+            assert reason in placed_of(run).replayed.reasons["blocks.0"]
+            continue
         assert placed_of(run).replayed.reasons == {}
-        assert recordings(run) == tapes
-    else:
-        assert reason in placed_of(run).replayed.reasons["blocks.0"]
+        assert recordings(run) == (LAYERS if choice == "keep" else tapes)
 
 
 # ---------------------------------------------------------------------- op by op, with a reason
@@ -245,7 +280,13 @@ class Python(Layer):
         return super().forward(x) * (1 + random.random())
 
 
+class Asks(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if float(x.detach().sum()) > 0 else 1.0)
+
+
 REFUSED = {
+    Asks: "it asks for a value on the device",
     Counts: "its forward changes",
     Averages: "its forward changes",
     Elsewhere: "neither its own nor given to it",
@@ -257,13 +298,29 @@ REFUSED = {
 
 @pytest.mark.parametrize("layer", REFUSED, ids=lambda each: each.__name__)
 def test_what_a_recording_cannot_do_again_runs_op_by_op(layer: Any) -> None:
-    random.seed(3)
     job, batches = job_for(lambda: Stack(layer)), byte_batches(STEPS, ROWS)
-    _, weights, run = trained(job, plan_for(job, AWAY), batches)
-    assert REFUSED[layer] in placed_of(run).replayed.reasons["blocks.0"]
-    random.seed(3)
-    _, expected, _ = trained(job, plan_for(job, AWAY).without_replayed(BLOCKS), batches)
-    assert_bit_equal(weights, expected)
+    for choice in ("recompute", "keep"):
+        plan = plan_for(job, AWAY, choice=choice)
+        random.seed(3)
+        _, weights, run = trained(job, plan, batches)
+        assert REFUSED[layer] in placed_of(run).replayed.reasons["blocks.0"]
+        random.seed(3)
+        _, expected, _ = trained(job, plan.without_replayed(BLOCKS), batches)
+        assert_bit_equal(weights, expected)
+
+
+def test_a_block_that_runs_other_ops_than_one_that_is_alike_is_no_copy_of_it() -> None:
+    """Where both give the same when they are tried."""
+
+    class Sometimes(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            scale = 1.0 if self.index == 0 else 1.0 + float(x.detach().mean() > 5)
+            return super().forward(x) * scale
+
+    job, batches = job_for(lambda: Stack(Sometimes)), byte_batches(STEPS, ROWS)
+    _, weights, run = trained(job, plan_for(job, RESIDENT), batches)
+    assert set(placed_of(run).replayed.reasons) == {"blocks.1", "blocks.2"}
+    assert_bit_equal(weights, train_plainly(job, batches)[1])
 
 
 def test_a_hook_inside_runs_op_by_op_and_so_does_one_that_is_added_later(replays: list[str]) -> None:
@@ -340,9 +397,9 @@ def test_second_derivatives_are_refused_by_name() -> None:
             run.step(batch)
 
 
-def test_only_recomputed_blocks_can_be_replayed() -> None:
+def test_only_kept_and_recomputed_blocks_can_be_replayed() -> None:
     job = job_for()
-    with pytest.raises(ValueError, match=r"'blocks.0' is replayed, and only blocks that are recomputed can be"):
+    with pytest.raises(ValueError, match="only those that are kept or recomputed can be, not 'offload'"):
         hand_written(job, activations={"blocks.0": "offload"}, replayed=("blocks.0",))
 
 

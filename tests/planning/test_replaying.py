@@ -1,4 +1,4 @@
-"""Recomputed blocks as CUDA graphs: planned where a step would wait for launches, and counted in memory."""
+"""Blocks as CUDA graphs: planned where a step would wait for launches, and counted in memory."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def profiled(ops: int, length: int, share: float) -> Profile:
     return profile_of(job, machine.with_limits(device_memory=int(share * whole)), (1, 1))
 
 
-def test_a_step_that_waits_for_launches_replays_its_recomputed_blocks() -> None:
+def test_a_step_that_waits_for_launches_replays_its_blocks() -> None:
     profile = profiled(20, 64, 0.6)
     plan, without = search(profile), search(profile.launched_op_by_op([block.name for block in profile.passes[0].blocks]))
     assert without.replayed == ()
-    recomputed = {name for name, choice in plan.activations.items() if choice == "recompute"}
-    assert set(plan.replayed) == recomputed - {"blocks.0"} != set()  # which waits for the batch
+    assert {"keep", "recompute"} == {plan.activations.get(name, "keep") for name in plan.replayed}
+    assert set(plan.replayed) == {f"blocks.{index}" for index in range(1, LAYERS)}  # the first waits for the batch
     assert plan.forecast.step_seconds < without.forecast.step_seconds
     assert plan.fits
     decision = plan.decision("replay")
