@@ -27,7 +27,7 @@ def profile_of(job: Job, machine: Machine, rank_grid: tuple[int, int]) -> Profil
     """`rank_grid`: (ranks per node, nodes)."""
     graphs = traced(job, machine.device.kind, math.prod(rank_grid))
     made = with_figures(profiled(graphs, machine, job.batch_size, rank_grid, clip_norm=job.clip_norm), graphs, job, machine)
-    return made.replayable() if job.replay else made
+    return made.replayable() if job.replay and job.max_sample is None else made  # recordings are of one size
 
 
 def with_figures(profile: Profile, graphs: Sequence[Graph], job: Job, machine: Machine) -> Profile:

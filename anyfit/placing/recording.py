@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -191,6 +192,16 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Hooks(TorchFunctionMode):
+    """Whether hooks are added to tensors inside."""
+
+    are_added = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.are_added |= func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
+        return func(*args, **(kwargs or {}))
+
+
 def _fact(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype
@@ -205,7 +216,7 @@ class Recording:
         if device.type != "cuda":
             run()
             return
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         wrong: list[BaseException] = []
         try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -215,14 +226,15 @@ class Recording:
                     wrong.append(error)  # what ends the recording says less
                     raise
         except RuntimeError as error:
-            _leave(device, pool)
+            _leave(device, pool, stream)
             raise (wrong[0] if wrong else error) from None
         self.replay = graph.replay
 
 
-def _leave(device: torch.device, pool: Any) -> None:
-    """After a recording that failed: torch would go on to take memory from its pool, and random numbers as if it were recording.
-    A recording that succeeds ends that."""
+def _leave(device: torch.device, pool: Any, stream: Any) -> None:
+    """After a recording that failed: torch would go on to launch ops on its stream, to take memory from its pool, and random
+    numbers as if it were recording. A recording that succeeds ends the last."""
+    torch.cuda.set_stream(stream)
     end = vars(torch._C).get("_cuda_endAllocateToPool")
     if end is not None:
         with contextlib.suppress(RuntimeError):

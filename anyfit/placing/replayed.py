@@ -15,12 +15,15 @@ op by op.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
@@ -31,15 +34,16 @@ from .compiled import distinct
 from .compiled_trial import Trial, apart
 from .forward_state import ForwardState
 from .recompute import Recomputed, may_be_recomputed, own_forward
-from .recording import Arena, Call, Ops, Recorder, Tape, described, made_in
+from .recording import Arena, Call, Hooks, Ops, Recorder, Tape, described, made_in
 from .residency import Residency
 from .watched import Watched, is_plain_kind
 from .why_not import WhyNot
 
+MOST_MISSED = 32  # calls in training that recordings did not serve, of more than half
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SAME = 1e-6  # relative: replayed ops are eager's own
-MOST_TRIALS = 6  # of eager, to see how far apart its own results may be
-AS_FAR = 2.0  # times as far from eager as eager from itself, where its kernels do not always add up in one order
+MOST_TRIALS = 4  # of both, to see how far apart the results of either may be
+AS_FAR = 2.0  # times as far from eager as either from itself, where kernels do not always add up in one order
 
 
 class ReplayedBlocks(WhyNot):
@@ -102,6 +106,7 @@ class Replayed:
         self._code: Any = None  # the form of what it returns, what of that is no tensor, and the ops that it runs
         self._reads_there = self._is_kept and not self._chunks  # its weights, which never move
         self._addresses: list[int] = []
+        self._served = self._missed = 0  # calls in training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_tried and self._may_be_replayed():
@@ -112,8 +117,18 @@ class Replayed:
         call = Call(args, kwargs, self.device)
         is_alike = call.signature == self._tape.signature and self._learning == self._learns() and self._state.is_as(self._facts)
         if is_alike and not self._tape.is_busy and self._addresses == self._read_at():
+            self._served += 1
             return self._replay(self._tape, call)
+        self._heed_missed()
         return self._op_by_op(*args, **kwargs)
+
+    def _heed_missed(self) -> None:
+        """A call in training that the recordings did not serve: where most are such, their memory is given back."""
+        self._missed += 1
+        if self._missed >= MOST_MISSED and self._missed > self._served:
+            self._tape = None
+            reason = f"{self._missed} of its calls in training had other shapes, or other facts, than it was recorded with"
+            self._of.stay_eager({self.name: reason})
 
     def _read_at(self) -> list[int]:
         """Addresses of weights that are read where they are."""
@@ -172,12 +187,13 @@ class Replayed:
         return None
 
     def _off(self, trial: Trial, eager: Any) -> float:
-        """How far replayed results are from eager's, but for what eager's are from themselves."""
-        off, own = apart(eager, trial.outcome(self._replayed)), 0.0
+        """How far replayed results are from eager's, but for what either's are from themselves."""
+        replayed = trial.outcome(self._replayed)
+        off, own = apart(eager, replayed), 0.0
         for _ in range(MOST_TRIALS):
             if off <= SAME or off <= AS_FAR * own:
                 return 0.0
-            own = max(own, apart(eager, trial.outcome(self.run)))
+            own = max(own, apart(eager, trial.outcome(self.run)), apart(replayed, trial.outcome(self._replayed)))
         return off
 
     def _learns(self) -> list[bool]:
@@ -189,21 +205,29 @@ class Replayed:
         return self._replay(self._tape, Call(args, kwargs, self.device))
 
     def _changes(self, trial: Trial) -> str | None:
-        """What a forward does besides to compute."""
-        with trial.inside():
+        """What its forward and backward do besides to compute."""
+        with trial.inside(), contextlib.redirect_stdout(io.StringIO()) as said, Hooks() as hooks:
             before, then = self._state.note(), self._generator.get_state()
-            args, kwargs = trial.given()[1]
+            leaves, (args, kwargs) = trial.given()
             with Ops() as ops:
                 returned = self.eager_forward(*args, **kwargs)
             self._code = described(returned, Call(args, kwargs, self.device).inputs), ops.seen
-            changed = [before.edited(), *before.differences(before.now(), but=self._state.drawn_from)]
             self._draws = not torch.equal(then, self._generator.get_state())
+            learning = [each for each in tree_leaves(returned) if isinstance(each, Tensor) and each.requires_grad]
+            wanted = trial.wanted(leaves)
+            if learning and wanted:
+                torch.autograd.grad(learning, wanted, trial.slopes(learning), allow_unused=True)
+            changed = [before.edited(), *before.differences(before.now(), but=self._state.drawn_from)]
         found = next((each for each in changed if each is not None), None)
         if trial.is_written:
             return "it writes into its input in place"
         if ops.asks:
             return "it asks for a value on the device, on which its next ops may depend"
-        return None if found is None else f"its forward changes {found}"
+        if hooks.are_added:
+            return "it adds hooks to tensors"
+        if said.getvalue():
+            return "it prints"
+        return None if found is None else f"it changes {found}"
 
     def _unfit(self) -> str | None:
         own = {id(each) for each in self.state}
@@ -268,15 +292,17 @@ class Replayed:
         finally:
             put(now)
 
-    def recomputed_gradients(self, tape: Tape, inputs: Sequence[Tensor], slopes: Sequence[Tensor | None]) -> Any:
-        """Op by op, where not all outputs have a gradient: what has none leaves none."""
-        given = tape.signature.leaves(inputs)
+    def recomputed_gradients(self, tape: Tape, inputs: Sequence[Tensor], slopes: Sequence[Tensor | None], *, again: bool) -> Any:
+        """Op by op, where not all outputs have a gradient: what has none leaves none. `again`: they have gradients themselves."""
+        given = inputs if again else tape.signature.leaves(inputs)
         args, kwargs = tape.signature.arguments(given)
-        with torch.enable_grad():
+        residency = self._of.residency
+        with torch.enable_grad(), saved_tensors_hooks(residency.pack, residency.unpack):
             outputs = made_in(self.run(*args, **kwargs), given)
-        pairs = [(each, slope) for each, slope in zip(outputs, slopes, strict=True) if slope is not None]
-        wanted = [each for each in (*given, *self.parameters) if each.requires_grad]
-        return torch.autograd.grad([each for each, _ in pairs], wanted, [slope for _, slope in pairs], allow_unused=True)
+            pairs = [(each, slope) for each, slope in zip(outputs, slopes, strict=True) if slope is not None]
+            wanted = [each for each in (*given, *self.parameters) if each.requires_grad]
+            ends, starts = [each for each, _ in pairs], [slope for _, slope in pairs]
+            return torch.autograd.grad(ends, wanted, starts, allow_unused=True, create_graph=again)
 
 
 def _cannot(error: Exception) -> str:
@@ -299,20 +325,16 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"block {ctx.block.name!r} is replayed from a recording, which has no second derivative; use a plan without "
-                "`replayed` blocks"
-            )
-        block, tape, inputs = ctx.block, ctx.tape, ctx.saved_tensors
-        if ctx.used is not None and not tape.is_last(ctx.used):
-            raise RuntimeError(f"what the replayed block {block.name!r} saved is gone: it was called again before its backward")
+        block, tape, inputs, again = ctx.block, ctx.tape, ctx.saved_tensors, torch.is_grad_enabled()
         learning = [slope for slope, learns in zip(slopes, tape.learns, strict=True) if learns]
+        is_replayed = not again and all(each is not None for each in learning)
+        if is_replayed and ctx.used is not None and not tape.is_last(ctx.used):
+            raise RuntimeError(f"what the replayed block {block.name!r} saved is gone: it was called again before its backward")
         with block.ready(), quietly(), block.drawing_from(ctx.then):
-            if all(each is not None for each in learning):
+            if is_replayed:
                 found = iter(tape.gradients_for(inputs, block.copied, learning))
             else:
-                found = iter(block.recomputed_gradients(tape, inputs, slopes))
-        if ctx.used is not None:
+                found = iter(block.recomputed_gradients(tape, inputs, slopes, again=again))
+        if ctx.used is not None and not again:
             ctx.used.is_done = True
         return (None, None, None, *(next(found) if needed else None for needed in ctx.needs_input_grad[3:]))

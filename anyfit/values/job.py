@@ -54,7 +54,7 @@ class Job:
     agree         differences from plain PyTorch that you agree to: "mean-of-micro-batches", where the loss of a batch may be the
                   mean of its micro-batches' losses; "batch-norm-of-micro-batches", where batch norms may see micro-batches
     compile       None: as the plan says, with eager's numerics; False: nothing is compiled; "fast": as inductor rounds and draws
-    replay        blocks may be launched at once, as CUDA graphs: for steps that wait for the host
+    replay        False: no block is launched at once, as CUDA graphs; else those are for which a step would wait for the host
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -74,7 +74,7 @@ class Job:
     real_run: bool | None = None
     agree: Collection[str] = ()
     compile: Literal[False, "fast"] | None = None
-    replay: bool = False
+    replay: bool = True
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer", "scheduler", "split"):

@@ -62,7 +62,7 @@ def job_for(ops: int, length: int, layers: int = LAYERS, **options: object) -> a
 def profiled(ops: int, length: int, share: float) -> Profile:
     """For a GPU that has room for a share of what the job needs with all on it."""
     machine = anyfit.Machine.load("h200")
-    job = job_for(ops, length, replay=True)
+    job = job_for(ops, length)
     whole = search(profile_of(job, machine, (1, 1))).forecast.needed_bytes
     return profile_of(job, machine.with_limits(device_memory=int(share * whole)), (1, 1))
 
@@ -86,13 +86,24 @@ def test_a_step_that_computes_all_the_time_is_launched_op_by_op() -> None:
     assert plan.replayed == ()
 
 
-def test_nothing_is_replayed_unasked() -> None:
+@pytest.mark.parametrize("options", [{"replay": False}, {"max_sample": torch.randn(1, 80, WIDTH)}], ids=["off", "sizes vary"])
+def test_nothing_is_replayed_where_the_job_says_so_or_sizes_vary(options: dict[str, Any]) -> None:
     machine = anyfit.Machine.load("h200")
-    job = job_for(20, 64)
+    job = job_for(20, 64, **options)
     whole = anyfit.plan(job, machine).forecast.needed_bytes
     plan = anyfit.plan(job, machine.with_limits(device_memory=int(0.6 * whole)))
     assert plan.activations
     assert plan.replayed == ()
+
+
+def test_with_room_for_all_kept_blocks_are_replayed() -> None:
+    plan = anyfit.plan(job_for(20, 64), anyfit.Machine.load("h200"))
+    without = anyfit.plan(job_for(20, 64, replay=False), anyfit.Machine.load("h200"))
+    assert plan.activations == {}
+    assert len(plan.replayed) == LAYERS - 1
+    assert plan.forecast.step_seconds < without.forecast.step_seconds
+    more = plan.forecast.peak_bytes["device"] - without.forecast.peak_bytes["device"]
+    assert more > 0
 
 
 def test_memory_of_recordings_is_counted() -> None:
