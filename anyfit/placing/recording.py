@@ -28,6 +28,7 @@ from .chunks import quietly
 from .compiled_trial import as_it_is, without_history
 from .forward_state import Settings
 
+ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 ALIGNED = 512  # bytes: where a tensor begins in memory that several share
 
@@ -188,7 +189,7 @@ class Ops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append((func, [_fact(each) for each in tree_leaves((args, kwargs))]))
-        self.asks |= func is torch.ops.aten._local_scalar_dense.default
+        self.asks |= bool(ASKING & set(func.tags)) and not _is_plain_index(func, args)
         return func(*args, **(kwargs or {}))
 
 
@@ -200,6 +201,13 @@ class Hooks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.are_added |= func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
         return func(*args, **(kwargs or {}))
+
+
+def _is_plain_index(func: Any, args: Any) -> bool:
+    """Whether it reads by numbers, of which there are as many as results; by flags it has to count them."""
+    if func.overloadpacket is not torch.ops.aten.index:
+        return False
+    return all(each is None or each.dtype not in (torch.bool, torch.uint8) for each in args[1])
 
 
 def _fact(value: Any) -> Any:

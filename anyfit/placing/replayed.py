@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,8 +27,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
+from . import slots
 from .cells import generator_of
 from .chunks import quietly
 from .compiled import distinct
@@ -136,7 +138,7 @@ class Replayed:
 
     def _may_be_replayed(self) -> bool:
         is_seen = torch._C._len_torch_dispatch_stack() or _get_current_function_mode_stack() or _has_any_global_hook()
-        return self.module.training and may_be_recomputed() and not is_seen and not any(self._hooks)
+        return self.module.training and may_be_recomputed() and not is_seen and not any(self._hooks) and not _is_saved_for()
 
     # ------------------------------------------------------------------ before the first step
 
@@ -209,8 +211,10 @@ class Replayed:
         with trial.inside(), contextlib.redirect_stdout(io.StringIO()) as said, Hooks() as hooks:
             before, then = self._state.note(), self._generator.get_state()
             leaves, (args, kwargs) = trial.given()
+            given = tree_flatten((args, kwargs))
             with Ops() as ops:
                 returned = self.eager_forward(*args, **kwargs)
+            is_given = _are_same(given, tree_flatten((args, kwargs)))
             self._code = described(returned, Call(args, kwargs, self.device).inputs), ops.seen
             self._draws = not torch.equal(then, self._generator.get_state())
             learning = [each for each in tree_leaves(returned) if isinstance(each, Tensor) and each.requires_grad]
@@ -221,6 +225,8 @@ class Replayed:
         found = next((each for each in changed if each is not None), None)
         if trial.is_written:
             return "it writes into its input in place"
+        if not is_given:
+            return "it changes a container that it is given"
         if ops.asks:
             return "it asks for a value on the device, on which its next ops may depend"
         if hooks.are_added:
@@ -303,6 +309,17 @@ class Replayed:
             wanted = [each for each in (*given, *self.parameters) if each.requires_grad]
             ends, starts = [each for each, _ in pairs], [slope for _, slope in pairs]
             return torch.autograd.grad(ends, wanted, starts, allow_unused=True, create_graph=again)
+
+
+def _is_saved_for() -> bool:
+    """Whether somebody else looks at what is saved, such as a checkpoint of the user's around this block."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and getattr(top[0], "__module__", None) != slots.__name__
+
+
+def _are_same(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:
+    """Of containers and what is in them."""
+    return one[1] == other[1] and all(map(operator.is_, one[0], other[0]))
 
 
 def _cannot(error: Exception) -> str:

@@ -4,6 +4,7 @@
     tight       its plans at the least device memory that it has one for, and half-way to ample
     recomputed  by hand: every block is recomputed in backward
     selective   by hand: every block is, but for its costly ops
+    replayed    by hand: every block that can be is, from recordings
     host        by hand: weights, gradients and optimizer state on the host
     both        by hand: recomputed, and on the host
     cut         the planner's plan for micro-batches of half the batch
@@ -174,12 +175,12 @@ def has_plan(profile: Any, device_bytes: int) -> bool:
     return True
 
 
-def by_hand(case: Case, placement: Any, activations: str | None) -> None:
+def by_hand(case: Case, placement: Any, activations: str | None, *, replays: bool = False) -> None:
     blocks = case.blocks if case.blocks is not None else children_of(case.make().job.build())
 
     def prepare(made: Trial) -> dict[str, Any]:
         chosen: Any = {} if activations is None else dict.fromkeys(blocks, activations)
-        plan = hand_written(made.job, placement, slots=24, activations=chosen)
+        plan = hand_written(made.job, placement, slots=24, activations=chosen, replayed=tuple(blocks) if replays else ())
         return {"plan": plan, "machine": small_machine()}
 
     train(case, prepare)
@@ -283,6 +284,7 @@ RUNS: dict[str, Callable[[Case], None]] = {
     "ample": ample,
     "tight": tight,
     "recomputed": lambda case: by_hand(case, RESIDENT, "recompute"),
+    "replayed": lambda case: by_hand(case, RESIDENT, None, replays=True),
     "selective": lambda case: by_hand(case, RESIDENT, "selective"),
     "host": lambda case: by_hand(case, AWAY, None),
     "both": lambda case: by_hand(case, AWAY, "recompute"),

@@ -124,6 +124,9 @@ def test_any_plan_gives_the_losses_and_weights_of_plain_pytorch(data: st.DataObj
     is_compiled = CAN_COMPILE and draw(st.sampled_from([False] * 9 + [True]), "compiled")  # compiling takes seconds
     is_compiled = is_compiled and (FULL or model in ("gpt", "tangled"))
     choices: Any = st.sampled_from(["keep", "recompute", "offload", *([] if is_compiled else ["selective"])])
+    chosen = {block: draw(choices, block) for block in blocks}
+    replayed = [block for block, choice in chosen.items() if choice in ("keep", "recompute")]
+    is_replayed = draw(st.sampled_from([False] * 4 + [True]), "replayed")
     plan = hand_written(
         job,
         *draw(st.one_of(st.tuples(placements()), st.tuples(*[placements()] * count)), "chunks"),
@@ -132,7 +135,8 @@ def test_any_plan_gives_the_losses_and_weights_of_plain_pytorch(data: st.DataObj
         slots=draw(st.integers(max(8, count // 2), count + 8), "slots") if chunk_bytes < 2**20 else 8,
         prefetch=draw(st.integers(0, 4), "prefetch"),
         accumulation=accumulation,
-        activations={block: draw(choices, block) for block in blocks},
+        activations=chosen,
+        replayed=tuple(replayed) if is_replayed else (),
         compiled=tuple(blocks) if is_compiled else (),
     )
     delay = random_delays(draw(st.integers(0, 99), "delays")) if draw(st.booleans(), "delayed") else None

@@ -67,7 +67,7 @@ def keys_that_matter(data: st.DataObject, record: Record) -> list[tuple[Any, Any
 @given(records, st.data())
 def test_a_missing_key_is_an_error_that_names_it_and_where(record: Record, data: st.DataObject) -> None:
     for whole, container, key, owner in keys_that_matter(data, record):
-        if owner == "machine.device" and key in ADDED:
+        if (owner == "machine.device" and key in ADDED) or owner == "machine.device.calibration":  # as newer than the file
             continue
         del container[key]
         with pytest.raises(ValueError, match="^" + re.escape(f"{owner}: missing key {key!r}")):
