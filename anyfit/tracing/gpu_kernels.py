@@ -117,17 +117,19 @@ class GpuRecorder(Recorder):
         self._sums: list[tuple[int, Storage, Storage]] = []  # the op, what it makes, and the summand it would add to
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before, count = self._summand(func, args), len(self.storages)
+        if func is not torch.ops.aten.add.Tensor:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        before, count = self._summand(args), len(self.storages)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if before is not None and len(self.storages) == count + 1 and self.storages[-1].bytes == before.bytes:
             self._sums.append((len(self.ops) - 1, self.storages[-1], before))
         return result
 
-    def _summand(self, func: Any, args: Any) -> Storage | None:
+    def _summand(self, args: Any) -> Storage | None:
         """Autograd adds to the gradient that came first, but not where that is a view: its storage is its base's as well
         (torch/csrc/autograd/input_buffer.cpp). The few formulas of backward that add by themselves cannot be told apart."""
         in_backward = self.phase == "backward" and len(self._stack) == 1
-        if func is not torch.ops.aten.add.Tensor or not in_backward or args[0]._is_view():
+        if not in_backward or args[0]._is_view():
             return None
         return self._known.get(args[0].untyped_storage()._cdata)
 

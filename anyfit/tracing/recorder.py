@@ -34,6 +34,7 @@ aten = torch.ops.aten
 # Reads only the rows it is asked for, however large the table.
 GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.slice_backward}
 LOOKS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}  # give Python a number
+META = torch.device("meta")
 ASKS_A_FAKE = torch.ops.prim.device.default  # goes through the dispatcher for fakes alone: no real pass has these calls
 LARGEST_FACT = 2**25  # elements
 
@@ -193,7 +194,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is ASKS_A_FAKE:
-            return func(*args, **kwargs)
+            return META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device  # as it would answer, only sooner
         if wrappers := [kind for kind in types if _is_a_wrapper(kind)]:
             self.needs.of_transform(f"a {wrappers[0].__name__}")
             return NotImplemented  # its own class takes it apart, into ops of plain tensors
