@@ -52,15 +52,14 @@ class Traced:
 
     def profile(self, machine: Machine, batch_size: int | None = None) -> Profile:
         """On all devices of any machine; of a smaller batch, by the passes there are."""
-        from .profiling import profiled, traced, with_figures
+        from .profiling import profiled, traced
 
         size, rank_grid = batch_size or self.job.batch_size, machine.rank_grid()
         key = kind, ranks = machine.device.kind, math.prod(rank_grid)
         if key not in self._graphs:
             self._graphs[key] = traced(self.job, kind, ranks)
         graphs = [graph for graph in self._graphs[key] if graph.micro_batch * ranks <= size]
-        made = profiled(graphs, machine, size, rank_grid, clip_norm=self.job.clip_norm)
-        return with_figures(made, graphs, self.job, machine)
+        return profiled(self.job, graphs, machine, rank_grid, size)
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,10 @@ CALLS_SECONDS = 8.0  # for timing the ops of a model that is planned for this ma
 def profile_of(job: Job, machine: Machine, rank_grid: tuple[int, int]) -> Profile:
     """`rank_grid`: (ranks per node, nodes)."""
     graphs = traced(job, machine.device.kind, math.prod(rank_grid))
-    made = with_figures(profiled(graphs, machine, job.batch_size, rank_grid, clip_norm=job.clip_norm), graphs, job, machine)
-    return made.replayable() if job.replay and job.max_sample is None else made  # recordings are of one size
+    return profiled(job, graphs, machine, rank_grid, job.batch_size)
 
 
-def with_figures(profile: Profile, graphs: Sequence[Graph], job: Job, machine: Machine) -> Profile:
+def _with_figures(profile: Profile, graphs: Sequence[Graph], job: Job, machine: Machine) -> Profile:
     """With what was measured of its blocks compiled (`anyfit probe --job`), where the job lets the plan compile."""
     known = cache.compiled_of(machine)
     if job.compile is False or not known.blocks:
@@ -56,15 +55,14 @@ def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph
     return _with_rests_that_run(trace_all(job, sizes, kind, free_memory_bytes()), sizes, share)
 
 
-def profiled(
-    graphs: Sequence[Graph], machine: Machine, batch_size: int, rank_grid: tuple[int, int], *, clip_norm: float | None
-) -> Profile:
-    """What these passes cost on a machine, with what runs on it have shown, and without what the job's loss does not allow."""
+def profiled(job: Job, graphs: Sequence[Graph], machine: Machine, rank_grid: tuple[int, int], batch_size: int) -> Profile:
+    """What the job's passes cost on a machine, with what runs on it have shown, and without what the job does not allow."""
     made = cost(graphs, with_calls(machine, graphs), batch_size, rank_grid)
     known, key = cache.corrections_of(machine), (made.model, made.parameters, made.precision)
-    clipped = None if clip_norm is None else known.clipped_steps_of(*key, float(clip_norm))
+    clipped = None if job.clip_norm is None else known.clipped_steps_of(*key, float(job.clip_norm))
     paced = made.corrected(known.of(made.model)).paced(known.pace_of(*key))
-    return replace(paced.ruled(paced.loss), clipped_steps=clipped)
+    found = _with_figures(replace(paced.ruled(paced.loss), clipped_steps=clipped), graphs, job, machine)
+    return found.replayable() if job.replay and job.max_sample is None else found  # recordings are of one size
 
 
 def with_calls(machine: Machine, graphs: Sequence[Graph]) -> Machine:

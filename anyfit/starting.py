@@ -165,6 +165,8 @@ class Start:
             raise ValueError(
                 f"Job(compile=False), but the plan compiles {len(plan.compiled)} blocks; use plan.without_compiled()"
             )
+        if not job.replay and plan.replayed:
+            raise ValueError(f"Job(replay=False), but the plan replays {len(plan.replayed)} blocks; use plan.without_replayed()")
         if plan.ranks != self._count:
             raise ValueError(f"the plan is for {plan.ranks} ranks, and {self._count} are there; plan again, or start as many")
 

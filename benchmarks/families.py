@@ -16,6 +16,7 @@ masters and of autocast over fp32 weights, with fused AdamW and clipping, the sa
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import hashlib
 import json
@@ -33,7 +34,10 @@ from torch.nn.utils import clip_grad_norm_
 
 import anyfit
 from anyfit.measuring import measure_blocks
+from anyfit.planning import search
+from anyfit.profiling import profiled, traced
 from anyfit.values.batches import map_tensors
+from anyfit.values.graph import Graph
 from anyfit.values.machine import Machine
 
 from . import record
@@ -152,9 +156,17 @@ JOBS = {
 }
 
 
-def all_on_device_bytes(training: anyfit.Job, machine: Machine) -> int:
-    """Of a plan with all state and all activations on the device, in one pass."""
-    plan = anyfit.plan(replace(training, micro_batch=training.batch_size), machine)
+@functools.lru_cache(maxsize=1)
+def traced_family(name: str) -> tuple[list[Graph], float]:
+    """Its passes, and the seconds it took to trace them: one after another, its jobs share them."""
+    began = time.perf_counter()
+    return traced(FAMILIES[name].job(), "cuda"), time.perf_counter() - began
+
+
+def all_on_device_bytes(training: anyfit.Job, graphs: list[Graph], machine: Machine) -> int:
+    """Of a plan with all state and all activations on the device, in one pass, op by op."""
+    job = replace(training, replay=False)
+    plan = search(profiled(job, graphs[:1], machine, (1, 1), job.batch_size))
     return plan.forecast.peak_bytes["device"]
 
 
@@ -186,10 +198,11 @@ def row_of(job: Job, machine: Machine) -> Row:
     training = replace(eager, compile=None) if job.compiles else eager
     if job.compiles:
         measure_blocks(training, machine)
-    cap = None if not job.capped else all_on_device_bytes(eager, machine) // 3
+    graphs, tracing = traced_family(job.family)
+    cap = None if not job.capped else all_on_device_bytes(eager, graphs, machine) // 3
     began = time.perf_counter()
-    plan = anyfit.plan(training, machine.with_limits(device_memory=cap))
-    planned = time.perf_counter() - began
+    plan = search(profiled(training, graphs, machine.with_limits(device_memory=cap), (1, 1), training.batch_size))
+    planned = tracing + time.perf_counter() - began
     torch.cuda.set_per_process_memory_fraction(1.0 if cap is None else min(1.0, max(cap - CONTEXT_BYTES, 0) / total))
     real = measured(training, family.batch_for(training), plan, machine, CLIPPED_WARM_UP if job.clips else WARM_UP)
     forecast = plan.forecast
@@ -199,6 +212,7 @@ def row_of(job: Job, machine: Machine) -> Row:
         "held_out": job.is_held_out,
         "cap_bytes": cap,
         "plan_seconds": planned,
+        "replayed": len(plan.replayed),
         "measured": real,
         "predicted_then": {
             "step_seconds": forecast.step_seconds,
@@ -216,7 +230,7 @@ def line_of(row: Row) -> str:
         f"{row['job']:44} {real['step_seconds']:6.3f} s, forecast {then['step_seconds']:6.3f} "
         f"({then['step_seconds'] / real['step_seconds'] - 1:+6.1%}), GPU {real['allocated_bytes'] / GIB:5.1f} GiB "
         f"({then['device_bytes'] / real['allocated_bytes'] - 1:+5.1%}), planned in {row['plan_seconds']:.0f} s, "
-        f"started in {real['start_seconds']:.0f} s{', held out' * row['held_out']}"
+        f"started in {real['start_seconds']:.0f} s, {row['replayed']} blocks replayed{', held out' * row['held_out']}"
     )
 
 

@@ -275,9 +275,10 @@ class Plan(Record):
         """Paths of replayed blocks, over all stages."""
         return tuple(path for stage in self.stages for path in stage.replayed)
 
-    def without_replayed(self, blocks: Collection[str]) -> Self:
-        """The same with these blocks launched op by op."""
-        stages = (replace(each, replayed=tuple(path for path in each.replayed if path not in blocks)) for each in self.stages)
+    def without_replayed(self, blocks: Collection[str] | None = None) -> Self:
+        """The same with these blocks launched op by op, or all."""
+        others = self.replayed if blocks is None else blocks
+        stages = (replace(each, replayed=tuple(path for path in each.replayed if path not in others)) for each in self.stages)
         return replace(self, stages=tuple(stages))
 
     def without_compiled(self, blocks: Collection[str] | None = None) -> Self:

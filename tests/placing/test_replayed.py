@@ -468,6 +468,15 @@ def test_only_kept_and_recomputed_blocks_can_be_replayed() -> None:
         hand_written(job, activations={"blocks.0": "offload"}, replayed=("blocks.0",))
 
 
+def test_a_plan_that_replays_is_not_for_a_job_that_does_not() -> None:
+    job = job_for(replay=False)
+    plan = plan_for(job, RESIDENT)
+    with pytest.raises(ValueError, match=r"the plan replays 3 blocks; use plan.without_replayed\(\)"):
+        anyfit.start(job, plan)
+    with anyfit.start(job, plan.without_replayed()) as run:
+        assert run.plan.replayed == ()
+
+
 def test_a_start_says_which_blocks_run_op_by_op_and_trains(capsys: pytest.CaptureFixture[str]) -> None:
     job, batches = job_for(lambda: Stack(Counts)), byte_batches(STEPS, ROWS)
     with anyfit.start(job, plan_for(job, RESIDENT)) as run:
