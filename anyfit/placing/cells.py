@@ -220,6 +220,19 @@ def equal(one: Any, other: Any) -> bool:
         return True
 
 
+def alike(one: Any, other: Any) -> bool:
+    """The same object, or the same plain values in containers of one kind."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(alike, one.values(), other.values()))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return isinstance(one, bool | int | float | str) and bool(one == other)
+
+
 def _equal_tensors(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape or one.layout != other.layout or one.device != other.device:
         return False

@@ -225,6 +225,13 @@ class ForwardState:
         cells = self._places.cells[len(self._shared) :]
         return len(cells) == len(facts) and all(cell.is_same(one, cell.read()) for cell, one in zip(cells, facts, strict=True))
 
+    def walked_again(self) -> list[tuple[str, Any]]:
+        """Facts by name, of what the block can reach now."""
+        self._walk = None
+        self.note()
+        names = [cell.name for cell in self._places.cells[len(self._shared) :]]
+        return list(zip(names, self.facts(), strict=True))
+
     @property
     def reached(self) -> list[tuple[Tensor, str]]:
         """Tensors and parameters that the block could reach when it was last noted."""

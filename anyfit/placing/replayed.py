@@ -30,7 +30,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from . import slots
-from .cells import generator_of
+from .cells import alike, generator_of
 from .chunks import quietly
 from .compiled import distinct
 from .compiled_trial import Trial, apart
@@ -41,6 +41,7 @@ from .residency import Residency
 from .watched import Watched, is_plain_kind
 from .why_not import WhyNot
 
+MOST_RETRIALS = 4  # of a block, because something that it can reach has changed
 MOST_MISSED = 32  # calls in training that recordings did not serve, of more than half
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SAME = 1e-6  # relative: replayed ops are eager's own
@@ -103,12 +104,14 @@ class Replayed:
         self._draws = False
         self.is_tried = False
         self._tape: Tape | None = None
-        self._facts: list[Any] = []  # of the state that it can reach, as it was recorded
+        self._named_facts: list[tuple[str, Any]] = []  # of the state that it can reach, as it was recorded
+        self._facts: list[Any] = []  # without names
         self._learning: list[bool] = []  # by parameter, likewise
         self._code: Any = None  # the form of what it returns, what of that is no tensor, and the ops that it runs
         self._reads_there = self._is_kept and not self._chunks  # its weights, which never move
         self._addresses: list[int] = []
         self._served = self._missed = 0  # calls in training
+        self._retrials = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_tried and self._may_be_replayed():
@@ -117,12 +120,44 @@ class Replayed:
         if self._tape is None or self.name in self._of.reasons or not self._may_be_replayed():
             return self._op_by_op(*args, **kwargs)
         call = Call(args, kwargs, self.device)
-        is_alike = call.signature == self._tape.signature and self._learning == self._learns() and self._state.is_as(self._facts)
-        if is_alike and not self._tape.is_busy and self._addresses == self._read_at():
+        is_alike = call.signature == self._tape.signature and self._learning == self._learns()
+        if is_alike and not self._tape.is_busy and self._addresses == self._read_at() and self._is_as_recorded(args, kwargs):
             self._served += 1
             return self._replay(self._tape, call)
         self._heed_missed()
         return self._op_by_op(*args, **kwargs)
+
+    def _is_as_recorded(self, args: Any, kwargs: Any) -> bool:
+        """Whether all that the block can reach is as it was. A container may be another one with the same in it, and what has
+        changed may be nothing that the block reads."""
+        if self._state.is_as(self._facts):
+            return True
+        named = self._state.walked_again()
+        if not alike(self._named_facts, named) and not self._gives_the_same(args, kwargs):
+            return False
+        self._note(named)
+        return True
+
+    def _gives_the_same(self, args: Any, kwargs: Any) -> bool:
+        """Runs it beside eager once more, a few times in all."""
+        assert self._tape is not None
+        if self._retrials == MOST_RETRIALS or self._tape.is_busy:
+            return False
+        self._retrials += 1
+        known = self._code
+        try:
+            with self.ready():
+                trial = Trial(self, args, kwargs)
+                runs_the_same = self._changes(trial) is None and self._code == known
+                return runs_the_same and self._off(trial, trial.outcome(self.run)) == 0.0
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            self._code = known
+
+    def _note(self, named: list[tuple[str, Any]]) -> None:
+        """What the block can reach, and is to be as it is."""
+        self._named_facts, self._facts = named, [fact for _, fact in named]
 
     def _heed_missed(self) -> None:
         """A call in training that the recordings did not serve: where most are such, their memory is given back."""
@@ -160,7 +195,8 @@ class Replayed:
         reason = call.unfit or self._changes(trial) or self._unfit()
         if reason is not None:
             return reason
-        self._facts, self._learning = self._state.facts(), self._learns()
+        self._note(self._state.walked_again())
+        self._learning = self._learns()
         buffers = tuple((each.shape, each.dtype) for each in self._buffers)
         kind = distinct(self.module, self.eager_forward), buffers, self._code
         eager = trial.outcome(self.run)

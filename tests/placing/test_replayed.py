@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -418,6 +418,41 @@ def test_an_attribute_that_changes_is_heeded(replays: list[str]) -> None:
 
     assert losses(replayed=True) == losses(replayed=False)
     assert replays
+
+
+@pytest.mark.parametrize("choice", ["keep", "recompute"])
+def test_what_a_block_can_reach_and_does_not_read_may_change(choice: str, replays: list[str]) -> None:
+    """As the first loss of a classifier sets its problem's type in the configuration that all blocks share."""
+
+    class Config:
+        kind: str | None = None
+        labels: ClassVar[dict[int, str]] = {}
+
+    class Configured(Layer):
+        def __init__(self, index: int, config: Config) -> None:
+            super().__init__(index)
+            self.config = config
+
+    def build() -> nn.Module:
+        config = Config()
+        return Stack(lambda index: Configured(index, config))
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        config = model.blocks[0].config
+        if step[0] >= 4:
+            config.kind, config.labels = "labels", {0: "none"}
+        found: Tensor = model(batch).square().mean()
+        return found
+
+    step, batches = [0], byte_batches(STEPS, ROWS)
+    job = job_for(build, loss=loss)
+    with started(job, plan_for(job, RESIDENT, choice=choice)) as run:
+        for step[0], batch in enumerate(batches):
+            run.step(batch)
+        assert replays[-LAYERS:] == list(reversed(BLOCKS))
+        assert all(block._missed == 0 for block in placed_of(run).replayed.blocks.values())
+        weights = run.state_dict()
+    assert_bit_equal(weights, train_plainly(job, batches)[1])
 
 
 @pytest.mark.parametrize("choice", ["keep", "recompute"])
