@@ -5,7 +5,7 @@ few launches. Its memory is held all along: what the largest block reads, writes
 that kept blocks keep. So both kinds of plan are searched whole.
 
 What a host takes to launch a model's ops is the least certain of all figures: the model's own Python is in it, and hosts are
-shared. Steps that waited for launches were seen to take twice as long as forecast. So plans are compared where launching takes
+shared. Steps that waited for launches were seen to take up to three times as long as forecast. So plans are compared where launching takes
 LAUNCH_DOUBT times what it is forecast to:
 
     minimise    seconds(plan, launches LAUNCH_DOUBT times as slow)
@@ -25,11 +25,11 @@ from anyfit.values.units import show_seconds
 from .fastest import Found, fastest
 from .simulation import simulate
 
-LAUNCH_DOUBT = 2.0
+LAUNCH_DOUBT = 3.0
 LEAST_GAIN = 0.03  # of a step, to be worth its memory and what can go wrong
 MOST_SLOWER = 1.25
 RUNNING = 1.25  # of what a block keeps for backward: the same, and what its ops have besides
-WORTH_RECORDING = 1.5  # times what replaying it takes of the host: a block's launches op by op
+WORTH_RECORDING = 0.5  # times what replaying it takes of the host: a block's launches op by op, which may take longer
 WORKSPACE_BYTES = 2**26  # of matrix products, whose memory is the recordings' own too
 
 

@@ -1,7 +1,8 @@
 """The blocks a model is a chain of, found by structure: siblings that are built alike, whatever they are called.
 
 Two modules are alike when their trees of classes, parameters, buffers, plain attributes, hooks and functions are the same. An
-attribute that only counts the siblings (a layer's index) does not make them differ.
+attribute that only counts the siblings (a layer's index) does not make them differ. Members of a list are blocks also where they
+are built alike but for their attributes, as layers are whose share of dropped paths grows with depth.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Blocks:
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """Blocks are siblings of which at least two are alike, outermost first."""
+    """Blocks are siblings of which at least two are alike, in a list at least in form, outermost first."""
     blocks: list[Block] = []
     modules: list[nn.Module] = []
     chains: list[Chain] = []
@@ -56,7 +57,8 @@ def find_blocks(model: nn.Module) -> Blocks:
         kinds = [_signature(child, counting) for _, child in children]
         is_list = isinstance(module, nn.ModuleList | nn.Sequential)
         composite = any(any(True for _ in child.children()) for _, child in children)
-        if (is_list or composite) and max(Counter(kinds).values(), default=0) > 1:
+        forms = [_form(child) for _, child in children] if is_list and composite else kinds
+        if (is_list or composite) and max(Counter(forms).values(), default=0) > 1:
             chains.append(Chain(len(blocks), tuple(kinds)))
             for name, child in children:
                 for inner in child.modules():
@@ -86,6 +88,12 @@ def _counters(siblings: Sequence[nn.Module]) -> set[tuple[str, str]]:
     ]
     common = set.intersection(*(set(each) for each in numbers)) if numbers else set()
     return {key for key in common if all(each[key] == numbers[0][key] + index for index, each in enumerate(numbers))}
+
+
+def _form(module: nn.Module) -> tuple[Any, ...]:
+    """Its class, those of modules inside that have parameters of their own, and the shapes of these."""
+    inside = ((path, type(inner)) for path, inner in module.named_modules() if inner._parameters)
+    return type(module), *inside, *((name, tuple(each.shape)) for name, each in module.named_parameters())
 
 
 def _signature(module: nn.Module, counting: set[tuple[str, str]]) -> str:
