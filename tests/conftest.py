@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 torch.set_num_threads(1)
 
 COMMON = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
-hypothesis.settings.register_profile("share", max_examples=12, derandomize=True, database=None, **COMMON)
+hypothesis.settings.register_profile("share", max_examples=8, derandomize=True, database=None, **COMMON)
 hypothesis.settings.register_profile("full", max_examples=200, **COMMON)
 hypothesis.settings.load_profile("full" if FULL else "share")
 

@@ -164,6 +164,7 @@ def options(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**common | changes)
 
 
+@pytest.mark.full
 def test_plain_and_fsdp2_train_the_same_model_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     systems = ["plain fp32 masters", "fsdp2"]

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import record, shared_gpu
 
 
+@pytest.mark.full
 def test_two_ranks_train_as_one() -> None:
     found = shared_gpu.compared("tiny", 2, 3)
     assert found["tensors"] > 20

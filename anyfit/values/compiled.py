@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -86,7 +87,7 @@ def code_of(block: nn.Module) -> str:
     """A short name for what a block is: the source of its classes, its parameters and its settings, but for a layer's number."""
     parts: list[Any] = []
     for path, module in block.named_modules():
-        parts.append([path, type(module).__module__, type(module).__qualname__, _source(type(module))])
+        parts.append([path, type(module).__module__, type(module).__qualname__, _source(type(module))])  # type: ignore[arg-type]  # all classes are hashable
         own = vars(module)
         for kind in ("_parameters", "_buffers"):
             held = own.get(kind, {})  # a traced or scripted module keeps its own elsewhere, and is not compiled
@@ -101,6 +102,7 @@ def _counts(key: str, value: Any) -> bool:
     return type(value) is int and ("idx" in key or "index" in key or key in ("layer", "layer_number", "layer_id"))
 
 
+@functools.lru_cache(maxsize=1024)  # to parse a file takes milliseconds, for every module of a model
 def _source(kind: type) -> str:
     try:
         return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]

@@ -16,7 +16,7 @@ from .columns import outcome_of
 from .known_open import ENDS_THE_PROCESS, KNOWN_OPEN
 from .page import PAGE, written
 
-SHARE = 16  # of so many cells `make test` tries one
+SHARE = 20  # of so many cells `make test` tries one
 MOST_REFUSED = 0.12  # of all cases, with ample memory
 CASES = catalogue()
 CELLS = [(case, column) for case in CASES.values() for column in case.columns]

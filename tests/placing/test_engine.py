@@ -98,7 +98,7 @@ def trained(job: anyfit.Job, plan: Plan, model: str, delay: Any) -> tuple[list[f
 # Nothing is shrunk: an example takes a second, and a failing one says all that was drawn.
 @pytest.mark.timeout(1800)  # all of them beside other work
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore::UserWarning")  # of torch's own, when it compiles
-@hypothesis.settings(max_examples=300 if FULL else 45, phases=[hypothesis.Phase.reuse, hypothesis.Phase.generate])
+@hypothesis.settings(max_examples=300 if FULL else 40, phases=[hypothesis.Phase.reuse, hypothesis.Phase.generate])
 @given(data=st.data())
 def test_any_plan_gives_the_losses_and_weights_of_plain_pytorch(data: st.DataObject) -> None:
     draw = data.draw

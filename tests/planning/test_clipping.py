@@ -98,6 +98,7 @@ def clipping_of(forecast: Forecast) -> Clipping:
     return forecast.clipping
 
 
+@pytest.mark.full
 def test_a_job_that_does_not_clip_is_planned_as_if_none_did() -> None:
     plan, never = planned_with(None), planned_with(SEEN[0.0])
     assert plan.forecast.clipping is None

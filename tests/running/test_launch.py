@@ -81,7 +81,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_bits(uninterrupt
     assert_same_run(folder, uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_told_to_stop_it_saves_says_where_and_ends_with_the_signals_status(
     uninterrupted: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

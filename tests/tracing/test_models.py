@@ -114,7 +114,7 @@ def in_full(job: anyfit.Job, device: Device) -> Graph:
     return trace_fake(job, [ROWS], device, lambda _blocks: [])[0]
 
 
-@pytest.mark.parametrize("name", [*CONFIGURATIONS, "wandering"])
+@pytest.mark.parametrize("name", shared_out(*CONFIGURATIONS, "wandering"))
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.full)])
 def test_what_repetition_writes_in_is_what_a_trace_of_every_layer_finds(name: str, device: Device) -> None:
     job = job_for(name, "bf16" if device == "cuda" else "fp32")
@@ -140,7 +140,7 @@ def test_what_repetition_writes_in_is_what_a_trace_of_every_layer_finds(name: st
     assert all(value.born <= moment <= value.dies for value in short.values for moment in (*value.reads, *value.writes))
 
 
-@pytest.mark.parametrize("name", [*CONFIGURATIONS, *OWN])
+@pytest.mark.parametrize("name", shared_out(*CONFIGURATIONS, *OWN))
 def test_the_bytes_of_parameters_and_gradients_are_the_models(name: str) -> None:
     job = job_for(name)
     graph = trace(job, ROWS)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import anyfit
 from anyfit.placing.tiers import LiveBytes
 from anyfit.tracing import trace
+from anyfit.tracing.blocks import find_blocks
 from anyfit.values.graph import Graph
 from tests.models import Convolutional, Tangled, byte_batches, image_batches, image_loss, next_byte_loss, tiny_gpt
 
@@ -117,6 +118,21 @@ def test_recomputation_in_the_model_is_seen() -> None:
         return sum(value.bytes for value in graph.values if graph.kept(value))
 
     assert kept(recomputing) < kept(plain) / 2
+
+
+def test_layers_that_differ_in_a_number_alone_are_blocks() -> None:
+    """As those whose share of dropped paths grows with depth; the first of them drops none."""
+
+    class Dropping(nn.Module):
+        def __init__(self, rate: float) -> None:
+            super().__init__()
+            self.mix, self.rate = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), rate
+            self.drop = nn.Dropout(rate) if rate else nn.Identity()
+
+    stages = nn.ModuleList(nn.ModuleList(Dropping(0.1 * index) for index in range(3)) for _ in range(1))
+    found = find_blocks(nn.ModuleDict({"stages": stages}))
+    assert [block.name for block in found.blocks] == ["stages.0.0", "stages.0.1", "stages.0.2", ""]
+    assert len(set(found.chains[0].kinds)) == 3  # no two are run alike
 
 
 def test_ops_of_backward_belong_to_the_blocks_of_forward() -> None:
