@@ -269,7 +269,10 @@ class Replayed:
             return "it adds hooks to tensors"
         if said.getvalue():
             return "it prints"
-        return None if found is None else f"it changes {found}"
+        if found is None:
+            return None
+        own = found.removeprefix(f"{self.name}.")  # the same words for all that do the same
+        return f"it changes {found if own == found else f'its {own}'}"
 
     def _unfit(self) -> str | None:
         own = {id(each) for each in self.state}

@@ -517,5 +517,5 @@ def test_a_start_says_which_blocks_run_op_by_op_and_trains(capsys: pytest.Captur
     with anyfit.start(job, plan_for(job, RESIDENT)) as run:
         losses = [float(run.step(batch)) for batch in batches]
         assert run.plan.replayed == ()
-    assert "block 'blocks.1' runs op by op: it changes blocks.1.calls" in capsys.readouterr().err
+    assert "blocks 'blocks.0' to 'blocks.2' (3) run op by op: it changes its calls" in capsys.readouterr().err
     assert losses == pytest.approx(train_plainly(job, batches)[0], rel=1e-6)
