@@ -6,7 +6,7 @@ local_search  the knobs of one micro-batch, in one size of chunks
 polish        of few blocks and chunks, each chosen by itself
 space         these together, for one layout of chunks and beside it for others
 compiling     eager or compiled, by distinct block
-replaying     recomputed blocks op by op, or as CUDA graphs
+replaying     blocks op by op, or as CUDA graphs
 fastest       over micro-batches and layouts, and ways to shard the state over ranks
 """
 
@@ -34,7 +34,7 @@ def search(profile: Profile, steps: int | None = None) -> Plan:
 
 
 def searched(profile: Profile, finish: Callable[[Found], Plan], steps: int | None = None) -> Plan | None:
-    """The best plan, eager or with blocks compiled, and recomputed blocks launched op by op or replayed, as `finish` makes it of
+    """The best plan, eager or with blocks compiled, and launched op by op or replayed, as `finish` makes it of
     what was found; None where nothing fits."""
     compiling = worth_compiling(profile)
     eager = best_launched(measured(profile) if compiling.blocks else profile, finish)

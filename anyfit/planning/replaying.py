@@ -5,8 +5,8 @@ few launches. Its memory is held all along: what the largest block reads, writes
 that kept blocks keep. So both kinds of plan are searched whole.
 
 What a host takes to launch a model's ops is the least certain of all figures: the model's own Python is in it, and hosts are
-shared. Steps that waited for launches were seen to take twice as long as forecast, and more. So plans are compared by what they
-take if launching takes what it is forecast to, and if it takes LAUNCH_DOUBT times that:
+shared. A recorded step that waited for launches took nearly twice as long as forecast (benchmarks/results/families, 2026-11-18).
+So plans are compared by what they take if launching takes what it is forecast to, and if it takes LAUNCH_DOUBT times that:
 
     minimise    seconds(plan) + seconds(plan, launches LAUNCH_DOUBT times as slow)
     over        the best plan op by op, and the best with recordings
@@ -33,7 +33,7 @@ WORKSPACE_BYTES = 2**26  # of matrix products, whose memory is the recordings' o
 
 
 def best_launched(profile: Profile, finish: Callable[[Found], Plan]) -> Plan | None:
-    """The best plan, with recomputed blocks op by op or replayed."""
+    """The best plan, with blocks op by op or replayed."""
     found = fastest(profile)
     if found is None or not _can_replay(profile):
         return None if found is None else finish(found)
