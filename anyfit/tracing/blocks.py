@@ -2,7 +2,8 @@
 
 Two modules are alike when their trees of classes, parameters, buffers, plain attributes, hooks and functions are the same. An
 attribute that only counts the siblings (a layer's index) does not make them differ. Members of a list are blocks also where they
-are built alike but for their attributes, as layers are whose share of dropped paths grows with depth.
+are built alike but for their attributes, as layers are whose share of dropped paths grows with depth. Two siblings that hold
+longer lists of their own are towers, and their layers are the blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import hashlib
 import types
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +53,16 @@ def find_blocks(model: nn.Module) -> Blocks:
     of_module: dict[int, int] = {}
 
     def visit(module: nn.Module, path: str) -> None:
-        children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+        children = [(name, child) for name, child in _members(module) if any(True for _ in child.parameters())]
         counting = _counters([child for _, child in children])
         kinds = [_signature(child, counting) for _, child in children]
         is_list = isinstance(module, nn.ModuleList | nn.Sequential)
         composite = any(any(True for _ in child.children()) for _, child in children)
         forms = [_form(child) for _, child in children] if is_list and composite else kinds
-        if (is_list or composite) and max(Counter(forms).values(), default=0) > 1:
+        if not is_list:  # layers by name; of what has no parts, such as two projections, a model is no chain
+            forms = [kind for kind, (_, child) in zip(kinds, children, strict=True) if any(True for _ in child.children())]
+        alike = max(Counter(forms).values(), default=0)
+        if alike > 1 and (is_list or not _are_towers([child for _, child in children], alike)):
             chains.append(Chain(len(blocks), tuple(kinds)))
             for name, child in children:
                 for inner in child.modules():
@@ -72,6 +76,22 @@ def find_blocks(model: nn.Module) -> Blocks:
     visit(model, "")
     blocks.append(Block("", type(model).__name__))
     return Blocks(tuple(blocks), tuple(modules), tuple(chains), of_module)
+
+
+def _members(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Its children; of a list of lists, which nobody calls, what is in those."""
+    for name, child in module.named_children():
+        if isinstance(module, nn.ModuleList) and isinstance(child, nn.ModuleList):
+            yield from ((f"{name}.{inner}", each) for inner, each in _members(child))
+        else:
+            yield name, child
+
+
+def _are_towers(siblings: Sequence[nn.Module], alike: int) -> bool:
+    """Whether they are two encoders of one kind, say, whose layers are the blocks."""
+    lists = [each for sibling in siblings for each in sibling.modules() if isinstance(each, nn.ModuleList | nn.Sequential)]
+    longest = max((max(Counter(map(_form, each)).values(), default=0) for each in lists), default=0)
+    return alike == 2 and longest > alike
 
 
 def kinds_of(model: nn.Module) -> dict[str, str]:

@@ -135,6 +135,25 @@ def test_layers_that_differ_in_a_number_alone_are_blocks() -> None:
     assert len(set(found.chains[0].kinds)) == 3  # no two are run alike
 
 
+def test_blocks_are_the_layers_of_towers_and_of_lists_in_lists() -> None:
+    def layer() -> nn.Module:
+        return nn.ModuleDict({"mix": nn.Linear(8, 8), "norm": nn.LayerNorm(8)})
+
+    def names(model: dict[str, nn.Module]) -> list[str]:
+        return [block.name for block in find_blocks(nn.ModuleDict(model)).blocks[:-1]]
+
+    def tower() -> nn.Module:
+        return nn.ModuleDict({"layers": nn.ModuleList(layer() for _ in range(3))})
+
+    layers = [f"{which}.layers.{number}" for which in ("question", "answer") for number in range(3)]
+    assert names({"question": tower(), "answer": tower()}) == layers
+    assert names({"one": nn.Linear(8, 8), "other": nn.Linear(8, 8), "question": tower(), "answer": tower()}) == layers
+    assert names({"question": tower(), "first": nn.Linear(8, 8), "second": nn.Linear(8, 8)}) == layers[:3]
+    assert names({"first": layer(), "second": layer(), "head": nn.Linear(8, 8)}) == ["first", "second", "head"]
+    pairs = nn.ModuleList(nn.ModuleList([layer(), nn.Linear(8, 8)]) for _ in range(2))
+    assert names({"down": pairs}) == ["down.0.0", "down.0.1", "down.1.0", "down.1.1"]
+
+
 def test_ops_of_backward_belong_to_the_blocks_of_forward() -> None:
     for model in (tiny_gpt, Recomputing):
         graph = trace(job_for(model), ROWS)
