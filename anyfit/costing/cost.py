@@ -180,6 +180,7 @@ def _launch_costs(device: Device) -> LaunchCosts:
         gradient_seconds=fitted.gradient_calls.value * call,
         fetch_seconds=fitted.fetch_calls.value * call,
         bind_seconds=fitted.bind_calls.value * call,
+        taken_seconds=fitted.taken_calls.value * call,
         replay_seconds=fitted.replay_calls.value * call,
     )
 

@@ -27,6 +27,7 @@ from anyfit.values.plan import Activations as Choice
 from anyfit.values.record import nearest
 
 from .chunks import quietly
+from .gradients import Gradients
 from .lanes import Label, Lanes, Task, Ticket
 from .recompute import Recomputed, stand_in
 from .replayed import ReplayedBlocks
@@ -70,10 +71,11 @@ class Activations:
         lanes: Lanes,
         host: Tier,
         residency: Residency,
+        gradients: Gradients,
         to_replay: Collection[str] = (),
     ) -> None:
         self._lanes, self._host, self._residency, self._to_replay = lanes, host, residency, to_replay
-        self.replayed = ReplayedBlocks(residency, lanes.device)
+        self.replayed = ReplayedBlocks(residency, lanes.device, gradients)
         self._undo: list[Callable[[], None]] = []
         self._inside: Block | None = None  # the offloaded block that forward is in
         self._last: Block | None = None

@@ -130,12 +130,12 @@ class Trial:
 
     def slopes(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the outputs: the same for every outcome, and none of the user's random numbers."""
-        generator = torch.Generator().manual_seed(0)
         found = []
         for index, each in enumerate(outputs):
             key = index, each.shape
             if key not in self._slopes:
-                self._slopes[key] = torch.randn(each.shape, generator=generator).to(each.device, torch.bfloat16)
+                generator = torch.Generator(each.device).manual_seed(index)
+                self._slopes[key] = torch.randn(each.shape, generator=generator, device=each.device).to(torch.bfloat16)
             found.append(self._slopes[key].to(each.dtype))
         return found
 

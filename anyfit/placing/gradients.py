@@ -11,7 +11,7 @@ A parameter counts when its gradient came; which ones a step uses may change fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -67,12 +67,11 @@ class DeviceSums:
         flat = torch.zeros(state.chunk.elements, dtype=torch.float32, device=device)
         return cls(flat, state.views(flat))
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        if name in self.names:
-            self.views[name].add_(gradient)
-        else:
-            self.views[name].copy_(gradient)
-            self.names.add(name)
+    def add(self, given: Mapping[str, Tensor]) -> None:
+        for add, names in ((torch._foreach_add_, self.names & given.keys()), (torch._foreach_copy_, given.keys() - self.names)):
+            if names:
+                add([self.views[name] for name in names], [given[name] for name in names])
+        self.names.update(given)
 
     def get(self, name: str) -> Tensor | None:
         return self.views[name] if name in self.names else None
@@ -110,16 +109,28 @@ class Gradients:
         self.on_complete: Callable[[ChunkState], None] = lambda _state: None
         self.on_late: Callable[[ChunkState], None] = lambda _state: None
         self.device_bytes = 0
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: dict[str, RemovableHandle] = {}
+        self._names = {id(each): name for name, each in self._parameters.items()}
 
     def _hook(self, name: str, take: Callable[[Tensor], None]) -> None:
         """To be called when all memory is there: where it is not, the parameters are as they were."""
-        self._hooks.append(self._parameters[name].register_post_accumulate_grad_hook(take))
+        self._hooks[name] = self._parameters[name].register_post_accumulate_grad_hook(take)
 
     def close(self) -> None:
         """Gradients are autograd's again."""
         while self._hooks:
-            self._hooks.pop().remove()
+            self._hooks.popitem()[1].remove()
+
+    def name_of(self, parameter: Tensor) -> str:
+        return self._names[id(parameter)]
+
+    def may_take(self, name: str) -> bool:
+        """Whether `take` may be given the gradient of this parameter, past autograd."""
+        return False
+
+    def take(self, gradients: Mapping[str, Tensor]) -> None:
+        """Those of a block, all at once. Nobody reads them later: their memory is written over."""
+        raise NotImplementedError
 
     def begin_backward(self, *, is_last: bool, is_weighted: bool) -> None:
         """Of one micro-batch: whether it is the step's last, and whether sums are divided by a weight that is not known yet."""

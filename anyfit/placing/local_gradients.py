@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from anyfit.values.engine import staging_bytes
 from anyfit.values.layout import Slot
 
 from .chunks import ChunkState, ModelState, quietly
+from .fixed import fresh
 from .gradients import DeviceSums, Gradients, Landings, Norms, StagingBuffer, Views, refuse_sparse, stretches_of
 from .lanes import Label, Lanes, Task, Ticket
 from .tiers import Tier
@@ -112,6 +114,10 @@ class LocalGradients(Gradients):
         self._counted: dict[int, set[str]] = {}  # by chunk that speculates, gradients that are there
         self._norms: dict[str, Tensor] = {}  # of final gradients that have left the device
         self._on_host: dict[int, HostGradients] = {}
+        self._is_running = False  # a backward of the step
+        self._taken: set[str] = set()  # gradients of this backward that came with their block's
+        self._parted: set[str] = set()  # parameters of which another part came after that: autograd adds them up
+        self._homes = {slot.name: (chunk, slot) for chunk in state.chunks if chunk.chunk.trainable for slot in chunk.chunk.slots}
         takers: list[tuple[ChunkState, Callable[[ChunkState, Slot], Hook]]] = []
         for chunk in state.chunks:
             if not chunk.chunk.trainable:
@@ -136,34 +142,40 @@ class LocalGradients(Gradients):
             for slot in chunk.chunk.slots:
                 self._hook(slot.name, taker(chunk, slot))
 
+    # ------------------------------------------------------------------ one by one, from autograd
+
     def _collector(self, _state: ChunkState, slot: Slot) -> Hook:
         def collect(parameter: Tensor) -> None:
             with quietly():
                 if parameter.grad is None:  # a hook of the user's has taken it
                     return
                 refuse_sparse(slot.name, parameter.grad)
-                self._sums[slot.name].add(slot.name, parameter.grad)
+                self._heed_part(slot.name)
+                self._sums[slot.name].add({slot.name: parameter.grad})
                 parameter.grad = None
                 self._moved.add(slot.name)
 
         return collect
 
     def _counter(self, state: ChunkState, slot: Slot) -> Hook:
-        """Counts the gradients of a chunk that stay on the device."""
-
         def count(parameter: Tensor) -> None:
             with quietly():
                 if parameter.grad is None:  # a hook of the user's has taken it
                     return
-            there = self._counted.setdefault(state.index, set())
-            if slot.name in there:
-                self.on_late(state)
-                return
-            there.add(slot.name)
-            if len(there) == len(state.chunk.slots):
-                self.on_complete(state)
+            self._heed_part(slot.name)
+            self._count(state, slot.name)
 
         return count
+
+    def _count(self, state: ChunkState, name: str) -> None:
+        """A gradient of a chunk whose gradients stay on the device is there."""
+        there = self._counted.setdefault(state.index, set())
+        if name in there:
+            self.on_late(state)
+            return
+        there.add(name)
+        if len(there) == len(state.chunk.slots):
+            self.on_complete(state)
 
     def _sender(self, state: ChunkState, slot: Slot) -> Hook:
         def send(parameter: Tensor) -> None:
@@ -172,36 +184,102 @@ class LocalGradients(Gradients):
                 if gradient is None:  # a hook of the user's has taken it
                     return
                 refuse_sparse(slot.name, gradient)
-                self._moved.add(slot.name)
-                if not self.adds_up and slot.name in self._on_host[state.index].names:
-                    self._add_late(state, slot, gradient)
-                    return
-                staging = self._staging_for(state)
-                if slot.name in staging.slots and self.adds_up:  # of the micro-batch before, in which the chunk was not complete
-                    self._go_down(staging)
-                    staging = self._staging_for(state)
-                staged = staging.filled_by(state)[1][slot.name]
-                if slot.name in staging.slots:
-                    staging.put_small()
-                    staged.add_(gradient)
-                    return
-                staging.put(staged, gradient)
-                staging.slots[slot.name] = slot
-                if len(staging.slots) == len(state.chunk.slots):
-                    self._go_down(staging)
+                self._heed_part(slot.name)
+                self._stage(state, {slot.name: gradient}, stays=True)
 
         return send
 
-    def _add_late(self, state: ChunkState, slot: Slot, gradient: Tensor) -> None:
+    # ------------------------------------------------------------------ those of a block
+
+    def begin_backward(self, *, is_last: bool, is_weighted: bool) -> None:
+        self._is_running, self._taken = True, set()
+
+    def end_backward(self) -> None:
+        self._is_running = False
+
+    def may_take(self, name: str) -> bool:
+        """In a backward of the step, where no hook of the user's waits for it, and it does not come in parts."""
+        parameter: Any = self._parameters[name]
+        if not self._is_running or name in self._parted or parameter._backward_hooks:
+            return False
+        return len(parameter._post_accumulate_grad_hooks or ()) == (name in self._hooks)
+
+    def take(self, gradients: Mapping[str, Tensor]) -> None:
+        by_chunk: dict[int, dict[str, Tensor]] = {}
+        own: dict[str, Tensor] = {}
+        self._parted |= self._taken & gradients.keys()  # of a block that is called twice
+        self._taken |= gradients.keys()
+        with quietly(), torch.no_grad():
+            for name, gradient in gradients.items():
+                if name in self._sums or self._homes[name][0].index in self._on_host:
+                    by_chunk.setdefault(self._homes[name][0].index, {})[name] = gradient
+                else:
+                    own[name] = gradient
+            for index, given in by_chunk.items():
+                if index in self._on_host:
+                    self._stage(self._state.chunks[index], given, stays=False)
+                else:
+                    self._sums[next(iter(given))].add(given)
+                    self._moved.update(given)
+            if own:
+                self._keep(own)
+
+    def _heed_part(self, name: str) -> None:
+        """Autograd has a gradient of it."""
+        if name in self._taken:
+            self._parted.add(name)
+
+    def _keep(self, given: Mapping[str, Tensor]) -> None:
+        """As autograd does: each is its parameter's gradient, or is added to that."""
+        first = [name for name in given if self._parameters[name].grad is None]
+        for name, gradient in zip(first, fresh([given[name] for name in first]), strict=True):
+            self._parameters[name].grad = gradient
+        for name in given.keys() - set(first):
+            self._parameters[name].grad.add_(given[name])  # type: ignore[union-attr]
+        for name in given:
+            if name in self._hooks:
+                self._count(self._homes[name][0], name)
+
+    # ------------------------------------------------------------------ on their way to the host
+
+    def _stage(self, state: ChunkState, given: Mapping[str, Tensor], *, stays: bool) -> None:
+        """Puts gradients of a chunk beside the others of it. `stays`: their memory is not written over."""
+        self._moved.update(given)
+        if not self.adds_up:
+            late = self._on_host[state.index].names.intersection(given)
+            for name in late:
+                self._add_late(state, name, given[name])
+            given = {name: gradient for name, gradient in given.items() if name not in late} if late else given
+            if not given:
+                return
+        staging = self._staging_for(state)
+        if self.adds_up and not staging.slots.keys().isdisjoint(given):  # of the micro-batch before, whose chunk was not complete
+            self._go_down(staging)
+            staging = self._staging_for(state)
+        views, more = staging.filled_by(state)[1], staging.slots.keys() & given.keys()
+        if more:
+            staging.put_small()
+            torch._foreach_add_([views[name] for name in more], [given[name] for name in more])
+        new = [name for name in given if name not in more]
+        if stays:
+            for name in new:
+                staging.put(views[name], given[name])
+        elif new:
+            torch._foreach_copy_([views[name] for name in new], [given[name] for name in new])
+        staging.slots.update((name, self._homes[name][1]) for name in new)
+        if new and len(staging.slots) == len(state.chunk.slots):
+            self._go_down(staging)
+
+    def _add_late(self, state: ChunkState, name: str, gradient: Tensor) -> None:
         """Where reentrant checkpoints share a parameter, backward gives it a second gradient: added to the one that has left."""
         self.on_late(state)
         home = self._on_host[state.index]
         if home.ticket is not None:
             home.ticket.wait()
-        total = home.views[slot.name]
+        total = home.views[name]
         total.add_(gradient.to(total.device))
         on_cpu = self._state.device.type == "cpu"
-        self._norms |= _norms({slot.name: total}) if on_cpu else {slot.name: norm(total, threads=self._threads)}
+        self._norms |= _norms({name: total}) if on_cpu else {name: norm(total, threads=self._threads)}
 
     def _staging_for(self, state: ChunkState) -> ChunkStaging:
         for staging in self._staging:
@@ -297,7 +375,7 @@ class LocalGradients(Gradients):
         return None if home is None else home.flat
 
     def clear(self) -> None:
-        self._there = {}
+        self._there, self._is_running = {}, False
         for sums in self._sums.values():
             sums.names.clear()
         self._counted.clear()

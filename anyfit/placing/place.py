@@ -181,7 +181,7 @@ def place(
         held = state, gradients, residency, lanes, tiers["host"], mirrors
         pace = Pace.expected(plan.forecast)
         updates = Updates(optimizer, *held, bound.take_back, pace, carried, demands.together)
-        activations = Activations(model, plan.activations, lanes, tiers["host"], residency, plan.replayed)
+        activations = Activations(model, plan.activations, lanes, tiers["host"], residency, gradients, plan.replayed)
         closing.callback(activations.close)
         slabs.prepared()
         closing.pop_all()

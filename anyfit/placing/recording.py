@@ -10,6 +10,7 @@ On a CPU nothing is launched: there a recording runs its ops again, so that all 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +27,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from .chunks import quietly
 from .compiled_trial import as_it_is, without_history
+from .fixed import Arena, Fixed
 from .forward_state import Settings
 
 ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-ALIGNED = 512  # bytes: where a tensor begins in memory that several share
 
 
 @dataclass(frozen=True)
@@ -88,97 +89,6 @@ class Call:
         self.signature = Signature(form, tuple(values), facts, Settings(device).facts)
 
 
-class Arena:
-    """Memory that recordings share. What one has in it is read before the next is replayed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: list[Tensor] = []
-
-    def fixed(self, *groups: Sequence[Tensor]) -> list[Fixed]:
-        """Fixed memory like each of these groups, apart from each other."""
-        made = [Fixed(each) for each in groups]
-        sizes = [-(-home.nbytes // ALIGNED) * ALIGNED for each in made for home in each.shapes]
-        buffer = next((each for each in self._buffers if each.nbytes >= sum(sizes)), None)
-        if buffer is None:
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-            self._buffers.append(buffer)
-        places = iter(buffer.split([*sizes, buffer.nbytes - sum(sizes)]))
-        for each, like in zip(made, groups, strict=True):
-            each.settle([next(places) for _ in each.shapes])
-            each.take(like)
-        return made
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Of a tensor in memory; what is expanded is there once."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    part: tuple[slice, ...]  # of the tensor, that is there
-
-    @staticmethod
-    def of(tensor: Tensor) -> Extent:
-        part = tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())
-        known = tensor[part] if 0 in tensor.stride() else tensor
-        return Extent(tuple(known.shape), tuple(known.stride()), tensor.dtype, part)
-
-    @property
-    def nbytes(self) -> int:
-        if 0 in self.shape:
-            return 0
-        span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return span * self.dtype.itemsize
-
-    def at(self, place: Tensor) -> Tensor:
-        return place[: self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
-
-
-class Fixed:
-    """Tensors whose memory stays where it is, like some others, and which take what those hold."""
-
-    def __init__(self, like: Sequence[Tensor]) -> None:
-        with torch.no_grad(), quietly():
-            self.shapes = [Extent.of(each) for each in like]
-            self._sizes = [each.shape for each in like]
-        self.tensors: list[Tensor] = []
-        self._homes: list[Tensor] = []
-
-    @staticmethod
-    def alone(like: Sequence[Tensor], device: torch.device) -> Fixed:
-        """In memory of its own."""
-        return Arena(device).fixed(like)[0]
-
-    def settle(self, places: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            self._homes = [each.at(place) for each, place in zip(self.shapes, places, strict=True)]
-            self.tensors = [home.expand(size) for home, size in zip(self._homes, self._sizes, strict=True)]
-
-    def take(self, given: Sequence[Tensor]) -> None:
-        with torch.no_grad(), quietly():
-            copied(self._homes, [tensor[each.part] for tensor, each in zip(given, self.shapes, strict=True)])
-
-
-def copied(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """In one launch for each dtype."""
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        pair = by_dtype.setdefault(target.dtype, ([], []))
-        pair[0].append(target)
-        pair[1].append(source)
-    for into, of in by_dtype.values():
-        torch._foreach_copy_(into, of)
-
-
-def fresh(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of these, each in memory of its own, which goes when it is used."""
-    found = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in tensors]
-    copied(found, tensors)
-    return found
-
-
 class Ops(TorchDispatchMode):
     """The ops that run inside, with all that they are given but the values of tensors."""
 
@@ -216,6 +126,17 @@ def _fact(value: Any) -> Any:
     return value if isinstance(value, PLAIN) else type(value)
 
 
+class Pool:
+    """Memory that recordings share while they run. It is there as long as this is, also where the only recording of it fails."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle: Any = None
+        if device.type == "cuda":
+            self.handle, self._held = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._held, self.handle, _side_stream(device), capture_error_mode="thread_local"):
+                torch.zeros(1, device=device)
+
+
 class Recording:
     """Ops that run again at the same addresses: a CUDA graph, or, on a CPU, the function itself."""
 
@@ -227,7 +148,7 @@ class Recording:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         wrong: list[BaseException] = []
         try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=_side_stream(device), capture_error_mode="thread_local"):
                 try:
                     run()
                 except BaseException as error:
@@ -256,6 +177,7 @@ class Used:
     """A call whose backward is to come: what it saved must not be written over."""
 
     is_done: bool = False
+    is_one_of_several: bool = False  # calls of one block, whose gradients autograd adds up
 
 
 @dataclass(eq=False)
@@ -283,10 +205,8 @@ class Tape:
         used = None if self._used is None else self._used()
         return used is not None and not used.is_done
 
-    def use(self) -> Used:
-        used = Used()
+    def use(self, used: Used) -> None:
         self._used = weakref.ref(used)
-        return used
 
     def is_last(self, used: Used) -> bool:
         """Whether no other call came after it."""
@@ -299,13 +219,13 @@ class Tape:
         return [each.clone() for each in self.outputs.tensors]
 
     def gradients_for(self, inputs: Sequence[Tensor], state: Sequence[Tensor], slopes: Sequence[Tensor]) -> list[Tensor | None]:
-        """Of the inputs and parameters that learn, in this order."""
+        """Of the inputs and parameters that learn, in this order, in memory that the next recording writes to."""
         if not self.is_kept:
             self.inputs.take(inputs)
         self.state.take(state)
         self.slopes.take(slopes)
         self.backward.replay()
-        found = iter(fresh(self.gradients.tensors))
+        found = iter(self.gradients.tensors)
         return [next(found) if has else None for has in self.has_gradient]
 
     def returned(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
@@ -411,13 +331,19 @@ def made_in(returned: Any, given: Sequence[Tensor]) -> list[Tensor]:
     return [each for each in tree_leaves(returned) if isinstance(each, Tensor) and id(each) not in handed_on]
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> Any:
+    """One for all: matrix products keep a workspace for every stream that they ever ran on."""
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
 def beside_default_stream(device: torch.device) -> Iterator[None]:
     """Inside, ops run on a stream of their own, after all that was launched before and before all that comes."""
     if device.type != "cuda":
         yield
         return
-    stream: Any = torch.cuda.Stream(device)
+    stream = _side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield

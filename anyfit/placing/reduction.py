@@ -105,7 +105,7 @@ class ReducedGradients(Gradients):
                     self._refuse_late(home, slot)
                 home.there.add(slot.name)
                 if home.sums is not None:
-                    home.sums.add(slot.name, parameter.grad)
+                    home.sums.add({slot.name: parameter.grad})
                     parameter.grad = None
                     self._moved.add(slot.name)
                 if home.by_micro_batch or self._is_last:

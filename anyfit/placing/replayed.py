@@ -16,8 +16,10 @@ op by op.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,15 +36,18 @@ from .cells import alike, generator_of
 from .chunks import quietly
 from .compiled import distinct
 from .compiled_trial import Trial, apart
+from .fixed import Arena, fresh
 from .forward_state import ForwardState
+from .gradients import Gradients
 from .recompute import Recomputed, may_be_recomputed, own_forward
-from .recording import Arena, Call, Hooks, Ops, Recorder, Tape, described, made_in
+from .recording import Call, Hooks, Ops, Pool, Recorder, Tape, Used, described, made_in
 from .residency import Residency
 from .watched import Watched, is_plain_kind
 from .why_not import WhyNot
 
 MOST_RETRIALS = 4  # of a block, because something that it can reach has changed
 MOST_MISSED = 32  # calls in training that recordings did not serve, of more than half
+Facts = list[tuple[str, Any]]  # by name
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SAME = 1e-6  # relative: replayed ops are eager's own
 MOST_TRIALS = 4  # of both, to see how far apart the results of either may be
@@ -52,22 +57,19 @@ AS_FAR = 2.0  # times as far from eager as either from itself, where kernels do 
 class ReplayedBlocks(WhyNot):
     """The blocks that a plan replays."""
 
-    def __init__(self, residency: Residency, device: torch.device) -> None:
+    def __init__(self, residency: Residency, device: torch.device, gradients: Gradients) -> None:
         super().__init__("op by op")
-        self.residency, self.device = residency, torch.empty(0, device=device).device  # with its number
+        self.residency, self.gradients = residency, gradients
+        self.device = torch.empty(0, device=device).device  # with its number
         self.blocks: dict[str, Replayed] = {}
         self.tapes: list[tuple[Any, Tape]] = []  # of recomputed blocks, with what those that share it have in common
-        self._pool: Any = None
         self.recorded = 0  # distinct blocks, so far
         self.failed: list[tuple[Any, str]] = []  # what such blocks have in common, and why they cannot be recorded
         self.arena = Arena(self.device)
 
-    @property
-    def pool(self) -> Any:
-        """Memory that all recordings share while they run."""
-        if self._pool is None and self.device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+    @functools.cached_property
+    def pool(self) -> Pool:
+        return Pool(self.device)
 
     def add(self, name: str, module: nn.Module, recomputed: Recomputed | None = None) -> Replayed:
         """`recomputed`: its forward where it is recomputed; without, it is kept."""
@@ -81,6 +83,11 @@ class ReplayedBlocks(WhyNot):
         """After a forward in which all could have been recorded."""
         untried = [name for name, block in self.blocks.items() if not block.is_tried]
         self.stay_eager(dict.fromkeys(untried, "it was not called in training, or with hooks or modes that watch its ops"))
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether something that one can reach has changed since: the first loss of a model may set its configuration."""
+        return any(block.is_changed for block in self.blocks.values())
 
     def close(self) -> None:
         self.tapes.clear()
@@ -98,18 +105,20 @@ class Replayed:
         self._op_by_op: Callable[..., Any] = recomputed or self.run
         self._state = ForwardState(module, name, of.device, self.eager_forward) if recomputed is None else recomputed.state
         self.parameters, self._buffers = list(module.parameters()), list(module.buffers())
+        self._names = [of.gradients.name_of(each) for each in self.parameters]
         self._chunks = {each.anyfit[2] for each in self.parameters if isinstance(each, Watched)}
         self._hooks = [getattr(each, hooks) for each in module.modules() if each is not module for hooks in HOOKS]
         self._generator = generator_of(of.device)
         self._draws = False
         self.is_tried = False
         self._tape: Tape | None = None
-        self._named_facts: list[tuple[str, Any]] = []  # of the state that it can reach, as it was recorded
-        self._facts: list[Any] = []  # without names
+        self._known: list[Facts] = []  # of all that it can reach, as it was recorded or gave the same
+        self._facts: list[Any] = []  # as it was last, without names
         self._learning: list[bool] = []  # by parameter, likewise
         self._code: Any = None  # the form of what it returns, what of that is no tensor, and the ops that it runs
         self._reads_there = self._is_kept and not self._chunks  # its weights, which never move
         self._addresses: list[int] = []
+        self._open: weakref.WeakSet[Used] = weakref.WeakSet()  # calls whose backward is to come
         self._served = self._missed = 0  # calls in training
         self._retrials = 0
 
@@ -125,6 +134,8 @@ class Replayed:
             self._served += 1
             return self._replay(self._tape, call)
         self._heed_missed()
+        for other in self._open:
+            other.is_one_of_several = True
         return self._op_by_op(*args, **kwargs)
 
     def _is_as_recorded(self, args: Any, kwargs: Any) -> bool:
@@ -133,9 +144,11 @@ class Replayed:
         if self._state.is_as(self._facts):
             return True
         named = self._state.walked_again()
-        if not alike(self._named_facts, named) and not self._gives_the_same(args, kwargs):
-            return False
-        self._note(named)
+        if not any(alike(known, named) for known in self._known):
+            if not self._gives_the_same(args, kwargs):
+                return False
+            self._known.append(named)
+        self._facts = [fact for _, fact in named]
         return True
 
     def _gives_the_same(self, args: Any, kwargs: Any) -> bool:
@@ -155,9 +168,10 @@ class Replayed:
         finally:
             self._code, self._draws = known
 
-    def _note(self, named: list[tuple[str, Any]]) -> None:
-        """What the block can reach, and is to be as it is."""
-        self._named_facts, self._facts = named, [fact for _, fact in named]
+    @property
+    def is_changed(self) -> bool:
+        """Whether something that it can reach is not as it was when it was recorded."""
+        return self._tape is not None and not self._state.is_as(self._facts)
 
     def _heed_missed(self) -> None:
         """A call in training that the recordings did not serve: where most are such, their memory is given back."""
@@ -195,7 +209,8 @@ class Replayed:
         reason = call.unfit or self._changes(trial) or self._unfit()
         if reason is not None:
             return reason
-        self._note(self._state.walked_again())
+        named = self._state.walked_again()
+        self._known, self._facts = [named], [fact for _, fact in named]
         self._learning = self._learns()
         buffers = tuple((each.shape, each.dtype) for each in self._buffers)
         kind = distinct(self.module, self.eager_forward), buffers, self._code
@@ -210,7 +225,7 @@ class Replayed:
                 return reason
         try:
             with trial.inside():  # its random numbers are nobody's
-                recorder = Recorder(self.module, self.run, self.device, self._of.pool, self._of.arena)
+                recorder = Recorder(self.module, self.run, self.device, self._of.pool.handle, self._of.arena)
                 self._tape = made = recorder.record(call, is_kept=self._is_kept, stays=self._reads_there)
                 self._addresses = self._read_at()
         except Exception as error:
@@ -303,6 +318,21 @@ class Replayed:
         with self._of.residency.pinning(self._chunks):
             yield
 
+    def begin(self, tape: Tape) -> Used:
+        """A call."""
+        used = Used(is_one_of_several=bool(self._open))
+        for other in self._open:
+            other.is_one_of_several = True
+        self._open.add(used)
+        if tape.is_kept:
+            tape.use(used)
+        return used
+
+    def end(self, used: Used) -> None:
+        """Its backward."""
+        used.is_done = True
+        self._open.discard(used)
+
     def _replay(self, tape: Tape, call: Call) -> Any:
         then = self._position() if self._draws else None
         with quietly():
@@ -336,6 +366,21 @@ class Replayed:
             yield
         finally:
             put(now)
+
+    def returned_gradients(self, found: Sequence[Tensor | None], tape: Tape, used: Used) -> list[Tensor | None]:
+        """What autograd is to have of gradients in shared memory. Those of parameters go straight where they belong, all at
+        once, where nobody else waits for them."""
+        inputs, may_take = sum(facts[-1] for facts in tape.signature.inputs), self._of.gradients.may_take
+        with quietly():
+            learning = [name for name, each in zip(self._names, self.parameters, strict=True) if each.requires_grad]
+            pairs = list(zip(learning, found[inputs:], strict=True))
+            given = {} if used.is_one_of_several else {name: each for name, each in pairs if each is not None}
+            taken = {name: each for name, each in given.items() if may_take(name)}
+        if taken:
+            self._of.gradients.take(taken)
+        left = [*found[:inputs], *(None if name in taken else each for name, each in pairs)]
+        made = iter(fresh([each for each in left if each is not None]))
+        return [None if each is None else next(made) for each in left]
 
     def recomputed_gradients(self, tape: Tape, inputs: Sequence[Tensor], slopes: Sequence[Tensor | None], *, again: bool) -> Any:
         """Op by op, where not all outputs have a gradient: what has none leaves none. `again`: they have gradients themselves."""
@@ -373,7 +418,7 @@ class _Replay(torch.autograd.Function):
         inputs = tensors[: len(tape.signature.inputs)]
         with block.ready(), quietly():
             outputs = tape.outputs_for(inputs, block.copied)
-        ctx.block, ctx.tape, ctx.then, ctx.used = block, tape, then, tape.use() if tape.is_kept else None
+        ctx.block, ctx.tape, ctx.then, ctx.used = block, tape, then, block.begin(tape)
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(each for each, learns in zip(outputs, tape.learns, strict=True) if not learns))
@@ -384,13 +429,14 @@ class _Replay(torch.autograd.Function):
         block, tape, inputs, again = ctx.block, ctx.tape, ctx.saved_tensors, torch.is_grad_enabled()
         learning = [slope for slope, learns in zip(slopes, tape.learns, strict=True) if learns]
         is_replayed = not again and all(each is not None for each in learning)
-        if is_replayed and ctx.used is not None and not tape.is_last(ctx.used):
+        if is_replayed and tape.is_kept and not tape.is_last(ctx.used):
             raise RuntimeError(f"what the replayed block {block.name!r} saved is gone: it was called again before its backward")
         with block.ready(), quietly(), block.drawing_from(ctx.then):
             if is_replayed:
-                found = iter(tape.gradients_for(inputs, block.copied, learning))
+                given = tape.gradients_for(inputs, block.copied, learning)
+                found = iter(block.returned_gradients(given, tape, ctx.used))
             else:
                 found = iter(block.recomputed_gradients(tape, inputs, slopes, again=again))
-        if ctx.used is not None and not again:
-            ctx.used.is_done = True
+        if not again:
+            block.end(ctx.used)
         return (None, None, None, *(next(found) if needed else None for needed in ctx.needs_input_grad[3:]))

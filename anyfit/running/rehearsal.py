@@ -137,12 +137,18 @@ class Rehearsal:
 
 
 def _prepare(job: Job, placed: Placed, batch: Batch) -> None:
-    """Has each block compiled or recorded, and tried, at its first call. A loss that takes gradients itself may want second ones,
-    which compiled code and recordings have not."""
-    try:
+    """Has each block compiled or recorded, and tried, at its first call, and tried again where the first loss changes what it can
+    reach. A loss that takes gradients itself may want second ones, which compiled code and recordings have not."""
+
+    def forward() -> None:
         with placed.watching():
             job.evaluate(placed.model, job.prepare(batch, placed.device, placed.lanes.send))
+
+    try:
+        forward()
         placed.replayed.heed_untried()
+        if placed.replayed.are_changed:
+            forward()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

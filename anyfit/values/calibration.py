@@ -46,6 +46,7 @@ class Calibration(Record):
     offload_calls: Figure  # to move a saved tensor to the host, and to bring it back
     recompute_calls: Figure  # to note what a block's forward sees and to put it back, where it is recomputed
     recompute_call_factor: Figure  # that recomputing adds to every call of such a forward, both times together
+    taken_calls: Figure  # to take over a gradient that comes with all of its replayed block
     replay_calls: Figure  # to replay a recording, with what is copied before and after it
     split_update_bytes: Figure  # that torch's own update of a bf16 parameter moves besides the optimizer's
     # Beside the computation

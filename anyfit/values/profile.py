@@ -224,6 +224,7 @@ class LaunchCosts:
     gradient_seconds: float = 0.0  # of one that is put in a staging buffer
     fetch_seconds: float = 0.0  # of a chunk
     bind_seconds: float = 0.0  # of a parameter of such a chunk, or of one that is updated elsewhere
+    taken_seconds: float = 0.0  # of a gradient that comes with all of its replayed block
     replay_seconds: float = 0.0  # of a recording
 
 
@@ -275,7 +276,7 @@ ALONE = Division(1, 1, False, False, Exchange(0.0, 0.0), Exchange(0.0, 0.0), 0.0
 @dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 13
+    version: ClassVar[int] = 14
 
     model: str
     machine: str

@@ -142,10 +142,12 @@ def test_any_plan_gives_the_losses_and_weights_of_plain_pytorch(data: st.DataObj
     delay = random_delays(draw(st.integers(0, 99), "delays")) if draw(st.booleans(), "delayed") else None
     losses, weights, held, host_bytes = trained(job, plan, model, delay)
     plain_losses, plain_weights = train_plainly(job, batches_for(model), accumulation)
-    if is_compiled:
-        # The same code has the same numbers wherever chunks and activations are; eager's differ by rounding.
+    if is_compiled or (is_replayed and model == "encoder-decoder"):
+        # The same code has the same numbers wherever chunks and activations are; eager's differ by rounding. So do sums of
+        # gradients of an encoder's output, where replayed blocks read it.
         assert losses[:5] == pytest.approx(plain_losses[:5], rel=1e-5 if precision == "fp32" else 1e-2)
-        resident = hand_written(job, accumulation=accumulation, compiled=tuple(blocks))
+        compiled, recorded = (tuple(blocks) if is_compiled else ()), (tuple(replayed) if is_replayed else ())
+        resident = hand_written(job, accumulation=accumulation, compiled=compiled, replayed=recorded)
         plain_losses, plain_weights, _, _ = trained(job, resident, model, None)
     assert losses == pytest.approx(plain_losses, rel=1e-6)
     assert_bit_equal(weights, plain_weights)

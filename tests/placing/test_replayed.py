@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anyfit
-from anyfit.placing import replayed
+from anyfit.placing import local_gradients, replayed
 from anyfit.running.run import Run
 from anyfit.values.plan import Placement, Plan
 from tests import stacks
@@ -420,8 +420,9 @@ def test_an_attribute_that_changes_is_heeded(replays: list[str]) -> None:
     assert replays
 
 
+@pytest.mark.parametrize("from_step", [1, 4])
 @pytest.mark.parametrize("choice", ["keep", "recompute"])
-def test_what_a_block_can_reach_and_does_not_read_may_change(choice: str, replays: list[str]) -> None:
+def test_what_a_block_can_reach_and_does_not_read_may_change(choice: str, from_step: int, replays: list[str]) -> None:
     """As the first loss of a classifier sets its problem's type in the configuration that all blocks share."""
 
     class Config:
@@ -439,14 +440,18 @@ def test_what_a_block_can_reach_and_does_not_read_may_change(choice: str, replay
 
     def loss(model: Any, batch: Tensor) -> Tensor:
         config = model.blocks[0].config
-        if step[0] >= 4:
+        if step[0] >= from_step:
             config.kind, config.labels = "labels", {0: "none"}
         found: Tensor = model(batch).square().mean()
+        if step[0] < 0:  # as of the first loss, in the rehearsal
+            config.kind = "numbers"
         return found
 
-    step, batches = [0], byte_batches(STEPS, ROWS)
+    step, batches = [-1], byte_batches(STEPS, ROWS)
     job = job_for(build, loss=loss)
-    with started(job, plan_for(job, RESIDENT, choice=choice)) as run:
+    with anyfit.start(job, plan_for(job, RESIDENT, choice=choice)) as run:
+        known = [len(block._known) for block in placed_of(run).replayed.blocks.values()]
+        assert known == [2] * LAYERS  # before the first step
         for step[0], batch in enumerate(batches):
             run.step(batch)
         assert replays[-LAYERS:] == list(reversed(BLOCKS))
@@ -519,3 +524,61 @@ def test_a_start_says_which_blocks_run_op_by_op_and_trains(capsys: pytest.Captur
         assert run.plan.replayed == ()
     assert "blocks 'blocks.0' to 'blocks.2' (3) run op by op: it changes its calls" in capsys.readouterr().err
     assert losses == pytest.approx(train_plainly(job, batches)[0], rel=1e-6)
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 2)])
+@pytest.mark.parametrize("placement", [RESIDENT, ON_HOST], ids=["resident", "host"])
+@pytest.mark.parametrize("case", ["plain", "hook", "late hook", "penalty", "own gradients"])
+def test_gradients_of_a_replayed_block_go_together_unless_somebody_waits_for_them(
+    case: str, placement: Placement, precision: Any, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    take = local_gradients.LocalGradients.take
+
+    def counted(self: Any, given: Any) -> None:
+        taken.append(len(given))
+        take(self, given)
+
+    monkeypatch.setattr(local_gradients.LocalGradients, "take", counted)
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        found: Tensor = model(batch).float().square().mean()
+        if case == "penalty":  # a second gradient of a weight, after or before the block's own
+            found = found + 0.1 * sum(each.up.weight.float().square().mean() for each in model.blocks)
+        if case == "own gradients":
+            found = found + torch.autograd.grad(found, model.blocks[1].up.weight, retain_graph=True)[0].float().square().sum()
+        return found
+
+    def build() -> nn.Module:
+        model = Stack()
+        if case == "hook":
+            model.blocks[1].up.weight.register_hook(lambda slope: 0.5 * slope)
+        return model
+
+    job, batches = job_for(build, loss=loss, precision=precision, clip_norm=0.3), byte_batches(6, ROWS)
+    choice = "keep" if case == "own gradients" else "recompute"
+    plan = plan_for(job, placement, choice=choice, accumulation=accumulation)
+    found = []
+    for each in (plan, plan.without_replayed(BLOCKS)):
+        with started(job, each) as run:
+            losses = []
+            for index, batch in enumerate(batches):
+                if case == "late hook" and index == 4:
+                    hooked: Any = run.model
+                    hooked.blocks[1].up.weight.register_hook(lambda slope: 0.5 * slope)
+                losses.append(float(run.step(batch)))
+            found.append((losses, run.state_dict()))
+    weights = len(list(Layer(0).parameters()))
+    fewer = {"hook": [weights, weights - 1, weights], "late hook": [weights, weights - 1, weights]}
+    if case == "penalty" and (placement != RESIDENT or accumulation > 1):  # else both are autograd's
+        fewer["penalty"] = [weights - 1] * LAYERS
+    assert taken[-LAYERS:] == fewer.get(case, [weights] * LAYERS)
+    if case != "hook":
+        assert taken[:LAYERS] == [weights] * LAYERS
+    assert_close(found[0][1], found[1][1], 1e-6 if precision == "fp32" else 1e-3)
+    if case != "penalty":  # which is added in another order at first
+        assert found[0][0] == found[1][0]
+        assert_bit_equal(found[0][1], found[1][1])

@@ -18,7 +18,7 @@ from anyfit.values.profile import Profile
 RECORDS = (Check, Corrections, Graph, Machine, Plan, Profile)
 BY_DTYPE = ("matmul", "matmul_unaligned", "attention", "attention_backward", "convolution")
 # Objects whose keys are data (a dtype, an op, a call, a package), of which some may be missing.
-OPEN = {"activations", "choices", "split_seconds", "versions", "operations", "measured", "kept", "labels", *BY_DTYPE}
+OPEN = {"activations", "choices", "replays", "split_seconds", "versions", "operations", "measured", "kept", "labels", *BY_DTYPE}
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(min_value=1e-9, max_value=1e15)

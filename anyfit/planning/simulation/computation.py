@@ -234,14 +234,16 @@ def engine_seconds(step: Step) -> list[float]:
     found = []
     for segment, used in segments:
         is_forward, seconds = segment.phase == "forward", 0.0
-        looks = is_forward or is_recomputed[segment.block]
+        looks, is_replayed = is_forward or is_recomputed[segment.block], candidate.replays[segment.block] is not None
         for chunk in used:
             tensors = chunk.cost.tensors / uses[chunk.index, segment.phase]
-            if looks and chunk.is_away and candidate.replays[segment.block] is None:
+            if looks and chunk.is_away and not is_replayed:
                 seconds += tensors * costs.watched_seconds
             if is_forward and chunk.is_updated_elsewhere:
                 seconds += tensors * costs.bind_seconds
-            if not is_forward and chunk.cost.gradient_bytes and candidate.stages(chunk.placement, is_last=True):
+            if not is_forward and chunk.cost.gradient_bytes and is_replayed:
+                seconds += tensors * costs.taken_seconds
+            elif not is_forward and chunk.cost.gradient_bytes and candidate.stages(chunk.placement, is_last=True):
                 seconds += tensors * costs.gradient_seconds
         found.append(seconds)
     return found
