@@ -16,15 +16,16 @@ masters and of autocast over fp32 weights, with fused AdamW and clipping, the sa
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import hashlib
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from .own_models import QWEN3, clip_job, lora_job, unet_job, wav2vec2_job
 from .peers import ALWAYS, CONTEXT_BYTES, GIB, NEVER
 from .profiler import quickly_built
 
+TRACERS = 8  # processes
 WARM_UP, TIMED = 4, 8
 CLIPPED_WARM_UP = 10  # a run waits for the norm after some steps that clip
 STEPS_A_ROUND = 6
@@ -156,11 +158,15 @@ JOBS = {
 }
 
 
-@functools.lru_cache(maxsize=1)
-def traced_family(name: str) -> tuple[list[Graph], float]:
-    """Its passes, and the seconds it took to trace them: one after another, its jobs share them."""
-    began = time.perf_counter()
-    return traced(FAMILIES[name].job(), "cuda"), time.perf_counter() - began
+def traced_family(name: str) -> list[Graph]:
+    torch.set_num_threads(1)
+    return traced(FAMILIES[name].job(), "cuda")
+
+
+def traced_families(names: Sequence[str]) -> dict[str, list[Graph]]:
+    """Each by a process of its own, before anything is measured: on a GPU machine traces take longer than all steps."""
+    with ProcessPoolExecutor(TRACERS, get_context("spawn")) as tracers:
+        return dict(zip(names, tracers.map(traced_family, names), strict=True))
 
 
 def all_on_device_bytes(training: anyfit.Job, graphs: list[Graph], machine: Machine) -> int:
@@ -170,9 +176,10 @@ def all_on_device_bytes(training: anyfit.Job, graphs: list[Graph], machine: Mach
     return plan.forecast.peak_bytes["device"]
 
 
-def measured(training: anyfit.Job, batch: Any, plan: anyfit.Plan, machine: Machine, warm_up: int) -> Row:
+def measured(job: anyfit.Job, batch: Any, profile: anyfit.Profile, machine: Machine, warm_up: int) -> tuple[Row, anyfit.Plan]:
+    """Steps, and the plan that they were made by in the end: a start may plan anew."""
     began = time.perf_counter()
-    with anyfit.start(quickly_built(training), plan, machine) as run:
+    with anyfit.start(quickly_built(job), machine=machine, profile=profile) as run:
         torch.cuda.synchronize()
         started = time.perf_counter() - began
         torch.cuda.reset_peak_memory_stats()
@@ -181,8 +188,8 @@ def measured(training: anyfit.Job, batch: Any, plan: anyfit.Plan, machine: Machi
             begun = time.perf_counter()
             float(run.step(batch))
             seconds.append(time.perf_counter() - begun)
-            clipped += run.metrics.gradient_norm > (training.clip_norm or math.inf)
-        return {
+            clipped += run.metrics.gradient_norm > (job.clip_norm or math.inf)
+        row = {
             "step_seconds": statistics.median(seconds[warm_up:]),
             "step_seconds_all": seconds,
             "allocated_bytes": torch.cuda.max_memory_allocated(),
@@ -190,28 +197,27 @@ def measured(training: anyfit.Job, batch: Any, plan: anyfit.Plan, machine: Machi
             "start_seconds": started,
             "clipped": clipped,
         }
+        return row, run.plan
 
 
-def row_of(job: Job, machine: Machine) -> Row:
+def row_of(job: Job, graphs: list[Graph], machine: Machine) -> Row:
     family, total = FAMILIES[job.family], torch.cuda.get_device_properties(0).total_memory
     eager = replace(family.job(), clip_norm=ALWAYS if job.clips else NEVER, compile=False)
     training = replace(eager, compile=None) if job.compiles else eager
     if job.compiles:
         measure_blocks(training, machine)
-    graphs, tracing = traced_family(job.family)
     cap = None if not job.capped else all_on_device_bytes(eager, graphs, machine) // 3
-    began = time.perf_counter()
-    plan = search(profiled(training, graphs, machine.with_limits(device_memory=cap), (1, 1), training.batch_size))
-    planned = tracing + time.perf_counter() - began
+    limited = machine.with_limits(device_memory=cap)
+    profile = profiled(training, graphs, limited, (1, 1), training.batch_size)
     torch.cuda.set_per_process_memory_fraction(1.0 if cap is None else min(1.0, max(cap - CONTEXT_BYTES, 0) / total))
-    real = measured(training, family.batch_for(training), plan, machine, CLIPPED_WARM_UP if job.clips else WARM_UP)
+    warm_up = CLIPPED_WARM_UP if job.clips else WARM_UP
+    real, plan = measured(training, family.batch_for(training), profile, limited, warm_up)
     forecast = plan.forecast
     return {
         "job": job.name,
         "family": job.family,
         "held_out": job.is_held_out,
         "cap_bytes": cap,
-        "plan_seconds": planned,
         "replayed": len(plan.replayed),
         "measured": real,
         "predicted_then": {
@@ -229,8 +235,8 @@ def line_of(row: Row) -> str:
     return (
         f"{row['job']:44} {real['step_seconds']:6.3f} s, forecast {then['step_seconds']:6.3f} "
         f"({then['step_seconds'] / real['step_seconds'] - 1:+6.1%}), GPU {real['allocated_bytes'] / GIB:5.1f} GiB "
-        f"({then['device_bytes'] / real['allocated_bytes'] - 1:+5.1%}), planned in {row['plan_seconds']:.0f} s, "
-        f"started in {real['start_seconds']:.0f} s, {row['replayed']} blocks replayed{', held out' * row['held_out']}"
+        f"({then['device_bytes'] / real['allocated_bytes'] - 1:+5.1%}), started in "
+        f"{real['start_seconds']:.0f} s, {row['replayed']} blocks replayed{', held out' * row['held_out']}"
     )
 
 
@@ -291,7 +297,10 @@ def beside_plain(name: str, machine: Machine, rounds: int) -> Row:
     training = family.job()
     training = replace(training, clip_norm=1.0, micro_batch=training.batch_size)
     batch = family.batch_for(training)
-    with anyfit.start(quickly_built(training), anyfit.plan(training, machine), machine) as run:
+    began = time.perf_counter()
+    plan = anyfit.plan(training, machine)
+    planned = time.perf_counter() - began
+    with anyfit.start(quickly_built(training), plan, machine) as run:
         steps = {"masters": with_masters(training), "autocast": with_autocast(training), "anyfit": run.step}
         seconds: dict[str, list[float]] = {each: [] for each in steps}
         for number in range(rounds + 1):  # the first warms up
@@ -305,13 +314,13 @@ def beside_plain(name: str, machine: Machine, rounds: int) -> Row:
                     seconds[each].append((time.perf_counter() - began) / STEPS_A_ROUND)
     plain = min(("masters", "autocast"), key=lambda each: statistics.median(seconds[each]))
     ratio = statistics.median(ours / theirs for ours, theirs in zip(seconds["anyfit"], seconds[plain], strict=True))
-    return {"family": name, "plain": plain, "seconds": seconds, "ratio": ratio}
+    return {"family": name, "plain": plain, "seconds": seconds, "ratio": ratio, "plan_seconds": planned}
 
 
 def plain_line(row: Row) -> str:
     medians = {each: statistics.median(seconds) for each, seconds in row["seconds"].items()}
     shown = ", ".join(f"{each} {seconds * 1e3:.1f} ms" for each, seconds in medians.items())
-    return f"{row['family']:20} {shown}; anyfit is {row['ratio']:.3f} of {row['plain']}"
+    return f"{row['family']:20} {shown}; anyfit is {row['ratio']:.3f} of {row['plain']}, planned in {row['plan_seconds']:.0f} s"
 
 
 # ---------------------------------------------------------------------- all of it
@@ -333,17 +342,21 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="rows so far; new ones are added")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
-    machine = anyfit.probe("full")
     rows: list[Row] = json.loads(options.into.read_text()) if options.into and options.into.exists() else []
-    known, names = {row.get("job", row["family"]) for row in rows}, list(FAMILIES if options.plain else JOBS)
+    known = {row.get("job", row["family"]) for row in rows}
+    asked = (name for name in (FAMILIES if options.plain else JOBS) if any(word in name for word in options.jobs))
+    names = [name for name in asked if name not in known]
+    traces = {} if options.plain else traced_families(list(dict.fromkeys(JOBS[name].family for name in names)))
+    machine = anyfit.probe("full")
     for name in names:
-        if name in known or not any(word in name for word in options.jobs):
-            continue
         if time.perf_counter() - began > options.seconds:
             print(f"{name} and those after it were not begun: {options.seconds:.0f} s are over", flush=True)
             break
         try:
-            row = beside_plain(name, machine, options.rounds) if options.plain else row_of(JOBS[name], machine)
+            if options.plain:
+                row = beside_plain(name, machine, options.rounds)
+            else:
+                row = row_of(JOBS[name], traces[JOBS[name].family], machine)
         except (RuntimeError, MemoryError, ValueError, anyfit.NoPlan) as error:
             row = {"job": name, "family": name.partition(",")[0], "error": f"{type(error).__name__}: {str(error)[:300]}"}
         rows.append(row)
