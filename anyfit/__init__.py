@@ -46,8 +46,10 @@ def plan(job: Job, machine: Machine | None = None, *, ranks: int | None = None) 
     """The best way to train the job on a machine, with its forecast and reasons; NoPlan when nothing fits. So many ranks train it
     together, each on a device of its own: all the machine has, when no number is given."""
     from .planning import search
+    from .profiling import profile_of
 
-    return search(profile(job, machine, ranks=ranks))
+    machine = machine or probe()
+    return search(profile_of(job, machine, machine.rank_grid(ranks), for_plan=True))
 
 
 def start(

@@ -16,6 +16,7 @@ from typing import Any
 
 from .planning import searched
 from .planning.answers import answered, at_limits, change_to, no_plan, shortfall
+from .planning.enough import needed_of
 from .planning.fastest import Found, fastest, may_fit
 from .planning.reasons import explained, settled
 from .planning.space import space_of
@@ -258,4 +259,4 @@ def compared(question: Question, machines: list[str]) -> dict[str, Outcome]:
     """By machine, the plan on all its devices or the verdict that none fits."""
     found = {name: question.machine_for(name) for name in machines}  # all names are good before any work is done
     traced = question.traced(ranks=math.lcm(*(math.prod(machine.rank_grid()) for machine in found.values())))
-    return {name: outcome(traced.profile(machine)) for name, machine in found.items()}
+    return {name: outcome(needed_of(traced.profile(machine))) for name, machine in found.items()}

@@ -134,6 +134,7 @@ def plan(
 ) -> None:
     """Does it fit, how fast will it be, and why; what would a change make of it; which machine is best. Needs no GPU."""
     from . import asking
+    from .profiling import profile_of
 
     options: dict[str, Any] = {"batch": batch, "seq": seq, "dtype": dtype, "optimizer": optimizer}
     options |= {"real_run": real_run, "agree": agree, "no_compile": no_compile}
@@ -151,10 +152,9 @@ def plan(
     on = question.machine_for(machine)
     options["ranks"] = math.prod(on.rank_grid())
     traced = question.traced()
-    profile = traced.profile(on)
     if changes:
-        return _what_if(question, traced, profile, changes, output, as_json=as_json)
-    made = asking.planned(question, traced, profile)
+        return _what_if(question, traced, traced.profile(on), changes, output, as_json=as_json)
+    made = asking.planned(question, traced, profile_of(traced.job, on, on.rank_grid(), for_plan=True))
     if output is not None:
         made.save(output)
     if as_json:

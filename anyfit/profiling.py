@@ -11,9 +11,10 @@ from typing import Literal
 
 from .costing import cost
 from .costing.times import call_weights
+from .planning.enough import are_enough
 from .probing import cache
 from .probing.host import free_memory_bytes
-from .tracing import trace_all
+from .tracing import AreEnough, trace_all
 from .values.compiled import key_of
 from .values.graph import Graph
 from .values.job import Job
@@ -23,10 +24,14 @@ from .values.profile import BlockCost, Profile
 CALLS_SECONDS = 8.0  # for timing the ops of a model that is planned for this machine's GPU
 
 
-def profile_of(job: Job, machine: Machine, rank_grid: tuple[int, int]) -> Profile:
-    """`rank_grid`: (ranks per node, nodes)."""
-    graphs = traced(job, machine.device.kind, math.prod(rank_grid))
-    return profiled(job, graphs, machine, rank_grid, job.batch_size)
+def profile_of(job: Job, machine: Machine, rank_grid: tuple[int, int], *, for_plan: bool = False) -> Profile:
+    """`rank_grid`: (ranks per node, nodes). `for_plan`: with the micro-batches alone that the best plan may have."""
+
+    def made_of(graphs: Sequence[Graph]) -> Profile:
+        return profiled(job, graphs, machine, rank_grid, job.batch_size)
+
+    enough = (lambda graphs: are_enough(made_of(graphs))) if for_plan else None
+    return made_of(traced(job, machine.device.kind, math.prod(rank_grid), enough))
 
 
 def _with_figures(profile: Profile, graphs: Sequence[Graph], job: Job, machine: Machine) -> Profile:
@@ -45,14 +50,15 @@ def _with_figures(profile: Profile, graphs: Sequence[Graph], job: Job, machine: 
     return replace(profile, passes=tuple(passes))
 
 
-def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1) -> list[Graph]:
-    """The job's passes on a device of this kind, one for every micro-batch worth considering on one of so many ranks."""
+def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1, are_enough: AreEnough | None = None) -> list[Graph]:
+    """The job's passes on a device of this kind, one for every micro-batch worth considering on one of so many ranks, the
+    largest first, until they are enough."""
     if job.batch_size % ranks:
         nearest = -(-job.batch_size // ranks) * ranks
         raise ValueError(f"batch_size is {job.batch_size}; it must be a multiple of the {ranks} ranks, such as {nearest}")
     share = job.batch_size // ranks
     sizes = _micro_batches(job, share)
-    return _with_rests_that_run(trace_all(job, sizes, kind, free_memory_bytes()), sizes, share)
+    return _with_rests_that_run(trace_all(job, sizes, kind, free_memory_bytes(), are_enough), sizes, share)
 
 
 def profiled(job: Job, graphs: Sequence[Graph], machine: Machine, rank_grid: tuple[int, int], batch_size: int) -> Profile:

@@ -140,7 +140,7 @@ class Start:
     def _planned(self) -> Plan:
         """A plan for the host memory of the machine, or, where that is not free, for what other programs leave to each rank. The
         weights of the user's model count as free: they go as they are placed."""
-        profile, model, team = self._known_profile(), self._job.model, self._team
+        profile, model, team = self._profile or self._profiled(for_plan=True), self._job.model, self._team
         ranks = 1 if team is None else ranks_on_first_node(team.places)
         kept = sum(each.nbytes for each in model.parameters() if each.is_cpu) if isinstance(model, nn.Module) else 0
         beside = self._machine.device.calibration.beside_bytes
@@ -153,7 +153,7 @@ class Start:
             f"the plan would take {show_bytes(needed)} of the {show_bytes(profile.host_limit_bytes)} of host memory, "
             f"of which {show_bytes(free)} are free: planning anew"
         )
-        self._profile = replace(profile, host_limit_bytes=free)
+        self._profile = replace(self._known_profile(), host_limit_bytes=free)
         return search(self._profile, self._steps)
 
     def _refuse_for_another_job(self, plan: Plan) -> None:
@@ -171,10 +171,14 @@ class Start:
             raise ValueError(f"the plan is for {plan.ranks} ranks, and {self._count} are there; plan again, or start as many")
 
     def _known_profile(self) -> Profile:
+        """With all micro-batches, as another plan may need them."""
         if self._profile is None:
-            rank_grid, sharing = ((1, 1), 1) if self._team is None else rank_grid_of(self._team.places)
-            self._profile = profile_of(self._job, self._machine, rank_grid).slowed(sharing)
+            self._profile = self._profiled(for_plan=False)
         return self._profile
+
+    def _profiled(self, *, for_plan: bool) -> Profile:
+        rank_grid, sharing = ((1, 1), 1) if self._team is None else rank_grid_of(self._team.places)
+        return profile_of(self._job, self._machine, rank_grid, for_plan=for_plan).slowed(sharing)
 
     def _say(self, line: str) -> None:
         if self._launch is not None:

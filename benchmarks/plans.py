@@ -11,6 +11,7 @@ from pathlib import Path
 
 from anyfit import Machine, NoPlan, Plan
 from anyfit.asking import Question, planned
+from anyfit.profiling import profile_of
 from anyfit.values.units import show_bytes, show_count, show_seconds
 
 PAGE = Path(__file__).parents[1] / "docs" / "plans.md"
@@ -59,7 +60,7 @@ def plan_of(model: str, gpus: int) -> Plan | NoPlan:
     question = Question(model, {"ranks": math.prod(machine.rank_grid())}, lambda name: machine, "h100-node")
     traced = question.traced()
     try:
-        return planned(question, traced, traced.profile(machine))
+        return planned(question, traced, profile_of(traced.job, machine, machine.rank_grid(), for_plan=True))
     except NoPlan as verdict:
         return verdict
 

@@ -143,7 +143,7 @@ def _why_there(found: Found, offer: Offer, space: Space) -> str:
         least = space.least_needed_bytes()
     if seconds:
         return f"{what} would take {show_seconds(min(seconds) - chosen.mean_step_seconds)} more a step{_on_average(chosen)}"
-    return f"{what} would need {show_bytes(least)} at least"
+    return f"{what} would need {show_bytes(least)}, in passes of {found.profile.passes[-1].micro_batch}"
 
 
 def _why(decision: str, chosen: Forecast, alternatives: tuple[Alternative, ...], without: str) -> str:

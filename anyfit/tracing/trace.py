@@ -36,6 +36,7 @@ from .stand_in import FakeMode, fake_batch, fake_model, sized_model
 from .update_rule import learn
 
 Kind = Literal["cpu", "cuda"]
+AreEnough = Callable[[Sequence[Graph]], bool]
 SMALL = 100_000_000  # parameters
 PATIENCE_SECONDS = 60.0  # a real run that would take longer is left out, where a smaller one was made
 
@@ -45,15 +46,18 @@ def trace(job: Job, micro_batch: int, device: Kind = "cpu", free_bytes: float = 
     return trace_all(job, [micro_batch], device, free_bytes)[0]
 
 
-def trace_all(job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: float = math.inf) -> list[Graph]:
-    """A trace for each of several micro-batches, on one fake model; or by real runs within `free_bytes`, where the job asks."""
+def trace_all(
+    job: Job, micro_batches: Sequence[int], device: Kind, free_bytes: float = math.inf, are_enough: AreEnough | None = None
+) -> list[Graph]:
+    """A trace for each of several micro-batches, on one fake model; or by real runs within `free_bytes`, where the job asks.
+    `are_enough` is given those made so far, the first ones first: no more are made where it says so."""
     if job.real_run or not all(is_dense(tensor) for _, tensor in named_tensors(job.sample)):  # no fakes are sparse or nested
         return _run_all(job, micro_batches, device, free_bytes)
     try:
         try:
-            return trace_fake(job, micro_batches, device, find_repeats)
+            return trace_fake(job, micro_batches, device, find_repeats, are_enough)
         except NotPeriodic:
-            return trace_fake(job, micro_batches, device, lambda _blocks: [])
+            return trace_fake(job, micro_batches, device, lambda _blocks: [], are_enough)
     except NeedsValues:
         if job.real_run is not None or not _is_small(job):
             raise
@@ -66,7 +70,13 @@ def _is_small(job: Job) -> bool:
         return sum(parameter.numel() for parameter in sized_model(job).parameters()) <= SMALL
 
 
-def trace_fake(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of: Callable[[Blocks], list[Repeat]]) -> list[Graph]:
+def trace_fake(
+    job: Job,
+    micro_batches: Sequence[int],
+    device: Kind,
+    repeats_of: Callable[[Blocks], list[Repeat]],
+    are_enough: AreEnough | None = None,
+) -> list[Graph]:
     """On fake tensors, with the middle of the given repeats written in and not run."""
     with leaving_no_mark(job) as memento, ExitStack() as inside:
         with saying("building the model on fake tensors"):
@@ -86,6 +96,8 @@ def trace_fake(job: Job, micro_batches: Sequence[int], device: Kind, repeats_of:
                     _say_what_was_cut(job, micro_batch, error)
                     raise
                 made[-1] = _noted(made[-1], _left_out(micro_batch, error))
+            if are_enough is not None and are_enough(made):
+                break
         return made
 
 

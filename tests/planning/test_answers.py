@@ -208,11 +208,11 @@ def check_sentences(profile: Profile, found: Found, plan: Plan) -> None:
             continue  # has a test of its own
         if said := re.fullmatch(r"it fits, (.+) to spare", why):
             assert said[1] == show_bytes(profile.device_limit_bytes - needed)
-        elif said := re.fullmatch(r"all on the device, with all activations kept, would need (.+) at least", why):
+        elif said := re.fullmatch(r"all on the device, with all activations kept, would need (.+), in passes of (\d+)", why):
             least = min(each.needed_bytes for each in forecasts.values())
             assert least > profile.device_limit_bytes
-            assert said[1] == show_bytes(least)
-        elif said := re.fullmatch(r"nothing on the host would (take|need) (.+) (?:more a step|at least)", why):
+            assert (said[1], int(said[2])) == (show_bytes(least), min(forecasts))
+        elif said := re.fullmatch(r"nothing on the host would (take|need) (.+?)(?: more a step|, in passes of \d+)", why):
             by_size = [[space.local.on_device(each.micro_batch) for each in profile.passes] for space in Space(profile).sizes]
             stays = next((each for each in by_size if any(each)), [])
             if said[1] == "take":
