@@ -12,7 +12,7 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -22,13 +22,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .placing import Placed, place
-from .placing.compiled import CompiledBlocks
+from .placing.compiled import no_compiler
 from .placing.mirrors import mirrored_bytes
 from .placing.ranks import ALONE, HANG_SECONDS, Ranks
 from .placing.weights import Opened, opened
 from .planning import search
 from .probing import host
-from .probing.cache import cached, keep_clipped_steps, keep_correction
+from .probing.cache import cached, compiler_versions, keep_clipped_steps, keep_compiled, keep_correction
 from .probing.memory import gpus_before_use
 from .profiling import profile_of, traced
 from .running import launch as launching
@@ -36,11 +36,13 @@ from .running.agreement import facts_of
 from .running.checkpoint import latest
 from .running.engine import free, refuse_held
 from .running.host_memory import HostWatch
+from .running.improving import Tuner
 from .running.rehearsal import Rehearsal, hooks_on_gradients
 from .running.rescue import Rescue
 from .running.run import Run
 from .running.team import MARGIN_SECONDS, Team
 from .tracing.blocks import kinds_of
+from .values.compiled import BlockFigures
 from .values.corrections import ClippedSteps
 from .values.demands import StaysOnDevice, StaysWhole
 from .values.job import Job
@@ -73,12 +75,14 @@ class Start:
         self._is_given = plan is not None or (self._launch is not None and self._launch.plan is not None)
         self._given, self._profile = plan, profile
         self._steps = None if self._launch is None else self._launch.steps
-        self.compiled: CompiledBlocks | None = None  # known once the job runs
+        self._planned_from: Profile | None = None
+        self.placed: Placed | None = None  # known once the job runs
 
     def run(self, machine: Machine | None, resume: str | Path | None, *, deterministic: bool) -> Run:
         job, team, launch = self._job, self._team, self._launch
         self._prepare(machine, resume)
-        if deterministic or (launch is not None and launch.deterministic):
+        deterministic = deterministic or (launch is not None and launch.deterministic)
+        if deterministic:
             launching.make_deterministic()
         device = launching.device_for(self._machine, launching.Rank.from_environment())
         found = self._built(device)
@@ -89,7 +93,8 @@ class Start:
             torch.manual_seed(launching.seed_of(job.seed, ranks.index))
         rescue = None if self._is_given or team is not None else rescue_for(job, self._machine, self._profile, placed)
         watch = HostWatch(host.left_memory_bytes, self._plan.limit_bytes["host"])
-        run = Run(job, self._plan, placed, rescue, watch, team, rehearsal, self._keep_clipped())
+        tuner = None if deterministic or rescue is None else self._tuner(device)
+        run = Run(job, self._plan, placed, rescue, watch, team, rehearsal, self._keep_clipped(), tuner)
         try:
             if self._resume is not None:
                 run.resume(self._resume)
@@ -144,7 +149,7 @@ class Start:
         ranks = 1 if team is None else ranks_on_first_node(team.places)
         kept = sum(each.nbytes for each in model.parameters() if each.is_cpu) if isinstance(model, nn.Module) else 0
         beside = self._machine.device.calibration.beside_bytes
-        found = search(profile, self._steps)
+        self._planned_from, found = profile, search(profile, self._steps)
         needed = found.forecast.peak_bytes["host"] + beside(found.forecast.peak_bytes["host"])
         free = int(host.left_memory_bytes()) // ranks + min(max(host.own_memory_bytes() - kept, 0), beside(0)) + kept
         if needed <= free:
@@ -153,7 +158,7 @@ class Start:
             f"the plan would take {show_bytes(needed)} of the {show_bytes(profile.host_limit_bytes)} of host memory, "
             f"of which {show_bytes(free)} are free: planning anew"
         )
-        self._profile = replace(self._known_profile(), host_limit_bytes=free)
+        self._profile = self._planned_from = replace(self._known_profile(), host_limit_bytes=free)
         return search(self._profile, self._steps)
 
     def _refuse_for_another_job(self, plan: Plan) -> None:
@@ -240,13 +245,24 @@ class Start:
 
         return keep
 
+    def _tuner(self, device: torch.device) -> Tuner | None:
+        """Of a run that may compile its blocks later; one that is resumed keeps the plan that it had."""
+        job, machine, profile = self._job, self._machine, self._planned_from
+        if profile is None or job.compile is False or job.max_sample is not None or no_compiler(device) is not None:
+            return None
+
+        def keep(found: Mapping[str, BlockFigures]) -> None:
+            keep_compiled(machine, {each.key: each for each in found.values()}.values())
+
+        return Tuner(profile, compiler_versions(), keep, search)
+
     def _agree(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Raises where ranks would train the same weights in different ways."""
         if self._team is not None:
             self._team.agree(facts_of(self._job, model, optimizer))
 
     def _plan_for(self, profile: Profile) -> None:
-        self._profile = profile
+        self._profile = self._planned_from = profile
         team = self._team
         planned = functools.partial(search, profile, self._steps)
         self._plan = planned() if team is None else team.from_first(planned, "another plan")
@@ -273,7 +289,7 @@ class Start:
             findings = rehearsal.of(self._plan, placed)
         self._plan = replace(self._plan, loss=findings.loss if self._plan.cuts else self._plan.loss, rehearsed=True)
         self._plan = self._plan.without_compiled(findings.eager).without_replayed(findings.op_by_op)
-        self.compiled = placed.compiled
+        self.placed = placed
         for line in (*placed.compiled.news(), *placed.replayed.news()):
             self._say(line)
         return placed

@@ -29,7 +29,7 @@ from anyfit.values.record import nearest
 from .chunks import quietly
 from .gradients import Gradients
 from .lanes import Label, Lanes, Task, Ticket
-from .recompute import Recomputed, stand_in
+from .recompute import Recomputed, own_forward, stand_in
 from .replayed import ReplayedBlocks
 from .residency import Residency
 from .slots import Saved
@@ -86,11 +86,13 @@ class Activations:
         with quietly():
             self._kept_out = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         modules = dict(model.named_modules())
+        self.own_forwards: dict[str, Callable[..., Any]] = {}  # of blocks that another stands in for
         kept: dict[str, Choice] = dict.fromkeys(to_replay, "keep")
         for name, choice in (kept | dict(choices)).items():
             if name not in modules:
                 raise ValueError(f"the plan names block {name!r}, and the model has none" + nearest(name, list(modules)))
             if choice != "keep" or name in to_replay:
+                self.own_forwards[name] = own_forward(modules[name])
                 self._undo.append(stand_in(modules[name], self._forward_of(name, modules[name], choice)))
 
     def _forward_of(self, name: str, module: nn.Module, choice: Choice) -> Callable[..., Any]:

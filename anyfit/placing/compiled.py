@@ -107,7 +107,7 @@ class CompiledBlocks(WhyNot):
         none = no_compiler(device) if names else None
         backend = backend_for("fast" if job.compile == "fast" else "eager")
         for name in names:
-            made = CompiledBlock(self, name, modules[name], residency, device, job.precision, backend)
+            made = CompiledBlock(self, name, modules[name], residency, device, job.precision, backend, modules[name].forward)
             self.blocks[name] = made
             self._undo.append(set_attribute(modules[name], "forward", made))
             reason = none or made.unfit
@@ -134,11 +134,12 @@ class CompiledBlock:
         device: torch.device,
         precision: str,
         backend: Backend,
+        forward: Callable[..., Any],  # the user's
     ) -> None:
         self.name, self.module, self.device, self.backend = name, module, device, backend
-        self.eager_forward: Callable[..., Any] = module.forward
+        self.eager_forward = forward
         self.is_rounded = PRECISIONS[precision].weight != "float32"
-        self.unfit = _unfit(module)
+        self.unfit = _unfit(module, forward)
         self._of, self._residency = of, residency
         self._watched = [parameter for parameter in module.parameters() if isinstance(parameter, Watched)]
         self._chunks = {parameter.anyfit[2] for parameter in self._watched}
@@ -156,9 +157,7 @@ class CompiledBlock:
         return self._of.reasons.get(self.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        learns = self.reason is None and self._learns()
-        if learns and not self._is_tried:
-            self._try(args, kwargs)
+        learns = self.try_once(args, kwargs)
         if self.reason is not None or not self._is_tried:
             return self.again(args, kwargs, is_served=False)
         if self._is_gathered and learns:
@@ -178,6 +177,13 @@ class CompiledBlock:
         self.is_served = is_served
         with self.ready() if is_served or self._is_gathered else nullcontext():
             return (self.run if is_served else self.eager_forward)(*args, **kwargs)
+
+    def try_once(self, args: Any, kwargs: Any) -> bool:
+        """Compiles and tries it at its first call in training; whether this call is such a one."""
+        learns = self.reason is None and self._learns()
+        if learns and not self._is_tried:
+            self._try(args, kwargs)
+        return learns
 
     def _learns(self) -> bool:
         """Whether a call is one of training: compiled code for it is worth having."""
@@ -228,12 +234,12 @@ def _ignores_compilers(mode: Any) -> bool:
     return bool(getattr(mode, "ignore_compile_internals", bool)())
 
 
-def _unfit(module: nn.Module) -> str | None:
+def _unfit(module: nn.Module, forward: Callable[..., Any]) -> str | None:
     if module._compiled_call_impl is not None:
         return "the model compiles it itself"
     if isinstance(module, torch.jit.ScriptModule):
         return "it is scripted"
-    return None if hasattr(module.forward, "__code__") else "its forward is not a function"
+    return None if hasattr(forward, "__code__") else "its forward is not a function"
 
 
 def distinct(module: nn.Module, forward: Any) -> Any:

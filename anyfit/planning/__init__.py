@@ -8,6 +8,7 @@ space         these together, for one layout of chunks and beside it for others
 compiling     eager or compiled, by distinct block
 replaying     blocks op by op, or as CUDA graphs
 fastest       over micro-batches and layouts, and ways to shard the state over ranks
+enough        which micro-batches are worth a trace
 """
 
 from __future__ import annotations

@@ -147,8 +147,9 @@ def chosen_of(eager: Plan | None, code: Plan, compiling: Compiling, steps: int |
     if gain * wanted <= compiling.seconds:
         why = "compiled code would not be faster" if gain <= 0 else f"{took}, which {length} would not win back"
         return _decided(eager, (), "no block compiled", why)
-    pays = -(-compiling.seconds // gain)
-    why = f"eager would take {show_seconds(gain)} more a step; {took}, pays after {pays:.0f} steps"
+    why = f"eager would take {show_seconds(gain)} more a step"
+    if compiling.seconds:  # else it has been done
+        why += f"; {took}, pays after {-(-compiling.seconds // gain):.0f} steps"
     return _decided(code, compiling.blocks, f"{blocks} compiled", why)
 
 

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from anyfit.placing import Placed
+from anyfit.placing.compiled_figures import figures_of
 from anyfit.placing.trial import rehearsing
+from anyfit.values.compiled import BlockFigures
 from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import AGREED_MEAN, MEAN, LossRule
 from anyfit.values.memento import leaving_no_trace
@@ -139,16 +141,11 @@ class Rehearsal:
 def _prepare(job: Job, placed: Placed, batch: Batch) -> None:
     """Has each block compiled or recorded, and tried, at its first call, and tried again where the first loss changes what it can
     reach. A loss that takes gradients itself may want second ones, which compiled code and recordings have not."""
-
-    def forward() -> None:
-        with placed.watching():
-            job.evaluate(placed.model, job.prepare(batch, placed.device, placed.lanes.send))
-
     try:
-        forward()
+        _run_forward(job, placed, batch)
         placed.replayed.heed_untried()
         if placed.replayed.are_changed:
-            forward()
+            _run_forward(job, placed, batch)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -157,6 +154,23 @@ def _prepare(job: Job, placed: Placed, batch: Batch) -> None:
         placed.replayed.stay_eager(dict.fromkeys(placed.replayed.blocks, said))
     finally:
         placed.gradients.clear()
+
+
+def _run_forward(job: Job, placed: Placed, batch: Batch) -> None:
+    with placed.watching():
+        job.evaluate(placed.model, job.prepare(batch, placed.device, placed.lanes.send))
+
+
+def figures_of_blocks(job: Job, placed: Placed, names: Sequence[str], micro_batch: int, versions: str) -> dict[str, BlockFigures]:
+    """By block, what compiling it is worth. `versions` are the compiler's."""
+    forward = partial(_run_forward, job, placed, Samples(job).of(micro_batch))
+    with leaving_no_trace(job, placed.model):
+        try:
+            return figures_of(job, placed, names, micro_batch, versions, forward)
+        finally:
+            placed.gradients.clear()
+            placed.residency.forget()
+            placed.residency.give_back()
 
 
 def _blocks_to_keep(

@@ -77,7 +77,7 @@ class Replacing:
         """Moves to a plan with so much less on the host; NoPlan where there is none."""
         if self._rescue is None:
             raise NoPlan("the plan was given, and is not changed", 0)
-        self.move(self._rescue.with_less_host(self._engine.plan, fewer_bytes))
+        self._rescued(self._rescue.with_less_host(self._engine.plan, fewer_bytes))
 
     def _make_room_on_device(self, short: Shortfall, rescue: Rescue, rescues: int, failed: BaseException) -> None:
         """Moves to another plan, the one after `rescues` others for the same step; or raises the error."""
@@ -91,7 +91,7 @@ class Replacing:
             failed.add_note(f"planned anew with room for that, nothing fits: {verdict}")
             raise failed from None
         try:
-            self.move(plan)
+            self._rescued(plan)
         except MemoryError as error:
             failed.add_note(f"the plan that would have had room for it could not be placed: {error}")
             raise failed from None
@@ -102,14 +102,18 @@ class Replacing:
         engine = self._engine
         if self._rehearsal is None or engine.plan.rehearsed:
             return False
-        moves = self._progress.rescues
-        findings = self._rehearsal.of(engine.plan, engine.placed)
+        is_moved, findings = False, self._rehearsal.of(engine.plan, engine.placed)
         while findings.against(engine.plan) is not None:
             self.move(rescue.restricted(engine.plan, findings))
-            findings = self._rehearsal.of(engine.plan, engine.placed)
-        engine.plan = replace(engine.plan, loss=findings.loss if engine.plan.cuts else engine.plan.loss, rehearsed=True)
+            is_moved, findings = True, self._rehearsal.of(engine.plan, engine.placed)
+        plan = engine.plan.without_compiled(findings.eager).without_replayed(findings.op_by_op)
+        engine.plan = replace(plan, loss=findings.loss if plan.cuts else plan.loss, rehearsed=True)
         self._tell_launch()
-        return self._progress.rescues > moves
+        return is_moved
+
+    def _rescued(self, plan: Plan) -> None:
+        self.move(plan)
+        self._progress.rescues += 1
 
     def move(self, plan: Plan) -> None:
         """Frees all that holds the placement, and has the engine place the model by this plan."""
@@ -119,7 +123,6 @@ class Replacing:
         self._counting.forget()
         self._tried.clear()
         self._engine.move(plan)
-        self._progress.rescues += 1
         self._tell_launch()
 
     def _tell_launch(self) -> None:

@@ -6,7 +6,7 @@ What a run does is done by objects with one job each, all at work on one engine:
     engine.py        the placed model, and how far it is     step.py          forward, backward and update
     agreement.py     what ranks exchange at a step's end     team.py          what else ranks tell each other
     replacing.py     another plan when memory runs out       host_memory.py   the same, for host memory
-    saves.py         checkpoints
+    saves.py         checkpoints                             improving.py     another plan when blocks were compiled
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from .agreement import Agreement, facts_of_schedule
 from .engine import Engine, Phase, Progress, hold, release
 from .extra_state import ExtraState
 from .host_memory import HostMemory, HostWatch
+from .improving import Improving, Tuner
 from .launch import Launch
 from .loader import Data, Loader, Sized
 from .rehearsal import Rehearsal
@@ -86,6 +87,7 @@ class Run:
         team: Team | None = None,
         rehearsal: Rehearsal | None = None,
         keep_clipped: Callable[[int, int], None] | None = None,  # told at the end how many steps of how many were clipped
+        tuner: Tuner | None = None,
     ) -> None:
         engine, progress = Engine(job, plan, placed), Progress(placed.ranks.index)
         self.job, self.model, self.ranks = job, engine.model, engine.ranks
@@ -103,6 +105,8 @@ class Run:
         self._agreement = Agreement(engine, progress, self._peers, self.saves, self._host, self._data)
         self._step = Step(engine, progress, self._peers, self._agreement, self._counting, self.scheduler)
         self._replacing = Replacing(engine, progress, self.saves, self._counting, rescue, rehearsal, before)
+        loader = self._data  # not the run itself, which would be kept
+        self._improving = Improving(engine, progress, self._replacing, tuner, lambda: _planned_steps(loader, progress))
         if self.team is not None:
             self.team.agree(facts_of_schedule(self.scheduler))
             mine = weakref.ref(engine)
@@ -137,6 +141,7 @@ class Run:
             self._progress.say(line)
         if self.launch is not None:
             self.launch.after_step(self)
+        self._improving.after_step()
         return loss
 
     def _kept_state(self) -> str:
@@ -261,8 +266,7 @@ class Run:
     @property
     def planned_steps(self) -> int | None:
         """How many steps the run's loader makes, where it has one."""
-        loader = self._data.loader
-        return None if loader is None else self.steps + len(loader) - loader.position
+        return _planned_steps(self._data, self._progress)
 
     @property
     def is_closed(self) -> bool:
@@ -362,6 +366,11 @@ class Run:
             self._part_from_others(error)
         else:
             self.close()
+
+
+def _planned_steps(data: Data, progress: Progress) -> int | None:
+    loader = data.loader
+    return None if loader is None else progress.steps + len(loader) - loader.position
 
 
 def _scheduler(job: Job, optimizer: Optimizer) -> LRScheduler | None:

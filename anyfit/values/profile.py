@@ -366,6 +366,16 @@ class Profile(Record):
         """The same with these blocks not compiled."""
         return self._with_blocks(lambda block: replace(block, figures=None) if block.name in blocks else block)
 
+    def with_figures(self, found: Mapping[str, BlockFigures]) -> Self:
+        """The same with what was measured of these blocks, in passes of the size that it was measured with."""
+
+        def changed(each: Pass) -> Pass:
+            own = {name: of for name, of in found.items() if of.micro_batch == each.micro_batch}
+            blocks = (replace(block, figures=own.get(block.name, block.figures)) for block in each.blocks)
+            return replace(each, blocks=tuple(blocks)) if own else each
+
+        return replace(self, passes=tuple(map(changed, self.passes)))
+
     def replayable(self) -> Self:
         """The same where all blocks that can be recomputed may be replayed."""
         return self._with_blocks(lambda block: replace(block, may_be_replayed="recompute" in block.choices))
