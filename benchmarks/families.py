@@ -1,16 +1,17 @@
 """Models of many families: how fast beside plain PyTorch, and as forecast?
 
     python -m benchmarks.families [--jobs WORD ...] [--seconds 500] [--into FILE] [--record]
-    python -m benchmarks.families --plain [--jobs WORD ...] [--rounds 5]
+    python -m benchmarks.families --plain [--compiled] [--jobs WORD ...] [--rounds 5]
 
 (a GPU and its host.) Without `--plain`, every job is planned as `anyfit.start` would, for all of the GPU's memory or for a third
 of what the job needs with all state on the device, and trained for a few steps under a hard cap of that size, with a norm that
 never or always is over the limit, and with blocks compiled where that was measured to pay: the step and its memory stand beside
-the forecast. Half of the jobs, chosen by a hash of their names, are held out from every fit. Rows that are in `--into FILE` are
-not measured again, and new ones are added to it.
+the forecast, and beside what no plan is under (step_bound.py). Half of the jobs, chosen by a hash of their names, are held out
+from every fit. Rows that are in `--into FILE` are not measured again, and new ones are added to it.
 
 With `--plain`, a step with no cap stands beside plain PyTorch, in interleaved rounds: the faster of bf16 weights with fp32
-masters and of autocast over fp32 weights, with fused AdamW and clipping, the same attention and the same micro-batch.
+masters and of autocast over fp32 weights, with fused AdamW and clipping, the same attention and the same micro-batch. With
+`--plain --compiled` the blocks of both are compiled one by one, as torch.compile does it and as `Job(compile="fast")` does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from torch.nn.utils import clip_grad_norm_
 import anyfit
 from anyfit.measuring import measure_blocks
 from anyfit.planning import search
-from anyfit.profiling import profiled, traced
+from anyfit.profiling import profile_of, profiled, traced
 from anyfit.values.batches import map_tensors
 from anyfit.values.graph import Graph
 from anyfit.values.machine import Machine
@@ -45,11 +46,13 @@ from . import record
 from .own_models import QWEN3, clip_job, lora_job, unet_job, wav2vec2_job
 from .peers import ALWAYS, CONTEXT_BYTES, GIB, NEVER
 from .profiler import quickly_built
+from .step_bound import bound_of
 
 TRACERS = 8  # processes
 WARM_UP, TIMED = 4, 8
 CLIPPED_WARM_UP = 10  # a run waits for the norm after some steps that clip
 STEPS_A_ROUND = 6
+COMPILED_STEPS = 10**6  # for which plans are made that may compile: what is measured is the step
 Row = dict[str, Any]
 Step = Callable[[Any], Any]
 
@@ -212,13 +215,14 @@ def row_of(job: Job, graphs: list[Graph], machine: Machine) -> Row:
     torch.cuda.set_per_process_memory_fraction(1.0 if cap is None else min(1.0, max(cap - CONTEXT_BYTES, 0) / total))
     warm_up = CLIPPED_WARM_UP if job.clips else WARM_UP
     real, plan = measured(training, family.batch_for(training), profile, limited, warm_up)
-    forecast = plan.forecast
+    forecast, bound = plan.forecast, bound_of(profile, limited.device_limit_bytes - machine.device.context_bytes.value)
     return {
         "job": job.name,
         "family": job.family,
         "held_out": job.is_held_out,
         "cap_bytes": cap,
         "replayed": len(plan.replayed),
+        "bound": bound and asdict(bound),
         "measured": real,
         "predicted_then": {
             "step_seconds": forecast.step_seconds,
@@ -231,9 +235,10 @@ def row_of(job: Job, graphs: list[Graph], machine: Machine) -> Row:
 def line_of(row: Row) -> str:
     if "error" in row:
         return f"{row['job']:44} {row['error']}"
-    real, then = row["measured"], row["predicted_then"]
+    real, then, bound = row["measured"], row["predicted_then"], row["bound"] or {"seconds": math.nan}
     return (
-        f"{row['job']:44} {real['step_seconds']:6.3f} s, forecast {then['step_seconds']:6.3f} "
+        f"{row['job']:44} {real['step_seconds']:6.3f} s, {real['step_seconds'] / bound['seconds']:.2f} of the bound, "
+        f"forecast {then['step_seconds']:6.3f} "
         f"({then['step_seconds'] / real['step_seconds'] - 1:+6.1%}), GPU {real['allocated_bytes'] / GIB:5.1f} GiB "
         f"({then['device_bytes'] / real['allocated_bytes'] - 1:+5.1%}), started in "
         f"{real['start_seconds']:.0f} s, {row['replayed']} blocks replayed{', held out' * row['held_out']}"
@@ -255,9 +260,17 @@ def clipped_step(model: nn.Module, job: anyfit.Job, batch: Any, clip: Callable[[
     return loss.detach()
 
 
-def with_masters(job: anyfit.Job) -> Step:
-    """bf16 weights, fp32 masters, fused AdamW on these."""
+def plain_model(job: anyfit.Job, compiled: Sequence[str]) -> nn.Module:
+    """Its own modules, these blocks compiled."""
     model = quickly_built(job).build().to("cuda")
+    for name in compiled:
+        model.get_submodule(name).compile()
+    return model
+
+
+def with_masters(job: anyfit.Job, compiled: Sequence[str]) -> Step:
+    """bf16 weights, fp32 masters, fused AdamW on these."""
+    model = plain_model(job, compiled)
     trained: list[Tensor] = [each for each in model.parameters() if each.requires_grad]
     masters = [each.detach().float().clone() for each in trained]
     model.to(torch.bfloat16)
@@ -279,8 +292,8 @@ def with_masters(job: anyfit.Job) -> Step:
     return step
 
 
-def with_autocast(job: anyfit.Job) -> Step:
-    model = quickly_built(job).build().to("cuda")
+def with_autocast(job: anyfit.Job, compiled: Sequence[str]) -> Step:
+    model = plain_model(job, compiled)
     optimizer = adamw(model)
 
     def step(batch: Any) -> Tensor:
@@ -292,16 +305,21 @@ def with_autocast(job: anyfit.Job) -> Step:
     return step
 
 
-def beside_plain(name: str, machine: Machine, rounds: int) -> Row:
+def beside_plain(name: str, machine: Machine, rounds: int, *, compiled: bool) -> Row:
     family = FAMILIES[name]
     training = family.job()
-    training = replace(training, clip_norm=1.0, micro_batch=training.batch_size)
+    numerics: Any = "fast" if compiled else False  # as torch.compile's own, or as eager's
+    training = replace(training, clip_norm=1.0, micro_batch=training.batch_size, compile=numerics)
     batch = family.batch_for(training)
+    if compiled:
+        measure_blocks(training, machine)
     began = time.perf_counter()
-    plan = anyfit.plan(training, machine)
+    profile = profile_of(training, machine, (1, 1), for_plan=True)
+    plan = search(profile, COMPILED_STEPS)
     planned = time.perf_counter() - began
+    blocks = [block.name for block in profile.passes[0].blocks if "recompute" in block.choices] if compiled else []
     with anyfit.start(quickly_built(training), plan, machine) as run:
-        steps = {"masters": with_masters(training), "autocast": with_autocast(training), "anyfit": run.step}
+        steps = {"masters": with_masters(training, blocks), "autocast": with_autocast(training, blocks), "anyfit": run.step}
         seconds: dict[str, list[float]] = {each: [] for each in steps}
         for number in range(rounds + 1):  # the first warms up
             for each, step in steps.items():
@@ -314,13 +332,18 @@ def beside_plain(name: str, machine: Machine, rounds: int) -> Row:
                     seconds[each].append((time.perf_counter() - began) / STEPS_A_ROUND)
     plain = min(("masters", "autocast"), key=lambda each: statistics.median(seconds[each]))
     ratio = statistics.median(ours / theirs for ours, theirs in zip(seconds["anyfit"], seconds[plain], strict=True))
-    return {"family": name, "plain": plain, "seconds": seconds, "ratio": ratio, "plan_seconds": planned}
+    compiles = {"blocks": len(blocks), "ours": len(plan.compiled)}
+    return {"family": name, "compiled": compiles, "plain": plain, "seconds": seconds, "ratio": ratio, "plan_seconds": planned}
 
 
 def plain_line(row: Row) -> str:
     medians = {each: statistics.median(seconds) for each, seconds in row["seconds"].items()}
     shown = ", ".join(f"{each} {seconds * 1e3:.1f} ms" for each, seconds in medians.items())
-    return f"{row['family']:20} {shown}; anyfit is {row['ratio']:.3f} of {row['plain']}, planned in {row['plan_seconds']:.0f} s"
+    compiled = f", {row['compiled']['ours']} of {row['compiled']['blocks']} blocks compiled" if row["compiled"]["blocks"] else ""
+    return (
+        f"{row['family']:20} {shown}; anyfit is {row['ratio']:.3f} of {row['plain']}{compiled}, planned in "
+        f"{row['plan_seconds']:.0f} s"
+    )
 
 
 # ---------------------------------------------------------------------- all of it
@@ -337,6 +360,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="*", default=[""], help="those whose names have one of these words")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--compiled", action="store_true", help="with --plain: the blocks of both")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so long")
     parser.add_argument("--into", type=Path, help="rows so far; new ones are added")
@@ -354,7 +378,7 @@ def main() -> None:
             break
         try:
             if options.plain:
-                row = beside_plain(name, machine, options.rounds)
+                row = beside_plain(name, machine, options.rounds, compiled=options.compiled)
             else:
                 row = row_of(JOBS[name], traces[JOBS[name].family], machine)
         except (RuntimeError, MemoryError, ValueError, anyfit.NoPlan) as error:
@@ -365,7 +389,8 @@ def main() -> None:
         if options.into:
             options.into.write_text(json.dumps(rows, indent=1) + "\n")
         if options.record:
-            record.write("beside-plain" if options.plain else "families", {"rows": rows}, machine)
+            question = "beside-plain" + "-compiled" * options.compiled if options.plain else "families"
+            record.write(question, {"rows": rows}, machine)
 
 
 if __name__ == "__main__":
