@@ -116,11 +116,8 @@ class Improving:
             progress.say(f"{after}: no block is compiled, as {took} of trying showed: {why}")
             return
         self._replacing.move(better)
-        old, new = plan.forecast.step_seconds, better.forecast.step_seconds
-        progress.say(
-            f"{after}: {better.decision('compile').choice}, as {took} of trying showed: {show_seconds(new)} a step are forecast "
-            f"instead of {show_seconds(old)}"
-        )
+        decided = better.decision("compile")
+        progress.say(f"{after}: {decided.choice}, as {took} of trying showed: {decided.why}")
 
 
 def _reasons(found: Mapping[str, BlockFigures]) -> str:
