@@ -15,14 +15,25 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from anyfit.values.units import show_bytes
 
 FOLDER = Path("/sys/devices/system/node")
 HUGE_PAGE_BYTES = 2**21
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python does not name it
 Nodes = tuple[tuple[int, ...], ...]  # the processors of each, at least one
+
+_kernel: Any = ctypes.CDLL(None, use_errno=True)  # its calls are made without Python's lock
+if sys.platform == "linux":
+    _pointer, _size, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    _kernel.mmap.argtypes, _kernel.mmap.restype = [_pointer, _size, *[_number] * 3, ctypes.c_int64], _pointer
+    _kernel.munmap.argtypes, _kernel.munmap.restype = [_pointer, _size], _number
+    _kernel.madvise.argtypes, _kernel.madvise.restype = [_pointer, _size, _number], _number
 
 
 def nodes(folder: Path = FOLDER, allowed: Collection[int] | None = None) -> Nodes:
@@ -46,12 +57,47 @@ def _numbers(ranges: str) -> list[int]:
 
 
 def in_huge_pages(size: int) -> Tensor:
-    """Bytes, all zero, that take no memory before they are written. In small pages where the kernel has no others."""
-    memory = mmap.mmap(-1, max(size, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    """Bytes, all zero, that take no memory before they are written; in small pages where the kernel has no others. A forked child
+    does not have them before `show_to_children`: what is written while a data loader's workers live would be in memory twice."""
+    if sys.platform != "linux":
+        return torch.zeros(max(size, 1), dtype=torch.uint8)
+    return Mapped.reserve(max(size, 1)).bytes()
+
+
+def show_to_children(memory: Tensor | torch.UntypedStorage) -> None:
+    """Children that are forked from now on have it too, as any other memory."""
+    if sys.platform == "linux":
+        advise(memory, mmap.MADV_DOFORK)
+
+
+class Mapped:
+    """Addresses that are given back when no tensor is there any more.
+
+    The mapping is private: of a shared one, which is Python's own default, the kernel makes huge pages only where it is set up
+    to. A forked child, which has nothing at these addresses, gives back nothing: other memory of its own may lie there by then.
+    """
+
+    def __init__(self, address: int, size: int) -> None:
+        self._address, self._size, self._process = address, size, os.getpid()
+        # What numpy makes an array of, and keeps as long as the array.
+        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+    @classmethod
+    def reserve(cls, size: int) -> Mapped:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address = _kernel.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if address in (None, ctypes.c_void_p(-1).value):
+            raise MemoryError(f"no {show_bytes(size)} of addresses: {os.strerror(ctypes.get_errno())}; see ulimit -v")
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+            _kernel.madvise(address, size, advice)
+        return cls(address, size)
+
+    def bytes(self) -> Tensor:
+        return torch.from_numpy(np.asarray(self))
+
+    def __del__(self, _kernel: Any = _kernel, _process: Any = os.getpid) -> None:  # which outlive what a module holds
+        if _process() == self._process:
+            _kernel.munmap(self._address, self._size)
 
 
 def touch(memory: Tensor, nodes: Nodes) -> Tensor:
@@ -90,8 +136,6 @@ def _populate(memory: Tensor) -> None:
     advise(memory, MADV_POPULATE_WRITE)
 
 
-def advise(memory: Tensor, advice: int) -> bool:
+def advise(memory: Tensor | torch.UntypedStorage, advice: int) -> bool:
     """Whether the kernel has followed it; without Python's lock, which mmap's own would keep."""
-    if sys.platform != "linux":
-        return False
-    return not ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(len(memory)), advice)
+    return sys.platform == "linux" and not _kernel.madvise(memory.data_ptr(), len(memory), advice)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anyfit.kernels.pages import in_huge_pages, nodes, touch
+from anyfit.kernels.pages import in_huge_pages, nodes, show_to_children, touch
 from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.plan import TierName
 from anyfit.values.units import show_bytes
@@ -46,6 +46,7 @@ class HostSlabs:
         self._pins = device.type == "cuda"
         self._arena, self._limit, self._nodes = arena, limit_bytes, nodes()
         self._open: dict[bool, tuple[Tensor, int]] = {}  # pinned or not: the slab at hand, and how much of it is taken
+        self._alive: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # slabs that somebody has something of
         self._pinned: list[Tensor] = []
         self._preparing: list[Future[None]] = []
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(PREPARERS, "anyfit slabs") if self._pins else None
@@ -107,6 +108,7 @@ class HostSlabs:
                 raise MemoryError(f"the arena has {show_bytes(slab.numel())} left, and {show_bytes(size)} are needed")
             return slab.zero_()
         slab = in_huge_pages(size)
+        self._alive.add(slab.untyped_storage())
         if pinned:
             self._pinned.append(slab)
         if self._pool is not None:
@@ -127,13 +129,15 @@ class HostSlabs:
             )
 
     def close(self) -> None:
-        """Unpins. What was given to others stays readable."""
+        """Unpins. What was given to others stays readable, for processes that they fork too."""
         with contextlib.suppress(MemoryError):  # which whoever prepared has met
             self.prepared()
         if self._pinned:
             _cuda.synchronize()
         while self._pinned:
             _cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
+        for slab in list(self._alive):
+            show_to_children(slab)
 
 
 class Tier(ABC):

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from anyfit.kernels.bytes import Move, move_all, populate
-from anyfit.kernels.pages import advise, in_huge_pages
+from anyfit.kernels.pages import in_huge_pages
 from anyfit.placing.stretches import Fetcher, Stretch
 from anyfit.placing.tiers import HostSlabs
 
@@ -49,7 +49,6 @@ WRITERS = 2  # threads that write beside the steps: more would only take cores f
 NICE = 10  # of work beside the steps that can wait: what trains comes first
 TOUCHED_AT_ONCE = 2**21  # bytes: while the kernel is at them, whoever else wants memory of this process waits
 PAGE_BYTES = 4096
-MADV_DONTFORK = 10  # of Linux
 
 
 class Saving:
@@ -277,7 +276,6 @@ class Copies:
         self._held = max(held, self._held)
         if self._memory is None:
             self._memory = in_huge_pages(padded(size))
-            advise(self._memory, MADV_DONTFORK)  # else the next copy would take as much again while a data loader's workers live
 
     def _touch(self, memory: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
         for _ in range(COPIERS):
