@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-WRITTEN_AT_ONCE = 2**18  # elements: scratch is little, and stays in the cache
+WRITTEN_AT_ONCE = 2**20  # elements: enough for all cores at once, and scratch that stays in their caches
 
 
 def merge(high: Tensor, low: Tensor, out: Tensor) -> None:
@@ -72,12 +73,17 @@ def put(given: Tensor, homes: Sequence[Tensor], low: Tensor | None, *, is_split:
             home.copy_(given)
         return
     where = homes[0].device if low is None else low.device
-    scratch = torch.empty(min(WRITTEN_AT_ONCE, given.numel()), dtype=torch.float32, device=where)
-    halves, lows = torch.empty_like(scratch, dtype=torch.bfloat16), torch.empty_like(scratch, dtype=torch.int16)
+    first = next((home for home in homes if home.device == where), None)  # is written at once, and the others from it
     for start in range(0, given.numel(), WRITTEN_AT_ONCE):
-        part = slice(start, start + WRITTEN_AT_ONCE)
-        exact, high, rest = (buffer[: len(given[part])] for buffer in (scratch, halves, lows))
-        exact.copy_(given[part])
-        split(exact, high, rest if low is None else low[part])
+        part = slice(start, min(start + WRITTEN_AT_ONCE, given.numel()))
+        new = partial(torch.empty, part.stop - part.start, device=where)
+        high = new(dtype=torch.bfloat16) if first is None else first[part]
+        rest = new(dtype=torch.int16) if low is None else low[part]
+        if given.dtype == torch.bfloat16:  # its own high half
+            high.copy_(given[part])
+            rest.zero_()
+        else:
+            split(new(dtype=torch.float32).copy_(given[part]), high, rest)
         for home in homes:
-            home[part].copy_(high)
+            if home is not first:
+                home[part].copy_(high)

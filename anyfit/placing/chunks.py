@@ -7,7 +7,7 @@ chunk hold this rank's stretch alone (`own`); only weights on the device may be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -21,7 +21,8 @@ from anyfit.values.layout import Chunk, Slot
 from anyfit.values.mesh import Sharding
 from anyfit.values.plan import Placement
 
-from ..kernels.split import WRITTEN_AT_ONCE, Masters, forget_low, put
+from ..kernels.split import WRITTEN_AT_ONCE, Masters, forget_low
+from .filling import Piece, filled
 from .lanes import Label, Over, Task, Ticket
 from .ranks import ALONE, Ranks
 from .tiers import After, Tiers
@@ -177,22 +178,22 @@ class ChunkState:
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         return {slot.name: self.view(flat, slot) for slot in self.chunk.slots}
 
-    def write(self, values: Mapping[str, Elements]) -> None:
-        """Sets parameters, exactly where the chunk has masters. Of each, only what this rank holds is asked for."""
+    def pieces(self, values: Mapping[str, Elements]) -> Iterator[Piece]:
+        """What sets all parameters, exactly where the chunk has masters. Of each, only what this rank holds is asked for."""
         if self.is_replicated and self.on_device is not None:
             for slot in self.chunk.slots:
-                self._write(values[slot.name], 0, [self.view(self.on_device, slot).view(-1)], None)
+                yield from self._pieces(values[slot.name], 0, [self.view(self.on_device, slot).view(-1)], None)
         wholes = {slot.name: slot for slot in self.chunk.slots}
         for slot in self.own.slots:
             homes = [self.view(buffer, slot).view(-1) for buffer in (self.own_on_device, self.on_host) if buffer is not None]
             low = self.view(self.low, slot).view(-1) if self.is_split else None
-            self._write(values[slot.name], self.start_in(wholes[slot.name], slot), homes, low)
+            yield from self._pieces(values[slot.name], self.start_in(wholes[slot.name], slot), homes, low)
 
-    def _write(self, given: Elements, first: int, homes: Sequence[Tensor], low: Tensor | None) -> None:
+    def _pieces(self, given: Elements, first: int, homes: Sequence[Tensor], low: Tensor | None) -> Iterator[Piece]:
         for start in range(0, homes[0].numel(), WRITTEN_AT_ONCE):
             part = slice(start, min(start + WRITTEN_AT_ONCE, homes[0].numel()))
-            piece = given(first + part.start, first + part.stop)
-            put(piece, [home[part] for home in homes], None if low is None else low[part], is_split=self.is_split)
+            there = [home[part] for home in homes]
+            yield Piece(given, first + part.start, first + part.stop, there, None if low is None else low[part], self.is_split)
 
     def start_in(self, whole: Slot, own: Slot) -> int:
         """Where in a parameter this rank's piece of it begins."""
@@ -296,24 +297,30 @@ class ModelState:
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
         self.absent = Absent(layout, device)
         with torch.no_grad():
-            # All at once, so that their pages are made ready meanwhile; or each when it is filled, as another's place is freed.
-            for state in list(made) if carried is None else made:
+            if carried is None:  # all at once, so that their pages are made ready meanwhile
+                self.chunks += made
+                for state in filled((each, each.pieces(self._agreed(each, elements or {}))) for each in self.chunks):
+                    self._bind_first(state, kept)
+                return
+            for state in made:  # each when it is filled, as another's place is freed
                 self.chunks.append(state)
-                if carried is None:
-                    state.write(self._agreed(state, elements or {}))
                 for slot in state.chunk.slots:
-                    if carried is not None:
-                        state.take_over(slot, carried)
-                    if slot.name in kept:
-                        self.kept[slot.name] = state
-                        home = self.parameters[slot.name].data.to(device, state.dtype)
-                        if state.is_split:  # rounded as the split does
-                            home.copy_(state.view(state.weights, slot))
-                    elif state.on_device is not None and not state.is_gathered:
-                        home = state.view(state.on_device, slot)
-                    else:
-                        home = self.absent.of(state, slot)
-                    self.parameters[slot.name].data = home  # frees the original as it goes
+                    state.take_over(slot, carried)
+                self._bind_first(state, kept)
+
+    def _bind_first(self, state: ChunkState, kept: Container[str]) -> None:
+        """The parameters of a chunk that has their numbers; what they were before is freed."""
+        for slot in state.chunk.slots:
+            if slot.name in kept:
+                self.kept[slot.name] = state
+                home = self.parameters[slot.name].data.to(self.device, state.dtype)
+                if state.is_split:  # rounded as the split does
+                    home.copy_(state.view(state.weights, slot))
+            elif state.on_device is not None and not state.is_gathered:
+                home = state.view(state.on_device, slot)
+            else:
+                home = self.absent.of(state, slot)
+            self.parameters[slot.name].data = home
 
     def _agreed(self, state: ChunkState, elements: Mapping[str, Elements]) -> dict[str, Elements]:
         """The chunk's parameters: as all ranks can read them, else as they were made, by rank 0 where there are several."""

@@ -39,6 +39,16 @@ def of_tensor(tensor: Tensor) -> Elements:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Elements of a tensor in a file, which any thread may read, whenever there is time."""
+
+    entry: Entry
+
+    def __call__(self, start: int, end: int) -> Tensor:
+        return read(self.entry, start, end)
+
+
+@dataclass(frozen=True)
 class Opened:
     """A model to be placed."""
 
@@ -212,7 +222,7 @@ def _found(model: nn.Module, folder: TensorFolder, weights: Weights) -> tuple[di
     for recipe in recipes_from_folder(model, entries):
         if recipe.make is None:
             entry = entries[recipe.parts[0]]
-            found[recipe.name] = Source(entry.shape, DTYPES[entry.dtype], functools.partial(read, entry))
+            found[recipe.name] = Source(entry.shape, DTYPES[entry.dtype], Stored(entry))
             continue
         if recipe.name not in known:
             strange += recipe.parts

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import anyfit
+from anyfit.kernels import split as split_module
+from anyfit.placing import chunks as chunks_module
+from anyfit.placing import weights as weights_module
 from anyfit.placing.weights import opened, read
 from anyfit.values.plan import Placement
 from anyfit.values.tensor_files import read_header
@@ -377,3 +383,27 @@ def test_a_model_on_the_meta_device_must_be_all_in_the_folder(tmp_path: Path) ->
         model = tiny_gpt()
     with started(gpt_job(tmp_path, model=model)) as run:
         assert_bit_equal(run.state_dict(), weights)
+
+
+def test_pieces_that_are_read_ahead_go_where_they_belong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many more pieces than are read ahead, by threads that take their time, and between them parameters that are initialised."""
+    state = gpt_folder(tmp_path)
+    for module in (split_module, chunks_module):
+        monkeypatch.setattr(module, "WRITTEN_AT_ONCE", 100)
+    reading, busy, most = read, 0, 0
+
+    def slowly(*stretch: Any) -> Tensor:
+        nonlocal busy, most
+        busy += 1
+        most = max(most, busy)
+        time.sleep(random.random() * 1e-3)
+        busy -= 1
+        return reading(*stretch)
+
+    monkeypatch.setattr(weights_module, "read", slowly)
+    for ignored in ((), ("norm.*", "*.bias")):
+        with started(gpt_job(Weights(tmp_path, ignore=ignored), precision="bf16"), AWAY) as run:
+            found = run.state_dict()
+        names = [name for name in found if not any(fnmatchcase(name, pattern) for pattern in ignored)]
+        assert_bit_equal({name: found[name] for name in names}, {name: state[name] for name in names})
+    assert most > 1
