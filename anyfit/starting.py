@@ -13,6 +13,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -21,10 +22,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .kernels.pages import nodes
 from .placing import Placed, place
 from .placing.compiled import no_compiler
 from .placing.mirrors import mirrored_bytes
 from .placing.ranks import ALONE, HANG_SECONDS, Ranks
+from .placing.stock import LEAST_BYTES, Stock
 from .placing.weights import Opened, opened
 from .planning import search
 from .probing import host
@@ -85,10 +88,15 @@ class Start:
         if deterministic:
             launching.make_deterministic()
         device = launching.device_for(self._machine, launching.Rank.from_environment())
-        found = self._built(device)
-        ranks = ALONE if team is None else Ranks.of_process_group(self._waits + MARGIN_SECONDS)
-        rehearsal = Rehearsal(job, kinds_of(found.model), hooks_on_gradients(found.model))
-        placed = self._rehearsed(self._placed(found, device, ranks), rehearsal, found)
+        with ExitStack() as closing:
+            stock = self._stock()
+            if stock is not None:
+                closing.callback(stock.close)
+            found = self._built(device)
+            ranks = ALONE if team is None else Ranks.of_process_group(self._waits + MARGIN_SECONDS)
+            rehearsal = Rehearsal(job, kinds_of(found.model), hooks_on_gradients(found.model))
+            placed = self._placed(found, device, ranks, stock)
+        placed = self._rehearsed(placed, rehearsal, found)
         if team is not None:
             torch.manual_seed(launching.seed_of(job.seed, ranks.index))
         rescue = None if self._is_given or team is not None else rescue_for(job, self._machine, self._profile, placed)
@@ -215,11 +223,26 @@ class Start:
         self._plan.refuse_unless_made_for(fingerprint, self._machine.fingerprint)
         return found
 
-    def _placed(self, found: Opened, device: torch.device, ranks: Ranks) -> Placed:
+    def _stock(self) -> Stock | None:
+        """Host memory of the plan, made ready from now on: as much of it as the build leaves of what is planned, and free."""
+        model, planned = self._job.model, self._plan.forecast.peak_bytes["host"]
+        if self._team is not None or planned < LEAST_BYTES or len(nodes()) > 1:
+            return None  # ranks share what is free, and nodes divide each slab by itself
+        if isinstance(model, nn.Module):
+            built, to_come = sum(each.nbytes for each in model.parameters() if each.is_cpu), 0
+        else:
+            whole = self._plan.parameters * torch.float32.itemsize
+            # A function that makes a model may have its weights twice meanwhile.
+            built, to_come = (whole, 2 * whole) if self._job.weights is None else (0, whole)
+        spared = max(built, planned + to_come - int(host.left_memory_bytes()))
+        return Stock(planned, spared, threads=max(host.cores() - 1, 1))
+
+    def _placed(self, found: Opened, device: torch.device, ranks: Ranks, stock: Stock | None) -> Placed:
         """Placed by the plan, or by another that leaves on the device, or unsharded, what the model demands."""
         while True:
             try:
-                return place(self._job, self._plan, found.model, device, ranks=ranks, elements=found.elements, agreed=self._agree)
+                parts = self._job, self._plan, found.model, device
+                return place(*parts, ranks=ranks, elements=found.elements, agreed=self._agree, stock=stock)
             except (StaysOnDevice, StaysWhole) as demand:
                 if self._is_given:
                     raise

@@ -1,4 +1,5 @@
-// What a checkpoint does with bytes: adds them up (CRC-32, as zlib does), and puts exact numbers together from their halves.
+// What checkpoints and first weights do with bytes: add them up (CRC-32, as zlib does), put exact numbers together from their
+// halves, and take them apart.
 // Plain C++ and a C interface. What is to wait for others has a thread of its own: one that also runs Python would, whenever it
 // has to give way, keep Python's lock from those that it gives way to.
 //
@@ -90,6 +91,13 @@ INLINE void merge_plainly(const uint16_t* high, const int16_t* low, uint32_t* ou
     for (int64_t i = 0; i < count; ++i) merge_one(high, low, out, i);
 }
 
+INLINE void split_plainly(const uint32_t* exact, uint16_t* high, int16_t* low, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        low[i] = static_cast<int16_t>(exact[i]);
+        high[i] = static_cast<uint16_t>((exact[i] + 0x8000) >> 16);
+    }
+}
+
 // How many bytes lie before the next cache line, at most `count`.
 INLINE int64_t before_line(const void* address, int64_t count) {
     const int64_t before = -reinterpret_cast<intptr_t>(address) & (LINE - 1);
@@ -99,6 +107,10 @@ INLINE int64_t before_line(const void* address, int64_t count) {
 #if defined(__x86_64__)
 __attribute__((target("avx2"))) void merge_in_vectors(const uint16_t* high, const int16_t* low, uint32_t* out, int64_t count) {
     merge_plainly(high, low, out, count);  // which the compiler makes vectors of
+}
+
+__attribute__((target("avx2"))) void split_in_vectors(const uint32_t* exact, uint16_t* high, int16_t* low, int64_t count) {
+    split_plainly(exact, high, low, count);
 }
 
 // Past the cache, for what is not read again soon: memory is then written without being read before.
@@ -212,6 +224,14 @@ extern "C" void anyfit_move_all(const Move* moves, int64_t count, int32_t past, 
             }
         }
     });
+}
+
+// exact[i] = (high[i] << 16) + low[i]; none of them overlap.
+extern "C" void anyfit_split(const uint32_t* exact, uint16_t* high, int16_t* low, int64_t count) {
+#if defined(__x86_64__)
+    if (PROCESSOR.has_avx2) return split_in_vectors(exact, high, low, count);
+#endif
+    split_plainly(exact, high, low, count);
 }
 
 // Has the kernel give memory to these bytes, which begin at a page's, so many at a time; until `*ends` is not 0. Whether it can.

@@ -1,4 +1,4 @@
-"""What a checkpoint does with bytes, without Python's lock: checksums, copies, and exact numbers from their halves (split.py).
+"""What is done with bytes without Python's lock: checksums, copies, exact numbers from their halves (split.py) and back.
 
 In C++ (bytes.cpp); where that is not built, zlib and numpy do the same. Not torch: it would wake a team of threads for each one
 that copies, and those would take turns with the ones that train.
@@ -85,6 +85,22 @@ def copy(source: Tensor, out: Tensor, *, past_cache: bool = False) -> None:
     move_all([Move(source, None, out)], past_cache=past_cache)
 
 
+def split(exact: Tensor, high: Tensor, low: Tensor) -> None:
+    """Writes fp32 `exact` as bf16 `high` and int16 `low`. All are flat, of one length, on the host and without gaps."""
+    tensors = exact, high, low
+    assert [each.dtype for each in tensors] == [torch.float32, torch.bfloat16, torch.int16]
+    assert all(each.shape == exact.shape and each.dim() == 1 and each.is_contiguous() and each.is_cpu for each in tensors)
+    run = _library()
+    if run is not None:
+        run.anyfit_split(*(each.data_ptr() for each in tensors), len(exact))
+        return
+    bits, highs, lows = exact.view(torch.int32).numpy().view(np.uint32), high.view(torch.int16).numpy(), low.numpy()
+    for start in range(0, len(bits), AT_ONCE):
+        part = slice(start, start + AT_ONCE)
+        np.copyto(lows[part], bits[part], casting="unsafe")  # keeps the low 16 bits
+        np.copyto(highs[part], (bits[part] + np.uint32(0x8000)) >> np.uint32(16), casting="unsafe")
+
+
 def populate(memory: Tensor, at_once: int, *, nice: int, ends: ctypes.c_int32) -> bool:
     """Has the kernel give memory to these bytes, so many at a time, until all have some or `ends` is not 0; whether it can."""
     run = _library()
@@ -112,5 +128,6 @@ def _built() -> Any:
     found.anyfit_folds.argtypes, found.anyfit_folds.restype = [], number
     found.anyfit_crc32.argtypes, found.anyfit_crc32.restype = [pointer, size, ctypes.c_uint32], ctypes.c_uint32
     found.anyfit_move_all.argtypes, found.anyfit_move_all.restype = [pointer, size, number, number], None
+    found.anyfit_split.argtypes, found.anyfit_split.restype = [pointer, pointer, pointer, size], None
     found.anyfit_populate.argtypes, found.anyfit_populate.restype = [pointer, size, size, number, pointer], number
     return found

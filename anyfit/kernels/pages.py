@@ -93,7 +93,16 @@ class Mapped:
         return cls(address, size)
 
     def bytes(self) -> Tensor:
+        """All of them, those too that are cut off later."""
         return torch.from_numpy(np.asarray(self))
+
+    def cut(self, size: int) -> Mapped | None:
+        """The first so many bytes, which go back by themselves from now on; None where there are fewer. A multiple of pages."""
+        if size > self._size:
+            return None
+        first = Mapped(self._address, size)
+        self._address, self._size = self._address + size, self._size - size
+        return first
 
     def __del__(self, _kernel: Any = _kernel, _process: Any = os.getpid) -> None:  # which outlive what a module holds
         if _process() == self._process:

@@ -26,7 +26,7 @@ from .filling import Piece, filled
 from .lanes import Label, Over, Task, Ticket
 from .ranks import ALONE, Ranks
 from .tiers import After, Tiers
-from .weights import Elements, of_tensor
+from .weights import Elements, in_turn, of_tensor
 
 quietly = torch._C.DisableTorchFunctionSubclass  # parameters that watch their use do not watch the engine's
 
@@ -286,7 +286,9 @@ class ModelState:
         carried: Carried | None = None,
         elements: Mapping[str, Elements] | None = None,
         kept: Container[str] = (),
+        built_takes: Callable[[int], None] | None = None,
     ) -> None:
+        """`built_takes` is told how many bytes of host memory the model as it was built still has, as they become fewer."""
         self.device, self.ranks = device, ranks
         self.kept: dict[str, ChunkState] = {}  # of parameters that keep their own memory, which chunks mirror
         self.chunks: list[ChunkState] = []
@@ -299,14 +301,22 @@ class ModelState:
         with torch.no_grad():
             if carried is None:  # all at once, so that their pages are made ready meanwhile
                 self.chunks += made
-                for state in filled((each, each.pieces(self._agreed(each, elements or {}))) for each in self.chunks):
-                    self._bind_first(state, kept)
+                self._fill(elements or {}, kept, built_takes or (lambda _bytes: None))
                 return
             for state in made:  # each when it is filled, as another's place is freed
                 self.chunks.append(state)
                 for slot in state.chunk.slots:
                     state.take_over(slot, carried)
                 self._bind_first(state, kept)
+
+    def _fill(self, elements: Mapping[str, Elements], kept: Container[str], built_takes: Callable[[int], None]) -> None:
+        own = {name: each.nbytes for name, each in self.parameters.items() if each.is_cpu and name not in elements}
+        left = sum(own.values())
+        built_takes(left)
+        for state in filled((each, each.pieces(self._agreed(each, elements))) for each in self.chunks):
+            self._bind_first(state, kept)
+            left -= sum(own.get(slot.name, 0) for slot in state.chunk.slots if slot.name not in kept)
+            built_takes(left)
 
     def _bind_first(self, state: ChunkState, kept: Container[str]) -> None:
         """The parameters of a chunk that has their numbers; what they were before is freed."""
@@ -333,7 +343,9 @@ class ModelState:
             if self.ranks.are_several:
                 tensor = tensor.to(self.device).contiguous()
                 self.ranks.broadcast(tensor)
-            found[slot.name] = of_tensor(tensor)
+                found[slot.name] = in_turn(tensor)  # before the next chunk's take memory
+            else:
+                found[slot.name] = of_tensor(tensor)
         return found
 
     def state_dict(self) -> dict[str, Tensor]:

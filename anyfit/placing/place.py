@@ -30,6 +30,7 @@ from .recompute import set_attribute
 from .reduction import ReducedGradients
 from .replayed import ReplayedBlocks
 from .residency import Residency
+from .stock import Stock
 from .tiers import DeviceTier, HostSlabs, HostTier, Tiers, let_segments_grow
 from .updates import Pace, Updates
 from .watched import Bound
@@ -138,6 +139,7 @@ def place(
     ranks: Ranks = ALONE,
     elements: Mapping[str, Elements] | None = None,
     agreed: Callable[[nn.Module, Optimizer], None] = lambda _model, _optimizer: None,
+    stock: Stock | None = None,
 ) -> Placed:
     """Moves the state of a real model where the plan wants it. The model object stays the user's own.
 
@@ -147,6 +149,7 @@ def place(
     ranks      that train it together: all of them place it, with the same plan
     elements   of parameters that do not come from the model itself (`weights.opened`)
     agreed     is given the optimizer before ranks exchange anything, and refuses one that differs between them
+    stock      host memory that is being made ready; what is not needed of it is given back
     """
     if plan.ranks != ranks.count:
         raise ValueError(f"the plan is for {plan.ranks} ranks, and {ranks.count} are there; plan again with anyfit.plan(job)")
@@ -160,7 +163,7 @@ def place(
         refuse_unless_by_element(optimizer)
     _make_ready(model, plan, device)
     with ExitStack() as closing:
-        slabs = HostSlabs(device, plan.limit_bytes["host"], arena)
+        slabs = HostSlabs(device, plan.limit_bytes["host"], arena, stock)
         closing.callback(slabs.close)
         if carried is not None:
             slabs.prepared()  # no memory is made ready before what is to be moved there has made room
@@ -168,7 +171,8 @@ def place(
         closing.callback(lanes.close)
         ranks.meet(Mesh.of(plan.mesh), (each.optimizer_shards for each in placements))
         tiers: Tiers = {"device": DeviceTier(lanes), "host": HostTier(lanes, slabs)}
-        state = ModelState(model, layout, placements, device, tiers, ranks, carried, elements, demands.kept)
+        built_takes = stock.model_takes if stock is not None else None
+        state = ModelState(model, layout, placements, device, tiers, ranks, carried, elements, demands.kept, built_takes)
         mirrors = Mirrors(state.parameters, state.kept)
         residency = Residency(state, lanes, plan.slots, plan.prefetch)
         closing.callback(residency.close)

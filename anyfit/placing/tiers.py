@@ -29,6 +29,7 @@ from anyfit.values.plan import TierName
 from anyfit.values.units import show_bytes
 
 from .lanes import Label, Lanes, Ticket
+from .stock import Stock
 
 _cuda: Any = torch.cuda
 Ranges = Iterable[tuple[int, int]]  # (start, end) in elements
@@ -40,13 +41,17 @@ LEAST_DIVIDED_BYTES = 2**22  # of an array, over several nodes: some huge pages 
 
 
 class HostSlabs:
-    """Zeros in host memory, `limit_bytes` in all; from `arena` where one is given: pinned bytes that nobody else uses."""
+    """Zeros in host memory, `limit_bytes` in all; from `arena` where one is given: pinned bytes that nobody else uses; or from a
+    `stock`, as long as that lasts."""
 
-    def __init__(self, device: torch.device, limit_bytes: int | None = None, arena: Tensor | None = None) -> None:
+    def __init__(
+        self, device: torch.device, limit_bytes: int | None = None, arena: Tensor | None = None, stock: Stock | None = None
+    ) -> None:
         self._pins = device.type == "cuda"
         self._arena, self._limit, self._nodes = arena, limit_bytes, nodes()
         self._open: dict[bool, tuple[Tensor, int]] = {}  # pinned or not: the slab at hand, and how much of it is taken
         self._alive: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # slabs that somebody has something of
+        self._stock = stock
         self._pinned: list[Tensor] = []
         self._preparing: list[Future[None]] = []
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(PREPARERS, "anyfit slabs") if self._pins else None
@@ -98,6 +103,8 @@ class HostSlabs:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+        if self._stock is not None:
+            self._stock.close()
         while self._preparing:
             self._preparing.pop().result()
 
@@ -107,7 +114,8 @@ class HostSlabs:
             if slab.numel() < size:
                 raise MemoryError(f"the arena has {show_bytes(slab.numel())} left, and {show_bytes(size)} are needed")
             return slab.zero_()
-        slab = in_huge_pages(size)
+        taken = None if self._stock is None else self._stock.take(size)
+        slab = in_huge_pages(size) if taken is None else taken
         self._alive.add(slab.untyped_storage())
         if pinned:
             self._pinned.append(slab)

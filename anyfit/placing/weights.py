@@ -33,19 +33,37 @@ SHOWN = 5  # of many errors of a kind
 Elements = Callable[[int, int], Tensor]  # of a parameter, laid flat: from one to another
 
 
-def of_tensor(tensor: Tensor) -> Elements:
-    flat = tensor.detach().reshape(-1)
-    return lambda start, end: flat[start:end]
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Elements of a tensor in memory."""
+
+    flat: Tensor
+
+    def __call__(self, start: int, end: int) -> Tensor:
+        return self.flat[start:end]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Elements of a tensor in a file, which any thread may read, whenever there is time."""
+    """Elements of a tensor in a file."""
 
     entry: Entry
 
     def __call__(self, start: int, end: int) -> Tensor:
         return read(self.entry, start, end)
+
+
+AT_ANY_TIME = Held, Stored  # may be asked for on any thread, before it is their turn
+
+
+def of_tensor(tensor: Tensor) -> Elements:
+    return Held(tensor.detach().reshape(-1))
+
+
+def in_turn(tensor: Tensor) -> Elements:
+    """The same, when all before it is written."""
+    held = of_tensor(tensor)
+    return lambda start, end: held(start, end)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anyfit.kernels import bytes as module
-from anyfit.kernels.bytes import Move, copy, crc32, move_all, populate
+from anyfit.kernels.bytes import Move, copy, crc32, move_all, populate, split
 from anyfit.kernels.pages import in_huge_pages
 from anyfit.kernels.split import merge as merge_in_torch
+from anyfit.kernels.split import split as split_in_torch
 from tests.conftest import FULL
 
 EXAMPLES = 2000 if FULL else 150
@@ -163,3 +164,26 @@ def test_what_does_not_go_together_is_refused() -> None:
         copy(torch.zeros(3), torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match="cannot be merged"):
         merge(torch.zeros(3), torch.zeros(3, dtype=torch.int16), torch.zeros(3))
+
+
+@pytest.mark.usefixtures("kind")
+@settings(max_examples=EXAMPLES // 5, deadline=None)
+@given(st.integers(0, 3000), st.integers(0, 15), st.integers(0, 31), st.integers(0, 31), st.integers(0, 2**31))
+def test_any_bits_are_taken_apart_as_torch_does_and_nothing_beside_them_changes(
+    count: int, at: int, high: int, low: int, seed: int
+) -> None:
+    exact = random_bytes(4 * count, seed, 4 * at).view(torch.float32)
+    highs, lows = torch.zeros(count + 64, dtype=torch.bfloat16), torch.zeros(count + 64, dtype=torch.int16)
+    found = highs[high : high + count], lows[low : low + count]
+    expected = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
+    split(exact, *found)
+    split_in_torch(exact.clone(), *expected)
+    assert torch.equal(found[0].view(torch.int16), expected[0].view(torch.int16))
+    assert torch.equal(found[1], expected[1])
+    assert not highs[:high].any()
+    assert not highs[high + count :].any()
+    assert not lows[:low].any()
+    assert not lows[low + count :].any()
+    whole = torch.empty(count)
+    merge(*found, whole)
+    assert torch.equal(whole.view(torch.int32), exact.view(torch.int32))
