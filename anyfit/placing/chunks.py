@@ -25,6 +25,7 @@ from ..kernels.split import WRITTEN_AT_ONCE, Masters, forget_low
 from .filling import Piece, filled
 from .lanes import Label, Over, Task, Ticket
 from .ranks import ALONE, Ranks
+from .stock import Stock
 from .tiers import After, Tiers
 from .weights import Elements, in_turn, of_tensor
 
@@ -286,9 +287,9 @@ class ModelState:
         carried: Carried | None = None,
         elements: Mapping[str, Elements] | None = None,
         kept: Container[str] = (),
-        built_takes: Callable[[int], None] | None = None,
+        stock: Stock | None = None,
     ) -> None:
-        """`built_takes` is told how many bytes of host memory the model as it was built still has, as they become fewer."""
+        """The `stock` is told how many bytes of host memory the model as it was built still has, as they become fewer."""
         self.device, self.ranks = device, ranks
         self.kept: dict[str, ChunkState] = {}  # of parameters that keep their own memory, which chunks mirror
         self.chunks: list[ChunkState] = []
@@ -301,7 +302,7 @@ class ModelState:
         with torch.no_grad():
             if carried is None:  # all at once, so that their pages are made ready meanwhile
                 self.chunks += made
-                self._fill(elements or {}, kept, built_takes or (lambda _bytes: None))
+                self._fill(elements or {}, kept, stock.model_takes if stock is not None else lambda _bytes: None)
                 return
             for state in made:  # each when it is filled, as another's place is freed
                 self.chunks.append(state)

@@ -145,19 +145,18 @@ def place(
 
     delay      is called before every copy and update on a lane: tests give one that waits for a random time
     carried    what `lift` took out of another placing of the same model; whole also when this fails
-    arena      pinned bytes to place on the host in, for whoever places many times: making them takes long
+    arena      pinned bytes to place on the host in, for whoever places many times: making them takes long; or a `stock`
     ranks      that train it together: all of them place it, with the same plan
     elements   of parameters that do not come from the model itself (`weights.opened`)
     agreed     is given the optimizer before ranks exchange anything, and refuses one that differs between them
-    stock      host memory that is being made ready; what is not needed of it is given back
     """
     if plan.ranks != ranks.count:
         raise ValueError(f"the plan is for {plan.ranks} ranks, and {ranks.count} are there; plan again with anyfit.plan(job)")
     optimizer, group_of = _optimizer_for(job, model, device, carried, agreed)
     layout = lay_out(job.placeables(model, group_of), plan.chunk_bytes, ranks.count)
     placements = _placements(plan, len(layout))
-    moves = casts(job.precision, device)
-    demands = carried.demands if carried else demands_of(model, optimizer, casts=moves, elsewhere=elements or ())
+    cast = casts(job.precision, device)
+    demands = carried.demands if carried else demands_of(model, optimizer, casts=cast, elsewhere=elements or ())
     refuse_elsewhere(demands, layout, placements, job.precision, device)
     if any(each.optimizer_shards > 1 for each in placements):
         refuse_unless_by_element(optimizer)
@@ -171,8 +170,7 @@ def place(
         closing.callback(lanes.close)
         ranks.meet(Mesh.of(plan.mesh), (each.optimizer_shards for each in placements))
         tiers: Tiers = {"device": DeviceTier(lanes), "host": HostTier(lanes, slabs)}
-        built_takes = stock.model_takes if stock is not None else None
-        state = ModelState(model, layout, placements, device, tiers, ranks, carried, elements, demands.kept, built_takes)
+        state = ModelState(model, layout, placements, device, tiers, ranks, carried, elements, demands.kept, stock)
         mirrors = Mirrors(state.parameters, state.kept)
         residency = Residency(state, lanes, plan.slots, plan.prefetch)
         closing.callback(residency.close)
@@ -183,8 +181,7 @@ def place(
         gradients = _gradients_for(plan, state, lanes, tiers, residency.moved_gradients)
         closing.callback(gradients.close)
         held = state, gradients, residency, lanes, tiers["host"], mirrors
-        pace = Pace.expected(plan.forecast)
-        updates = Updates(optimizer, *held, bound.take_back, pace, carried, demands.together)
+        updates = Updates(optimizer, *held, bound.take_back, Pace.expected(plan.forecast), carried, demands.together)
         activations = Activations(model, plan.activations, lanes, tiers["host"], residency, gradients, plan.replayed)
         closing.callback(activations.close)
         slabs.prepared()
