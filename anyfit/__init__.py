@@ -37,9 +37,11 @@ def profile(job: Job, machine: Machine | None = None, *, ranks: int | None = Non
     a device of its own: by all it has, when no number is given. The model is run, on the CPU, only where its
     forward needs the values of tensors; on this machine's own GPU its ops are, one by one, the first time."""
     from .profiling import profile_of
+    from .showing.status import status_line
 
-    machine = machine or probe()
-    return profile_of(job, machine, machine.rank_grid(ranks))
+    with status_line():
+        machine = machine or probe()
+        return profile_of(job, machine, machine.rank_grid(ranks))
 
 
 def plan(job: Job, machine: Machine | None = None, *, ranks: int | None = None) -> Plan:
@@ -47,9 +49,11 @@ def plan(job: Job, machine: Machine | None = None, *, ranks: int | None = None) 
     together, each on a device of its own: all the machine has, when no number is given."""
     from .planning import search
     from .profiling import profile_of
+    from .showing.status import status_line
 
-    machine = machine or probe()
-    return search(profile_of(job, machine, machine.rank_grid(ranks), for_plan=True))
+    with status_line():
+        machine = machine or probe()
+        return search(profile_of(job, machine, machine.rank_grid(ranks), for_plan=True))
 
 
 def start(
@@ -77,9 +81,11 @@ def start(
     Started by torchrun, by Slurm's srun or by `anyfit fit --gpus`, it is one of several ranks: each calls this, rank 0 plans for
     all, and each trains on its share of every batch.
     """
+    from .showing.status import status_line
     from .starting import Start
 
-    return Start(job, plan, profile, hang_seconds).run(machine, resume, deterministic=deterministic)
+    with status_line():
+        return Start(job, plan, profile, hang_seconds).run(machine, resume, deterministic=deterministic)
 
 
 def __getattr__(name: str) -> Any:

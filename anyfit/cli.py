@@ -34,7 +34,9 @@ from .options import (
     finite,
     size,
 )
+from .showing.status import status_line
 from .values.answers import beside, ranked
+from .values.doing import doing
 from .values.machine import Machine
 from .values.plan import NoPlan, Plan
 from .values.precision import PRECISIONS
@@ -133,8 +135,9 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Does it fit, how fast will it be, and why; what would a change make of it; which machine is best. Needs no GPU."""
-    from . import asking
-    from .profiling import profile_of
+    with doing("loading torch"):
+        from . import asking
+        from .profiling import profile_of
 
     options: dict[str, Any] = {"batch": batch, "seq": seq, "dtype": dtype, "optimizer": optimizer}
     options |= {"real_run": real_run, "agree": agree, "no_compile": no_compile}
@@ -385,7 +388,8 @@ def main() -> None:
     """Runs the command line; what the user can mend is one line and status 2, anything else keeps its traceback. With --json the
     error is an object on stdout as well."""
     try:
-        app()
+        with status_line():
+            app()
     except SystemExit as ended:
         refused: Any = ended.__context__  # of an option: the line has been shown
         if ended.code and _wants_json() and hasattr(refused, "format_message"):

@@ -16,6 +16,7 @@ from .probing import cache
 from .probing.host import free_memory_bytes
 from .tracing import AreEnough, trace_all
 from .values.compiled import key_of
+from .values.doing import doing, make_way
 from .values.graph import Graph
 from .values.job import Job
 from .values.machine import Machine
@@ -58,7 +59,8 @@ def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1, are_enough: A
         raise ValueError(f"batch_size is {job.batch_size}; it must be a multiple of the {ranks} ranks, such as {nearest}")
     share = job.batch_size // ranks
     sizes = _micro_batches(job, share)
-    return _with_rests_that_run(trace_all(job, sizes, kind, free_memory_bytes(), are_enough), sizes, share)
+    with doing("tracing the model"):
+        return _with_rests_that_run(trace_all(job, sizes, kind, free_memory_bytes(), are_enough), sizes, share)
 
 
 def profiled(job: Job, graphs: Sequence[Graph], machine: Machine, rank_grid: tuple[int, int], batch_size: int) -> Profile:
@@ -76,10 +78,12 @@ def with_calls(machine: Machine, graphs: Sequence[Graph]) -> Machine:
 
     @functools.cache
     def say_once() -> None:
+        make_way()
         said = f"timing the ops of {graphs[0].model} on {machine.device.name}, once: at most {CALLS_SECONDS:.0f} s"
         print(said, file=sys.stderr, flush=True)
 
-    return cache.with_calls(machine, call_weights(graphs, machine.device), CALLS_SECONDS, lambda _op, _done: say_once())
+    with doing("timing the model's ops"):
+        return cache.with_calls(machine, call_weights(graphs, machine.device), CALLS_SECONDS, lambda _op, _done: say_once())
 
 
 def _micro_batches(job: Job, most: int) -> list[int]:

@@ -48,6 +48,7 @@ from .tracing.blocks import kinds_of
 from .values.compiled import BlockFigures
 from .values.corrections import ClippedSteps
 from .values.demands import StaysOnDevice, StaysWhole
+from .values.doing import doing, make_way
 from .values.job import Job
 from .values.machine import Machine
 from .values.plan import Plan
@@ -92,11 +93,14 @@ class Start:
             stock = self._stock()
             if stock is not None:
                 closing.callback(stock.close)
-            found = self._built(device)
+            with doing("building the model"):
+                found = self._built(device)
             ranks = ALONE if team is None else Ranks.of_process_group(self._waits + MARGIN_SECONDS)
             rehearsal = Rehearsal(job, kinds_of(found.model), hooks_on_gradients(found.model))
-            placed = self._placed(found, device, ranks, stock)
-        placed = self._rehearsed(placed, rehearsal, found)
+            with doing("placing the model"):
+                placed = self._placed(found, device, ranks, stock)
+        with doing("rehearsing the plan"):
+            placed = self._rehearsed(placed, rehearsal, found)
         if team is not None:
             torch.manual_seed(launching.seed_of(job.seed, ranks.index))
         rescue = None if self._is_given or team is not None else rescue_for(job, self._machine, self._profile, placed)
@@ -105,7 +109,8 @@ class Start:
         run = Run(job, self._plan, placed, rescue, watch, team, rehearsal, self._keep_clipped(), tuner)
         try:
             if self._resume is not None:
-                run.resume(self._resume)
+                with doing("loading the checkpoint"):
+                    run.resume(self._resume)
             if launch is not None:
                 launch.follow(run, self._machine)
         except BaseException:
@@ -194,6 +199,7 @@ class Start:
         return profile_of(self._job, self._machine, rank_grid, for_plan=for_plan).slowed(sharing)
 
     def _say(self, line: str) -> None:
+        make_way()
         if self._launch is not None:
             self._launch.say(line)
         else:
@@ -216,6 +222,7 @@ class Start:
 
             from .showing.terminal import show_match
 
+            make_way()
             show_match(found.match, Console(stderr=True))
         from_nothing = getattr(job.model, "from_nothing", None)
         if from_nothing is not None and job.weights is None and self._resume is None and is_first:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .values.doing import doing
 from .values.graph import Graph
 from .values.job import OPTIMIZERS, Job
 from .values.machine import Machine
@@ -64,6 +65,7 @@ SIZES: Mapping[str, Size] = {
 }
 
 
+@doing("making the job")
 def job_for(
     target: str,
     *,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from anyfit.values.doing import doing
 from anyfit.values.plan import Plan
 from anyfit.values.profile import Profile
 
@@ -34,6 +35,7 @@ def search(profile: Profile, steps: int | None = None) -> Plan:
     return found
 
 
+@doing("looking for the fastest plan")
 def searched(profile: Profile, finish: Callable[[Found], Plan], steps: int | None = None) -> Plan | None:
     """The best plan, eager or with blocks compiled, and launched op by op or replayed, as `finish` makes it of
     what was found; None where nothing fits."""

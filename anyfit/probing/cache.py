@@ -20,6 +20,7 @@ import torch
 
 from anyfit.values.compiled import BlockFigures, CompiledFigures
 from anyfit.values.corrections import ClippedSteps, Correction, Corrections, Pace
+from anyfit.values.doing import doing
 from anyfit.values.folder import cache_folder
 from anyfit.values.machine import Device, Machine
 
@@ -36,7 +37,8 @@ def cached(effort: Literal["quick", "full"] = "quick") -> Machine:
     for file in sorted(files, key=_written, reverse=True):
         with contextlib.suppress(OSError, ValueError):
             return Machine.load(file)
-    return remeasured(effort)
+    with doing("measuring this machine, once"):
+        return remeasured(effort)
 
 
 def remeasured(effort: Literal["quick", "full"] = "quick", report: Report | None = None) -> Machine:

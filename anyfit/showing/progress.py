@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from anyfit.values.doing import heard_by
 from anyfit.values.plan import Plan
 from anyfit.values.units import show_bytes, show_count, show_seconds
 
@@ -53,20 +55,26 @@ class Bar:
         columns = TextColumn("step {task.completed}"), BarColumn(bar_width=24), TextColumn("{task.description}")
         self._progress = Progress(*columns, console=console)
         self._task: TaskID | None = None
+        self._hearing = ExitStack()
 
     def beat(self, beat: Beat, plan: Plan) -> None:
+        self._show(beat.text(plan), total=beat.steps, completed=beat.step)
+
+    def _show(self, text: str, **fields: Any) -> None:
         if self._task is None:
-            self._task = self._progress.add_task("", total=beat.steps)
-        self._progress.update(self._task, completed=beat.step, description=beat.text(plan))
+            self._task = self._progress.add_task("", total=None)
+        self._progress.update(self._task, description=text, **fields)
 
     def say(self, line: str) -> None:
         self._progress.console.print(line, markup=False)
 
     def __enter__(self) -> Self:
         self._progress.start()
+        self._hearing.enter_context(heard_by(lambda doing: None if doing is None else self._show(doing)))
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._hearing.close()
         self._progress.stop()
 
 
