@@ -2,34 +2,38 @@
 and what would fit where it does not.
 
 Traces cost most. They are made once for each kind of device and priced anew for every machine, batch and limit; only another
-length, precision or optimizer is traced again. What is offered where nothing fits was planned before; so that this takes a few
-seconds, what cannot fit by its least memory is not searched, and the first machines that fit, smallest first, are enough.
+length or precision, and adapters, are traced again. What is offered where nothing fits was planned before; so that this takes a
+few seconds, what cannot fit by its least memory is not searched, and the largest micro-batch that fits is enough, and the first
+machines that do, smallest first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from .planning import searched
 from .planning.answers import answered, at_limits, change_to, no_plan, shortfall
-from .planning.enough import needed_of
-from .planning.fastest import Found, fastest, may_fit
+from .planning.enough import are_enough, needed_of
+from .planning.fastest import Found, fastest, may_fit, quickly
 from .planning.reasons import explained, settled
 from .planning.space import space_of
-from .targets import job_for
+from .targets import job_for, name_of, optimizer_class, with_optimizer
 from .values.answers import Outcome
 from .values.graph import Graph
 from .values.job import Job
-from .values.machine import Limits, Machine
+from .values.machine import Machine
 from .values.plan import Change, NoPlan, Plan
+from .values.precision import PRECISIONS
 from .values.profile import Profile
 from .values.record import nearest
 from .values.units import parse_bytes, parse_count
 
+Kind = Literal["cpu", "cuda"]
 # What `--what-if` may change, each with an example.
 CHANGES = {
     "device-memory": "40GiB",
@@ -39,9 +43,13 @@ CHANGES = {
     "seq": "2048",
     "dtype": "bf16",
     "optimizer": "sgd",
+    "lora": "16",
 }
+COUNTS = ("batch", "seq", "lora")  # of these
 MACHINES_OFFERED = 2
 TIMES_SHORTER = (2, 4)
+SMALLER_OPTIMIZERS = ("adafactor", "sgd")
+LORA_RANK = 16
 
 
 @dataclass
@@ -49,18 +57,58 @@ class Traced:
     """A job with its traces, one set for each kind of device, made when they are asked for."""
 
     job: Job
-    _graphs: dict[tuple[str, int], list[Graph]] = field(default_factory=dict)
+    name: str = ""  # for people
+    _graphs: dict[tuple[Kind, int], list[Graph]] = field(default_factory=dict)
 
     def profile(self, machine: Machine, batch_size: int | None = None) -> Profile:
         """On all devices of any machine; of a smaller batch, by the passes there are."""
-        from .profiling import profiled, traced
+        return self._priced(self._traced(machine), machine, batch_size)
+
+    def profile_to_plan(self, machine: Machine) -> Profile:
+        """With the micro-batches alone that the best plan may have."""
+        return self._priced(self._traced(machine, are_enough), machine)
+
+    def profile_that_fits(self, machine: Machine) -> Profile:
+        """With the micro-batches, the largest first, down to one of which something fits."""
+        return self._priced(self._traced(machine, lambda profile: quickly(profile) is not None), machine)
+
+    def updated_by(self, optimizer: str) -> Traced:
+        """The same with another optimizer: in its traces, the update alone is another."""
+        from .tracing import update_of
+
+        job = with_optimizer(self.job, optimizer)
+        graphs: dict[tuple[Kind, int], list[Graph]] = {}
+        for (kind, ranks), known in self._graphs.items():
+            rule = update_of(job, kind)
+            grouped = (tuple(replace(one, group=0 if one.trainable else -1) for one in each.parameters) for each in known)
+            pairs = zip(known, grouped, strict=True)
+            graphs[kind, ranks] = [replace(each, update=rule, parameters=parameters) for each, parameters in pairs]
+        return Traced(job, self.name, graphs)
+
+    def _traced(self, machine: Machine, enough: Callable[[Profile], bool] | None = None) -> list[Graph]:
+        from .profiling import traced
+
+        key = kind, ranks = machine.device.kind, math.prod(machine.rank_grid())
+        if key in self._graphs:
+            return self._graphs[key]
+        stopped = False
+
+        def stop(graphs: Sequence[Graph]) -> bool:
+            nonlocal stopped
+            stopped = enough is not None and enough(self._priced(graphs, machine))
+            return stopped
+
+        made = traced(self.job, kind, ranks, stop)
+        if not stopped:
+            self._graphs[key] = made  # all of them
+        return made
+
+    def _priced(self, graphs: Sequence[Graph], machine: Machine, batch_size: int | None = None) -> Profile:
+        from .profiling import profiled
 
         size, rank_grid = batch_size or self.job.batch_size, machine.rank_grid()
-        key = kind, ranks = machine.device.kind, math.prod(rank_grid)
-        if key not in self._graphs:
-            self._graphs[key] = traced(self.job, kind, ranks)
-        graphs = [graph for graph in self._graphs[key] if graph.micro_batch * ranks <= size]
-        return profiled(self.job, graphs, machine, rank_grid, size)
+        graphs = [graph for graph in graphs if graph.micro_batch * math.prod(rank_grid) <= size]
+        return replace(profiled(self.job, graphs, machine, rank_grid, size), name=self.name)
 
 
 @dataclass(frozen=True)
@@ -70,29 +118,39 @@ class Question:
     target: str
     options: Mapping[str, Any]  # of targets.job_for
     machine_for: Callable[[str | None], Machine]  # by name, with the limits that were given
-    machine_name: str | None = None
+    machine_name: str | None = None  # None: the machine that is here
 
     def traced(self, **changes: Any) -> Traced:
-        return Traced(job_for(self.target, **{**self.options, **changes}))
+        return Traced(job_for(self.target, **{**self.options, **changes}), name_of(self.target))
 
 
-def planned(question: Question, traced: Traced, profile: Profile) -> Plan:
+def planned(question: Question, machine: Machine) -> Plan:
     """The plan with what more memory is worth; or the verdict that nothing fits, with what would."""
+    traced = question.traced()
+    profile = traced.profile_to_plan(machine)
     found = searched(profile, answered)
     if found is not None:
         return found
-    verdict = no_plan(profile)
+    verdict = no_plan(profile, partial(_flags, machine, question.machine_name))
     if profile.divisions:
         raise verdict
-    machine = question.machine_for(question.machine_name)
-    raise verdict.with_changes((*nearest_changes(question, traced, machine, profile, verdict), *verdict.changes))
+    raise verdict.with_changes((*verdict.changes, *nearest_changes(question, traced, machine, profile, verdict)))
 
 
 # ---------------------------------------------------------------------- when nothing fits
 
 
+def _flags(machine: Machine, name: str | None, limits: Mapping[str, str]) -> str | None:
+    """Sizes by tier as options to type. A machine that is only described may be planned for with more; of the one that is here,
+    what more would do can be asked, of one tier at a time."""
+    there = {"device": machine.device.memory_bytes.value, "host": machine.host.memory_bytes.value}
+    more = [tier for tier, size in limits.items() if name is None and parse_bytes(size) > there[tier]]
+    said = [f"--what-if {tier}-memory={size}" if tier in more else f"--{tier}-memory {size}" for tier, size in limits.items()]
+    return " ".join(said) if len(more) < 2 else None
+
+
 def nearest_changes(question: Question, traced: Traced, machine: Machine, profile: Profile, verdict: NoPlan) -> Iterator[Change]:
-    """Changes that fit, each planned: a smaller micro-batch or batch, a shorter length, another card."""
+    """Changes that fit, each planned: a smaller batch, a shorter length, another optimizer, adapters alone, another card."""
     of_function = ":" in question.target
     if traced.job.micro_batch is not None and not traced.job.real_run:
         smaller = Traced(replace(traced.job, micro_batch=None)).profile(machine)
@@ -107,21 +165,23 @@ def nearest_changes(question: Question, traced: Traced, machine: Machine, profil
             break
         fitting.append(change)
     yield from fitting[-1:]
-    if not of_function and not traced.job.real_run and _lacks_device_alone(profile, verdict):
-        yield from islice(_shorter(question, machine, profile), 1)
-    if machine.limits == Limits():  # else it is no card that is too small
+    if not of_function and not traced.job.real_run:
+        yield from islice(_shorter(question, machine, profile, verdict), 1)
+        yield from _other_optimizers(traced, machine, profile)
+        yield from _adapted(question, machine)
+    if machine.limits.device_bytes is None:  # else it is no card that is too small
         yield from islice(_other_machines(traced, machine, profile), MACHINES_OFFERED)
 
 
-def _lacks_device_alone(profile: Profile, verdict: NoPlan) -> bool:
-    """Whether device memory is all that is missing: shorter samples need less of nothing else."""
-    larger = replace(profile, device_limit_bytes=profile.device_limit_bytes + verdict.shortfall_bytes)
-    return verdict.tier == "device" and bool(may_fit(larger, space_of(larger)))
-
-
-def _shorter(question: Question, machine: Machine, profile: Profile) -> Iterator[Change]:
-    smallest = profile.passes[-1]
+def _shorter(question: Question, machine: Machine, profile: Profile, verdict: NoPlan) -> Iterator[Change]:
+    smallest, state = profile.passes[-1], profile.state
     length = smallest.tokens // smallest.micro_batch
+    held = state.parameters + state.masters + state.optimizer
+    if verdict.tier == "host" and held > profile.device_limit_bytes + profile.host_limit_bytes:
+        return  # shorter samples need less of activations alone
+    larger = replace(profile, device_limit_bytes=profile.device_limit_bytes + verdict.shortfall_bytes)
+    if verdict.tier == "device" and not may_fit(larger, space_of(larger)):
+        return  # nor is that all that is missing
     for times in TIMES_SHORTER:
         if length < times:
             return
@@ -129,15 +189,38 @@ def _shorter(question: Question, machine: Machine, profile: Profile) -> Iterator
             traced = question.traced(seq=length // times)
         except ValueError:  # no model of text
             return
-        change = change_to(f"--seq {length // times}", traced.profile(machine))
+        change = change_to(f"--seq {length // times}", traced.profile_that_fits(machine))
         if change is not None:
             yield change
 
 
+def _other_optimizers(traced: Traced, machine: Machine, profile: Profile) -> Iterator[Change]:
+    """Those that keep less for each parameter."""
+    for name in SMALLER_OPTIMIZERS:
+        other = traced.updated_by(name).profile(machine)
+        if other.state.optimizer < profile.state.optimizer:
+            change = change_to(f"--optimizer {name}", other)
+            if change is not None:
+                yield change
+
+
+def _adapted(question: Question, machine: Machine) -> Iterator[Change]:
+    """Of a model that is trained whole, adapters alone."""
+    if question.options.get("lora") is not None:
+        return
+    try:
+        traced = question.traced(lora=LORA_RANK)
+        change = change_to(f"--lora {LORA_RANK}", traced.profile_that_fits(machine))
+    except (ImportError, ValueError):  # no PEFT here, or no model that it knows
+        return
+    if change is not None:
+        yield change
+
+
 def _other_machines(traced: Traced, machine: Machine, profile: Profile) -> Iterator[Change]:
-    """The smallest presets of the same kind that have more of something, and enough of all."""
+    """The smallest presets of the same kind that have more of something, and enough of all, with the limit that was given."""
     space = space_of(profile)
-    presets = [(name, Machine.load(name)) for name in Machine.presets()]
+    presets = [(name, Machine.load(name).as_if(host_memory=machine.limits.host_bytes)) for name in Machine.presets()]
     for name, other in sorted(presets, key=lambda pair: (pair[1].device_limit_bytes, pair[1].host_limit_bytes)):
         limits = {"device_limit_bytes": other.device_limit_bytes, "host_limit_bytes": other.host_limit_bytes}
         has_more = any(limit > getattr(profile, tier) for tier, limit in limits.items())
@@ -168,12 +251,27 @@ def parse_changes(given: list[str]) -> dict[str, tuple[str, str]]:
             raise ValueError(f"--what-if {text}: write it like {key}={CHANGES[key]}")
         if text in changes:
             raise ValueError(f"--what-if {text} is given twice")
-        if key in ("batch", "seq") and not (value.isascii() and value.isdigit() and int(value) > 0):
+        if key in COUNTS and not (value.isascii() and value.isdigit() and int(value) > 0):
             raise ValueError(f"--what-if {text}: give a whole number from 1 up")
         if key.endswith("memory") and _parsed(f"--what-if {text}", parse_bytes, value) == 0:
             raise ValueError(f"--what-if {text}: give more than nothing")
         changes[text] = key, value
     return changes
+
+
+def refuse_changes(question: Question, changes: Mapping[str, tuple[str, str]]) -> None:
+    """Those that could not be made, before any of them is planned."""
+    for text, (key, value) in changes.items():
+        if key == "machine":
+            question.machine_for(value)
+        elif not key.endswith("memory") and ":" in question.target:
+            raise ValueError(
+                f"--what-if {text}: --{key} is not for functions; {question.target} decides it in the Job it returns"
+            )
+        elif key == "dtype" and value not in PRECISIONS:
+            raise ValueError(f"--what-if {text}: {' or '.join(PRECISIONS)} today")
+        elif key == "optimizer":
+            optimizer_class(value)
 
 
 def _parsed(option: str, parse: Callable[[str], int], text: str) -> int:
@@ -202,7 +300,7 @@ def what_if(question: Question, traced: Traced, profile: Profile, found: Found |
         return outcome(replace(profile, **{name: size}))  # type: ignore[arg-type]
     if key == "machine":
         return outcome(traced.profile(question.machine_for(value)))
-    changed = question.traced(**{key: int(value) if key in ("batch", "seq") else value})
+    changed = question.traced(**{key: int(value) if key in COUNTS else value})
     return outcome(changed.profile(question.machine_for(question.machine_name)))
 
 

@@ -7,10 +7,19 @@ import sysconfig
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import typer
 
 from .values.answers import Outcome
 from .values.plan import NoPlan
+
+
+def end(error: Exception) -> NoReturn:
+    """Ends with an error's line and status after the answer was printed, which is the only JSON on stdout."""
+    line, status = in_words(error)
+    print(f"anyfit: {line}", file=sys.stderr)
+    raise typer.Exit(status)
 
 
 def error_json(error: BaseException) -> dict[str, Any]:

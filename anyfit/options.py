@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from .values.precision import PRECISIONS
 from .values.units import parse_bytes
 
 
@@ -19,6 +20,13 @@ def size(parameter: typer.CallbackParam, text: str | None) -> str | None:
     except ValueError as error:
         raise ValueError(f"{parameter.opts[0]} {text}: {error}") from None
     return text
+
+
+def precision(parameter: typer.CallbackParam, name: str | None) -> str | None:
+    """One that is known, before anything is built."""
+    if name is not None and name not in PRECISIONS:
+        raise ValueError(f"{parameter.opts[0]} {name}: {' or '.join(PRECISIONS)} today")
+    return name
 
 
 def finite(parameter: typer.CallbackParam, seconds: float | None) -> float | None:
@@ -36,8 +44,11 @@ Target = Annotated[
 ]
 Batch = Annotated[int | None, Option("--batch", min=1, help="samples a step, of all GPUs together")]
 Seq = Annotated[int | None, Option("--seq", min=1, help="tokens a sample; bytes, for the demo")]
-Dtype = Annotated[str | None, Option("--dtype", help="bf16 or fp32")]
+Dtype = Annotated[str | None, Option("--dtype", callback=precision, help="bf16 or fp32")]
 OptimizerName = Annotated[str | None, Option("--optimizer", help="adamw, adam, sgd, or another class of torch.optim")]
+Lora = Annotated[
+    int | None, Option("--lora", min=1, help="train LoRA adapters of this rank, on a Hugging Face model that is frozen otherwise")
+]
 RealRun = Annotated[
     bool | None,
     Option(
@@ -58,4 +69,13 @@ DeviceMemory = Annotated[
     str | None, Option("--device-memory", callback=size, help="use no more than this of a device, such as 24GiB")
 ]
 HostMemory = Annotated[str | None, Option("--host-memory", callback=size, help="use no more than this of the host's memory")]
+# of a machine that is described, and may be described otherwise
+PlanDeviceMemory = Annotated[
+    str | None,
+    Option("--device-memory", callback=size, help="use no more than this of a device; with --machine, as if it had so much"),
+]
+PlanHostMemory = Annotated[
+    str | None,
+    Option("--host-memory", callback=size, help="use no more than this of the host; with --machine, as if it had so much"),
+]
 Json = Annotated[bool, Option("--json", help="print JSON, for programs")]

@@ -1,8 +1,9 @@
-"""What the command line can be pointed at: the demo, a size preset, a Hugging Face configuration, or a function of the user's.
+"""What the command line can be pointed at: the demo, a size preset, a Hugging Face configuration, or a function of the user's;
+and a machine.
 
-`job_for(target)` makes the Job. Everything but a function takes `--batch`, `--seq`, `--dtype` and `--optimizer`; a function
-decides them in the Job it returns. All take `--real-run`, `--agree` and `--no-compile`. `module_costs` sums a traced pass by
-module (`--depth`).
+`job_for(target)` makes the Job. Everything but a function takes `--batch`, `--seq`, `--dtype` and `--optimizer`, and Hugging Face
+models take `--lora`; a function decides them in the Job it returns. All take `--real-run`, `--agree` and `--no-compile`.
+`module_costs` sums a traced pass by module (`--depth`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +67,22 @@ SIZES: Mapping[str, Size] = {
 }
 
 
+def machine_for(
+    name: str | None, gpus: int | None, nodes: int | None, device_memory: str | None, host_memory: str | None
+) -> Machine:
+    """The machine that is here, within these limits; or one that is described, as if it had so much, which is said where it has
+    less."""
+    from . import probe
+
+    if name is None:
+        return probe().with_devices(gpus, nodes).with_limits(device_memory, host_memory)
+    described = Machine.load(name).with_devices(gpus, nodes)
+    machine = described.as_if(device_memory, host_memory)
+    for line in machine.beyond(described):
+        print(line, file=sys.stderr)
+    return machine
+
+
 @doing("making the job")
 def job_for(
     target: str,
@@ -73,6 +91,7 @@ def job_for(
     seq: int | None = None,
     dtype: str | None = None,
     optimizer: str | None = None,
+    lora: int | None = None,
     real_run: bool | None = None,
     agree: Sequence[str] | None = None,
     no_compile: bool = False,
@@ -80,15 +99,20 @@ def job_for(
 ) -> Job:
     """The Job a target stands for; None is its own default, of `batch` for each rank."""
     if ":" in target:
-        given = {"--batch": batch, "--seq": seq, "--dtype": dtype, "--optimizer": optimizer}
+        given = {"--batch": batch, "--seq": seq, "--dtype": dtype, "--optimizer": optimizer, "--lora": lora}
         named = [name for name, value in given.items() if value is not None]
         if named:
             raise ValueError(f"{named[0]} is not for functions; {target} decides it in the Job it returns")
         job = _job_of_function(target)
         job = replace(job, real_run=job.real_run if real_run is None else real_run, agree=(*job.agree, *(agree or ())))
         return replace(job, compile=False) if no_compile else job
+    if optimizer is not None:
+        optimizer_class(optimizer)  # before anything is built
     if target == "demo":
         from . import demo
+
+        if lora is not None:
+            raise ValueError("--lora is for Hugging Face models, and the demo is none")
 
         job = demo.job(
             batch_size=batch or demo.BATCH * ranks, length=seq or demo.LENGTH, precision=dtype or demo.default_precision()
@@ -101,7 +125,35 @@ def job_for(
     else:
         job = _job_of_config(_config_named(target), batch or BATCH * ranks, seq, dtype)
     job = replace(job, real_run=real_run, agree=tuple(agree or ()), compile=False if no_compile else None)
-    return job if optimizer is None else replace(job, optimizer=_optimizer(optimizer))
+    if lora is not None:
+        job = with_optimizer(replace(job, model=Adapted(job.model, lora)), "adamw")
+    return job if optimizer is None else with_optimizer(job, optimizer)
+
+
+def name_of(target: str) -> str:
+    """What a target is called; "" for a function, whose model has a class of its own."""
+    return "" if ":" in target else Path(target).resolve().name if Path(target).exists() else target
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Makes a Hugging Face model whose weights are frozen, with trained LoRA adapters of this rank on every linear layer but the
+    head, as PEFT puts them there."""
+
+    model: Any  # makes the model
+    rank: int
+
+    def __call__(self) -> nn.Module:
+        try:
+            from peft import LoraConfig
+        except ImportError:
+            raise ImportError("--lora needs PEFT: pip install peft") from None
+        made: Any = self.model()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out")  # that PEFT sees itself how a layer lays out its weights
+            made.add_adapter(LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules="all-linear"))
+        adapted: nn.Module = made
+        return adapted
 
 
 def _quiet_transformers() -> Any:
@@ -155,8 +207,8 @@ def _job_of_config(config: Any, batch: int, seq: int | None, dtype: str | None) 
     return Job.from_huggingface(config, batch_size=batch, length=length, **precision)
 
 
-def _optimizer(name: str) -> Callable[[nn.Module], Optimizer]:
-    """An optimizer of torch's by its name, in any case, with torch's own settings."""
+def optimizer_class(name: str) -> Any:
+    """An optimizer of torch's by its name, in any case."""
     from torch import optim
 
     classes = {
@@ -164,9 +216,14 @@ def _optimizer(name: str) -> Callable[[nn.Module], Optimizer]:
         for key, made in vars(optim).items()
         if isinstance(made, type) and issubclass(made, optim.Optimizer) and made is not optim.Optimizer
     }
-    made_by: Any = classes.get(name.lower())
-    if made_by is None:
-        raise ValueError(f"torch.optim has no {name!r}{nearest(name.lower(), classes)}")
+    if name.lower() not in classes:
+        raise ValueError(f"--optimizer {name}: torch.optim has none of that name{nearest(name.lower(), classes)}")
+    return classes[name.lower()]
+
+
+def with_optimizer(job: Job, name: str) -> Job:
+    """The same with an optimizer of torch's, with torch's own settings, of what is trained."""
+    made_by = optimizer_class(name)
 
     def make(model: nn.Module) -> Optimizer:
         try:
@@ -178,7 +235,7 @@ def _optimizer(name: str) -> Callable[[nn.Module], Optimizer]:
             ) from error
         return made
 
-    return make
+    return replace(job, optimizer=make)
 
 
 def _job_of_function(target: str) -> Job:

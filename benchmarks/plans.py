@@ -11,7 +11,6 @@ from pathlib import Path
 
 from anyfit import Machine, NoPlan, Plan
 from anyfit.asking import Question, planned
-from anyfit.profiling import profile_of
 from anyfit.values.units import show_bytes, show_count, show_seconds
 
 PAGE = Path(__file__).parents[1] / "docs" / "plans.md"
@@ -58,9 +57,8 @@ def plan_of(model: str, gpus: int) -> Plan | NoPlan:
     """As `anyfit plan MODEL --machine h100-node --gpus ... --nodes ...` makes it."""
     machine = machine_of(gpus)
     question = Question(model, {"ranks": math.prod(machine.rank_grid())}, lambda name: machine, "h100-node")
-    traced = question.traced()
     try:
-        return planned(question, traced, profile_of(traced.job, machine, machine.rank_grid(), for_plan=True))
+        return planned(question, machine)
     except NoPlan as verdict:
         return verdict
 

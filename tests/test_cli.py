@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -121,6 +122,11 @@ def test_help_imports_no_torch(verb: str | None, root: Path) -> None:
     assert "Usage:" in done.stdout
     if verb is None:
         assert all(f"  {name} " in done.stdout for name in VERBS)
+
+
+def test_the_version_is_the_packages(anyfit: Command) -> None:
+    done = anyfit("--version")
+    assert (done.status, done.out, done.err) == (0, f"anyfit {importlib.metadata.version('anyfit')}\n", "")
 
 
 def test_no_arguments_show_the_help(anyfit: Command) -> None:
@@ -246,21 +252,78 @@ def test_each_change_that_is_offered_where_nothing_fits_does_what_it_says(anyfit
     asked = ("plan", "demo", "--machine", "small.json", "--dtype", "fp32", "--batch", "8", "--seq", "256")
     done = anyfit(*asked, "--device-memory", "4MiB")
     assert done.status == 3
-    offered = re.findall(r"^  (.+?)  +(\S+ \S+) a step$", done.err, re.MULTILINE)
-    assert [what.rpartition(" ")[0] for what, _ in offered if what.startswith("--")] == ["--seq"]
-    assert any(what.endswith("device memory") for what, _ in offered)
+    assert [name for name, *_ in type_each(anyfit, (*asked, "--device-memory", "4MiB"), done.err)] == ["--device-memory", "--seq"]
+
+
+def type_each(anyfit: Command, asked: tuple[str, ...], verdict: str) -> list[list[str]]:
+    """Each change that a verdict offers, typed behind what was asked: a plan is made, in no more than the step that was said."""
+    offered = re.findall(r"^  (.+?): (.+) a step$", verdict, re.MULTILINE)
+    assert len(offered) == len(verdict.splitlines()) - verdict.startswith("anyfit: ") - verdict.count(" as you asked")
     for what, said in offered:
-        words = what.split() if what.startswith("--") else ["--device-memory", what.removesuffix(" of device memory")]
-        limit = () if "--device-memory" in words else ("--device-memory", "4MiB")
-        plan = printed(anyfit(*asked, *limit, *words, "--json"))
-        seconds = plan.forecast.step_seconds
-        assert show_seconds(seconds) == said or seconds <= 1.01 * seconds_of(said)
+        done = anyfit(*asked, *what.split(), "--json")
+        assert done.status == 0, f"{what}: {done.err}"
+        seconds = Plan.from_json(json.loads(done.out)).forecast.step_seconds
+        assert show_seconds(seconds) == said or seconds <= 1.01 * seconds_of(said), what
+    return [what.split() for what, _ in offered]
+
+
+def card(device_bytes: int, host_bytes: int) -> Machine:
+    """A GPU like an L4, with less memory."""
+    like = Machine.load("l4")
+    host = replace(like.host, memory_bytes=figure(host_bytes))
+    return replace(like, host=host, device=replace(like.device, name="a small card", memory_bytes=figure(device_bytes)))
+
+
+def test_each_remedy_of_a_card_that_is_too_small_can_be_typed_and_works(anyfit: Command) -> None:
+    """More memory than the card is described with, other optimizers, adapters, other cards."""
+    card(3 * 2**29, 5 * 2**29).save("card.json")
+    asked = ("plan", "gpt2-small", "--batch", "2", "--seq", "32", "--machine", "card.json")
+    done = anyfit(*asked)
+    assert (done.status, done.out) == (3, "")
+    first, _, _ = done.err.partition("\n")
+    assert first.startswith("anyfit: gpt2-small (124 M parameters, AdamW, batch 2 x 32) does not fit: it needs ")
+    typed = type_each(anyfit, asked, done.err)
+    names = [" ".join(words[::2]) for words in typed]
+    assert set(names) >= {"--host-memory", "--device-memory", "--optimizer", "--lora", "--machine"}
+    assert [words[1] for words in typed if words[0] == "--optimizer"] == ["adafactor", "sgd"]
+    (size,) = (words[1] for words in typed if words[0] == "--host-memory" and len(words) == 2)
+    said = anyfit(*asked, "--host-memory", size).err
+    assert said == f"l4 is described with 2.50 GiB of host memory; planning for {size.replace('GiB', ' GiB')} as you asked\n"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_each_remedy_of_llama_8b_on_an_rtx_4090_can_be_typed_and_works(anyfit: Command) -> None:
+    asked = ("plan", "llama-8b", "--machine", "rtx-4090")
+    done = anyfit(*asked)
+    assert done.status == 3
+    assert done.err.startswith("anyfit: llama-8b (8.03 B parameters, AdamW, batch 8 x 1024) does not fit: it needs ")
+    assert " of host memory, the machine has 62.1 GiB: " in done.err
+    typed = type_each(anyfit, asked, done.err)
+    assert {words[0] for words in typed} == {"--host-memory", "--device-memory", "--optimizer", "--lora", "--machine"}
+
+
+def test_of_the_machine_that_is_here_more_memory_is_a_question_and_no_limit(
+    anyfit: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anyfit.probe", lambda: small_machine(device_bytes=2**20))
+    asked = ("plan", "demo", "--dtype", "fp32", "--batch", "1", "--seq", "32")
+    done = anyfit(*asked)
+    assert done.status == 3
+    (size,) = re.findall(r"^  --what-if device-memory=(\S+): ", done.err, re.MULTILINE)
+    answer = anyfit(*asked, "--what-if", f"device-memory={size}", "--json")
+    assert answer.status == 3  # as it is, it does not fit
+    assert Plan.from_json(json.loads(answer.out)["what_if"][f"device-memory={size}"]).fits
+    refused = anyfit(*asked, "--device-memory", size)
+    assert refused.status == 2
+    assert refused.err.startswith("anyfit: a limit of ")
+    assert refused.err.endswith(f"--what-if device-memory={size}\n")
 
 
 def test_a_smaller_micro_batch_is_offered_where_the_job_asks_for_one_that_is_too_large(anyfit: Command, tmp_path: Path) -> None:
     done = anyfit("plan", "jobs.py:whole", "--machine", "small.json", "--device-memory", "8kB")
     assert done.status == 3
-    ((size, said),) = re.findall(r"^  Job\(micro_batch=(\d+)\) +(\S+ \S+) a step$", done.err, re.MULTILINE)
+    ((size, said),) = re.findall(r"^  Job\(micro_batch=(\d+)\): (\S+ \S+) a step$", done.err, re.MULTILINE)
     (tmp_path / "jobs.py").write_text(JOBS.replace('"micro_batch", 64', f'"micro_batch", {size}'))
     sys.modules.pop("jobs")
     plan = printed(anyfit("plan", "jobs.py:whole", "--machine", "small.json", "--device-memory", "8kB", "--json"))
@@ -269,13 +332,11 @@ def test_a_smaller_micro_batch_is_offered_where_the_job_asks_for_one_that_is_too
 
 
 def test_the_smallest_cards_that_are_enough_are_offered(anyfit: Command, tmp_path: Path) -> None:
-    card = Machine.load("l4")
-    host = replace(card.host, memory_bytes=figure(2**30))
-    replace(card, host=host, device=replace(card.device, name="a small card", memory_bytes=figure(2**30))).save("card.json")
+    card(2**30, 2**30).save("card.json")
     asked = ("plan", "gpt2-small", "--batch", "2", "--seq", "64")
     done = anyfit(*asked, "--machine", "card.json")
     assert done.status == 3
-    offered = re.findall(r"^  --machine (\S+) +(\S+ \S+) a step$", done.err, re.MULTILINE)
+    offered = re.findall(r"^  --machine (\S+): (\S+ \S+) a step$", done.err, re.MULTILINE)
     assert [name for name, _ in offered] == ["l4", "rtx-3090"]
     for name, said in offered:
         plan = printed(anyfit(*asked, "--machine", name, "--json"))
@@ -383,14 +444,14 @@ MENDABLE = [
     (("plan", "gpt2-smal"), "'gpt2-smal' names no function; "),
     (("plan", "folder/config.json"), "no file folder/config.json"),
     (("plan", "."), ". holds no configuration that transformers can read: "),
-    (("plan", "demo", "--optimizer", "adamv"), "torch.optim has no 'adamv'; did you mean 'adam"),
+    (("plan", "demo", "--optimizer", "adamv"), "--optimizer adamv: torch.optim has none of that name; did you mean 'adam"),
     (("plan", "bert", "--seq", "513"), "--seq 513 is more than the 512 positions of BertConfig; --seq 512 fits"),
     (("plan", "vit", "--seq", "16"), "--seq is for models of text, and ViTConfig reads images"),
     (("plan", *SMALL, "--gpus", "2"), "--gpus 2: 'small' has no GPU; name a machine that has"),
     (("plan", "--machine", "h20"), "no machine file or preset 'h20'; did you mean 'h200'?"),
     (("plan", "--machine", "file"), "file: not JSON"),
     (("plan", "--machine", "."), "cannot read the machine file .: Is a directory"),
-    (("plan", *SMALL, "--device-memory", "9GiB"), "a limit of 9.00 GiB where one a made-up processor has 8.00 GiB"),
+    (("plan", "jobs.py:job", "--host-memory", "900TiB"), "a limit of 900 TiB where "),
     (("plan", *SMALL, "--host-memory", "lots"), "--host-memory lots: 'lots' is not a size; write it like 24GiB"),
     (("plan", *SMALL, "--device-memory", "-1GiB"), "--device-memory -1GiB: '-1GiB' is not a size; write it like 24GiB"),
     (("fit", "--host-memory", "0"), "--host-memory 0: give more than nothing, such as 24GiB"),
@@ -398,9 +459,16 @@ MENDABLE = [
     (("export", ".", "out", "--shard-size", "-5GB"), "--shard-size -5GB: '-5GB' is not a size"),
     (("plan", *SMALL, "-o", "file/plan.json"), "cannot write file/plan.json: its folder is a file"),
     (
-        ("plan", "demo", "--machine", "small.json", "--dtype", "fp31"),
-        "Job(precision='fp31') is not known; did you mean 'fp32'?",
+        ("plan", "no-such-model", "--machine", "small.json", "--dtype", "fp16"),  # before the model is looked for
+        "--dtype fp16: bf16 or fp32 today",
     ),
+    (("fit", "--dtype", "fp16"), "--dtype fp16: bf16 or fp32 today"),
+    (("plan", *SMALL, "--lora", "4"), "--lora is not for functions; jobs.py:job decides it in the Job it returns"),
+    (("plan", "demo", "--machine", "small.json", "--lora", "4"), "--lora is for Hugging Face models, and the demo is none"),
+    (("plan", "demo", "--machine", "small.json", "--what-if", "dtype=fp16"), "--what-if dtype=fp16: bf16 or fp32 today"),
+    (("plan", "demo", "--machine", "small.json", "--what-if", "optimizer=sdg"), "--optimizer sdg: torch.optim has none of that"),
+    (("plan", "no-such-model", "-o", "."), "cannot write .: it is a folder"),
+    (("probe", "--forget", "-o", "machine.json"), "--forget measures no machine that could be written; leave --output out"),
     (("check", "jobs.py:job", "--plan", "nothing.json"), "no plan file at nothing.json"),
     (("why", "nothing.json"), "no plan file at nothing.json"),
     (("why", "plan.json", "updates"), "the plan has no decision 'updates'; it has: model state, micro-batch"),
@@ -411,7 +479,7 @@ MENDABLE = [
     (("plan", *SMALL, "--what-if", "batch=0"), "--what-if batch=0: give a whole number from 1 up"),
     (("plan", *SMALL, "--what-if", "seq=1.5"), "--what-if seq=1.5: give a whole number from 1 up"),
     (("plan", *SMALL, "--what-if", "batch=2", "--what-if", "batch=2"), "--what-if batch=2 is given twice"),
-    (("plan", *SMALL, "--what-if", "batch=2"), "--batch is not for functions"),
+    (("plan", *SMALL, "--what-if", "batch=2"), "--what-if batch=2: --batch is not for functions"),
     (("plan", *SMALL, "--what-if", "machine=h20"), "no machine file or preset 'h20'; did you mean 'h200'?"),
     (("plan", *SMALL, "--compare", "l4", "--tokens", "1B"), "--compare plans for each machine it names; leave --machine out"),
     (("plan", "jobs.py:job", "--compare", "l4,h200"), "--compare ranks machines by the time to train on so many tokens; say how"),
@@ -451,7 +519,7 @@ MENDABLE = [
     (("export", "nothing", "out"), "no checkpoint at nothing"),
     (("export", ".", "out"), ". is not an anyfit checkpoint: it has no manifest.json"),
     (("export", ".", "out.safetensors"), "out.safetensors is to be a folder, with the safetensors in it; try out"),
-    (("export", ".", "out", "--dtype", "fp16"), "--dtype fp16 is not known"),
+    (("export", ".", "out", "--dtype", "fp16"), "--dtype fp16: bf16 or fp32 today"),
 ]
 
 
@@ -588,9 +656,21 @@ def test_when_nothing_fits_the_verdict_says_what_would_and_status_is_3(anyfit: C
     done = anyfit("plan", *SMALL, "--device-memory", "1kB")
     assert (done.status, done.out) == (3, "")
     first, *changes = done.err.splitlines()
-    assert first.startswith("anyfit: Sequential does not fit: with micro-batches of 1 it needs ")
-    (typed,) = re.findall(r"^  (\S+) (\w+) of device memory", "\n".join(changes), re.MULTILINE)
-    assert anyfit("plan", *SMALL, "--device-memory", "".join(typed)).status == 0
+    assert first.startswith("anyfit: Sequential (81 parameters, AdamW, batch 4) does not fit: it needs ")
+    assert " of device memory in micro-batches of 1 (" in first
+    assert ", the limit is 1000 B: " in first
+    (typed,) = re.findall(r"^  --device-memory (\S+): ", "\n".join(changes), re.MULTILINE)
+    assert anyfit("plan", *SMALL, "--device-memory", typed).status == 0
+
+
+@pytest.mark.parametrize("change", [(), ("--what-if", "device-memory=64kB")])
+def test_a_plan_that_is_not_made_is_not_written_and_that_is_said(
+    anyfit: Command, tmp_path: Path, change: tuple[str, ...]
+) -> None:
+    done = anyfit("plan", *SMALL, "--device-memory", "1kB", "-o", "new.json", *change)
+    assert done.status == 3
+    assert done.err.startswith("nothing is written to new.json: there is no plan\nanyfit: Sequential ")
+    assert not (tmp_path / "new.json").exists()
 
 
 def test_steps_that_are_not_plain_pytorchs_are_shown_and_the_status_says_so(

@@ -19,7 +19,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "anyfit"
 ROOMS = ("values", "probing", "tracing", "costing", "planning", "placing", "kernels", "running", "showing")
 COMPOSE = (
-    *("__init__", "__main__", "asking", "cli", "demo", "ending", "fit_command", "fitting", "measuring", "options", "profiling"),
+    *("__init__", "__main__", "asking", "cli", "demo", "ending", "fit_command", "fitting", "measuring", "options"),
+    "plan_command",
+    "profiling",
     "starting",
     "targets",
 )

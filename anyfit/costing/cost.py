@@ -109,6 +109,7 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Lin
         link_error=link_error,
         link_note=link_note,
         loss=graph.loss,
+        limited=tuple(tier for tier in ("device", "host", "disk") if getattr(machine.limits, f"{tier}_bytes") is not None),
     )
     return made.staying(graph.state_stays) if graph.state_stays else made
 

@@ -8,7 +8,7 @@ one for other limits goes on with what the first has seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -104,12 +104,20 @@ def change_to(what: str, profile: Profile) -> Change | None:
 # ---------------------------------------------------------------------- when nothing fits
 
 
-def no_plan(profile: Profile) -> NoPlan:
-    """The verdict on a profile of which nothing fits, with the memory that was found to be enough."""
+def in_python(limits: Mapping[str, str]) -> str | None:
+    """Memory that is enough, as a script says it."""
+    return f"machine.as_if({', '.join(f'{tier}_memory={size!r}' for tier, size in limits.items())})"
+
+
+def no_plan(profile: Profile, typed: Callable[[Mapping[str, str]], str | None] = in_python) -> NoPlan:
+    """The verdict on a profile of which nothing fits, with the memory that was found to be enough; `typed` makes words to type of
+    sizes by tier, or None where nobody could type it."""
     if profile.divisions:  # the most that can be sharded is what needs least
         profile = profile.sharded(profile.divisions[-1])
     verdict = shortfall(profile)
-    return verdict.because(_restrictions(profile)).with_changes(tuple(_enough_memory(profile, verdict)))
+    enough = ((typed(limits), seconds) for limits, seconds in _enough_memory(profile, verdict))
+    changes = tuple(Change(what, seconds) for what, seconds in enough if what is not None)
+    return verdict.because(_restrictions(profile)).with_changes(changes)
 
 
 def shortfall(profile: Profile) -> NoPlan:
@@ -118,17 +126,17 @@ def shortfall(profile: Profile) -> NoPlan:
         profile = profile.sharded(profile.divisions[-1])
 
     def lacking(what: str, needed: int, limit: int, tier: Literal["device", "host"]) -> NoPlan:
-        model = profile.model if profile.division is None else f"{profile.model} over {profile.division.ranks} ranks"
-        lack = f"{show_bytes(limit)} are allowed: {show_bytes(needed - limit)} too little{_margin(profile)}"
-        return NoPlan(f"{model} does not fit: {what}, and {lack}", needed - limit, tier)
+        ranks = "" if profile.division is None else f" over {profile.division.ranks} ranks"
+        has = "the limit is" if tier in profile.limited else "a rank has" if ranks else "the machine has"
+        lack = f"{has} {show_bytes(limit)}: {show_bytes(needed - limit)} too little{_margin(profile)}"
+        return NoPlan(f"{profile.described}{ranks} does not fit: it needs {what}, {lack}", needed - limit, tier)
 
     needed = {each.micro_batch: (forecast(profile, each).needed_bytes, 0) for each in profile.passes}  # of device and host
     space = space_of(profile)
     if space is not None:
         least_host = _least_host_bytes(space)
         if least_host is not None:
-            what = f"what the device has no room for takes {show_bytes(least_host)} of host memory"
-            return lacking(what, least_host, profile.host_limit_bytes, "host")
+            return lacking(f"{show_bytes(least_host)} of host memory", least_host, profile.host_limit_bytes, "host")
         for each in space.sizes:
             for size in needed:
                 smallest = each.evaluation.footprint(each.local.least(size))
@@ -139,8 +147,8 @@ def shortfall(profile: Profile) -> NoPlan:
     state = f"{show_bytes(profile.state.resident)} of that is model state"
     if on_host:
         state = "with all the model state it can on the host"
-    needs = f"it needs {show_bytes(least)} of device memory ({state}; the peak is at {where})"
-    return lacking(f"with micro-batches of {micro_batch} {needs}", least, profile.device_limit_bytes, "device")
+    what = f"{show_bytes(least)} of device memory in micro-batches of {micro_batch} ({state}; the peak is at {where})"
+    return lacking(what, least, profile.device_limit_bytes, "device")
 
 
 def _restrictions(profile: Profile) -> str:
@@ -170,8 +178,8 @@ def _least_host_bytes(space: Space) -> int | None:
     return min((each for each in taken if each is not None), default=None)
 
 
-def _enough_memory(profile: Profile, verdict: NoPlan) -> Iterator[Change]:
-    """More of the device or of the host, as little as was found to do."""
+def _enough_memory(profile: Profile, verdict: NoPlan) -> Iterator[tuple[dict[str, str], float]]:
+    """More of the host or of the device, as little as was found to do: sizes by tier, and seconds of a step."""
     space = space_of(profile)
     device, host = profile.device_limit_bytes, profile.host_limit_bytes
     if verdict.tier == "device":
@@ -184,19 +192,28 @@ def _enough_memory(profile: Profile, verdict: NoPlan) -> Iterator[Change]:
         yield from _with_memory(larger, space, "device")
 
 
-def _with_memory(profile: Profile, space: Space | None, tier: Literal["device", "host"]) -> Iterator[Change]:
+def _with_memory(
+    profile: Profile, space: Space | None, tier: Literal["device", "host"]
+) -> Iterator[tuple[dict[str, str], float]]:
     """The profile's own limit of this tier, where a plan is found with it; where that takes more of the host, with so much."""
-    limit = profile.device_limit_bytes if tier == "device" else profile.host_limit_bytes
-    said = f"{show_bytes(limit)} of {tier} memory"
+    said: dict[str, str] = {tier: typed_bytes(profile.device_limit_bytes if tier == "device" else profile.host_limit_bytes)}
     found = quickly(profile, space)
     if found is None and space is not None:
         least = _least_host_bytes(space.with_limits_of(profile))
         if least is not None and least > profile.host_limit_bytes:
             profile = replace(profile, host_limit_bytes=rounded_up(least))
-            said += f" and {show_bytes(profile.host_limit_bytes)} of host memory"
+            said["host"] = typed_bytes(profile.host_limit_bytes)
             found = quickly(profile, space)
     if found is not None:
-        yield Change(said, found.chosen.mean_step_seconds)
+        yield said, found.chosen.mean_step_seconds
+
+
+def typed_bytes(size: int) -> str:
+    """
+    >>> typed_bytes(rounded_up(38_488_000_000))
+    '35.9GiB'
+    """
+    return show_bytes(size).replace(" ", "")
 
 
 def rounded_up(size: int) -> int:

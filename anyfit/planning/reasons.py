@@ -30,7 +30,7 @@ NOT_KEPT: dict[Activations, str] = {
     "selective": "recomputed but for the costly ops",
     "offload": "offloaded to the host",
 }
-UPDATED = {"resident": "on the device", "streamed": "streamed through it", "host": "on the host"}
+NO_TIME = show_seconds(0.0)  # as less than it shows
 USUAL = {"chunk size": "the usual size", "ranks": "fewer moving parts"}  # of what is preferred to what is a little faster
 
 
@@ -52,8 +52,17 @@ def _resident(found: Found) -> Plan:
         for size, each in found.forecasts.items()
         if size != found.micro_batch
     )
-    state = Decision("model state", "all on the device", f"it fits, {show_bytes(limit - chosen.needed_bytes)} to spare")
+    state = Decision("model state", f"all on the {device_of(profile)}", _spare(limit - chosen.needed_bytes))
     return _plan(found, (state,), alternatives, _why("micro-batch", chosen, alternatives, "the only one asked for"))
+
+
+def device_of(profile: Profile) -> str:
+    """What people call it."""
+    return "GPU" if profile.host is not None and profile.host.overlaps else "device"
+
+
+def _spare(size: int) -> str:
+    return f"it fits, {show_bytes(size)} to spare after the safety margin"
 
 
 def _offloaded(found: Found) -> Plan:
@@ -62,12 +71,15 @@ def _offloaded(found: Found) -> Plan:
     chunk_bytes = space.laid_out_like(offer.candidate).profile.offload_chunk_bytes
     priced = [(each, forecast_of(space, each.offer)) for each in neighbours if each.offer is not None]
     alternatives = tuple(
-        Alternative(each.decision, each.choice, other.mean_step_seconds, other.needed_bytes, fits=True) for each, other in priced
+        Alternative(each.decision, each.choice, other.mean_step_seconds, other.needed_bytes, fits=True)
+        for each, other in priced
+        if not _are_alike(chosen, other)
     )
     without = WITHOUT | {each.decision: f"{each.choice} would not fit" for each in neighbours if each.offer is None}
+    without |= {each.decision: f"{each.choice} would be the same" for each, other in priced if _are_alike(chosen, other)}
     why = {name: _why(name, chosen, alternatives, none) for name, none in without.items()}
     decisions = (
-        Decision("model state", where(offer), _why_there(found, offer, space)),
+        Decision("model state", where(offer, device_of(space.profile)), _why_there(found, offer, space)),
         *(Decision(name, choice, why[name]) for name, choice in choices_of(offer, is_gpu=space.is_gpu).items()),
         Decision("chunk size", show_bytes(chunk_bytes), why["chunk size"]),
     )
@@ -107,6 +119,7 @@ def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alt
         alternatives=alternatives,
         fingerprint=Fingerprint(profile.model_fingerprint, profile.machine_fingerprint),
         loss=profile.loss,
+        described=profile.described,
     )
 
 
@@ -132,11 +145,13 @@ def _why_there(found: Found, offer: Offer, space: Space) -> str:
     """What all on the device would cost."""
     chosen, limit = found.chosen, found.profile.device_limit_bytes
     if space.is_alone:
-        what = "all on the device, with all activations kept,"
+        what = f"all on the {device_of(space.profile)}, with all activations kept,"
         seconds = [found.forecasts[size].step_seconds for size in fitting(found.profile, found.forecasts)]
         least = min(each.needed_bytes for each in found.forecasts.values())
+        if not seconds and not offer.uses_host:
+            return f"activations do not all fit ({_of_limit(least, limit)})"
     elif not offer.uses_host:
-        return f"it fits, {show_bytes(limit - chosen.needed_bytes)} to spare"
+        return _spare(limit - chosen.needed_bytes)
     else:
         what, stays = "nothing on the host", fastest_on_device(space)
         seconds = [] if stays is None else [mean_seconds(space.profile, stays)]
@@ -144,6 +159,16 @@ def _why_there(found: Found, offer: Offer, space: Space) -> str:
     if seconds:
         return f"{what} would take {show_seconds(min(seconds) - chosen.mean_step_seconds)} more a step{_on_average(chosen)}"
     return f"{what} would need {show_bytes(least)}, in passes of {found.profile.passes[-1].micro_batch}"
+
+
+def _of_limit(size: int, limit: int) -> str:
+    """
+    >>> _of_limit(int(25.5 * 2**30), int(23.6 * 2**30)), _of_limit(2**30, 2**29)
+    ('25.5 of 23.6 GiB', '1.00 GiB of 512 MiB')
+    """
+    needed, allowed = show_bytes(size), show_bytes(limit)
+    number, _, unit = needed.partition(" ")
+    return f"{number if allowed.endswith(f' {unit}') else needed} of {allowed}"
 
 
 def _why(decision: str, chosen: Forecast, alternatives: tuple[Alternative, ...], without: str) -> str:
@@ -157,11 +182,19 @@ def _why(decision: str, chosen: Forecast, alternatives: tuple[Alternative, ...],
         return f"{least.choice} would need {show_bytes(least.device_bytes)} and does not fit"
     later, average = best.step_seconds - chosen.mean_step_seconds, _on_average(chosen)
     room = chosen.needed_bytes - best.device_bytes
-    memory = f"{show_bytes(abs(room))} {'less' if room >= 0 else 'more'} memory"
+    memory = f"{show_bytes(abs(room))} {'less' if room >= 0 else 'more'} memory" if room else "as much memory"
+    if show_seconds(abs(later)) == NO_TIME:
+        return f"{best.choice} would take as long, and {memory}"
     if later < 0:
         usual = USUAL.get(decision, "the fewest passes")
         return f"{usual}; {best.choice} would take {show_seconds(-later)} less{average}, too close to tell apart, and {memory}"
     return f"{best.choice} would take {show_seconds(later)} more a step{average} and {memory}"
+
+
+def _are_alike(chosen: Forecast, other: Forecast) -> bool:
+    """Whether nobody could tell them apart: such a neighbour says nothing."""
+    later = abs(other.mean_step_seconds - chosen.mean_step_seconds)
+    return show_seconds(later) == NO_TIME and other.needed_bytes == chosen.needed_bytes
 
 
 def _on_average(chosen: Forecast) -> str:
@@ -269,9 +302,10 @@ def choices_of(offer: Offer, *, is_gpu: bool) -> dict[str, str]:
     """By decision, what was chosen, where there was a choice: a CPU's updates always wait, as nothing runs beside it."""
     found: dict[str, str] = {}
     elements = by_route(offer)
+    updated = {"resident": f"on the {'GPU' if is_gpu else 'device'}", "streamed": "streamed through it", "host": "on the host"}
     if elements["streamed"] or elements["host"]:
         found["updates"] = ", ".join(
-            f"{show_count(elements[route])} {name}" for route, name in UPDATED.items() if elements[route]
+            f"{show_count(elements[route])} {name}" for route, name in updated.items() if elements[route]
         )
         if is_gpu:
             found["speculation"] = "updates begin before the norm is known" if speculates(offer) else "updates wait for the norm"
@@ -281,20 +315,20 @@ def choices_of(offer: Offer, *, is_gpu: bool) -> dict[str, str]:
     return found
 
 
-def where(offer: Offer) -> str:
+def where(offer: Offer, device: str) -> str:
     """Where the model state is."""
     elements = by_route(offer)
     pairs = zip(offer.candidate.chunks, offer.candidate.placements, strict=True)
     away = [chunk for chunk, placement in pairs if placement.weights == "host"]
     parts = []
-    resident = elements["resident"]
-    if resident < sum(elements.values()):
-        some = f"optimizer of {show_count(resident)} parameters on the device, of the others on the host"
-        parts.append(some if resident else "all optimizer state on the host")
+    resident, everything = elements["resident"], sum(elements.values())
+    if resident < everything:
+        some = f"of {show_count(resident)} parameters on the {device}, of {show_count(everything - resident)} on the host"
+        parts.append(f"optimizer state: {some if resident else 'all on the host'}")
     if away:
         size = show_bytes(sum(chunk.weights_bytes for chunk in away))
         parts.append(f"{size} of weights on the host, fetched through {offer.candidate.slots} slots")
-    return "; ".join(parts) or "all on the device"
+    return "; ".join(parts) or f"weights and optimizer on the {device}"
 
 
 def by_route(offer: Offer) -> Counter[str]:

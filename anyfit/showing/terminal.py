@@ -138,7 +138,9 @@ def show_modules(profile: Profile, modules: Sequence[BlockCost], console: Consol
 
 def _cost_table(profile: Profile, first: str) -> Table:
     each = profile.passes[0]
-    table = Table(title=Text(f"{profile.model}, micro-batch {each.micro_batch}, {profile.precision}, on {profile.machine}"))
+    table = Table(
+        title=Text(f"{profile.name or profile.model}, micro-batch {each.micro_batch}, {profile.precision}, on {profile.machine}")
+    )
     for name in (first, "class"):
         table.add_column(name, overflow="fold")
     for name in ("count", "parameters", "FLOPs", "forward", "backward", "kept"):
@@ -303,9 +305,9 @@ def _found(check: Check) -> Iterator[tuple[str, str]]:
     else:
         differences = f"losses off by {parity.loss_difference:.1e}, weights by {parity.weight_difference:.1e}"
         yield "plain PyTorch", f"{parity.steps} steps of {parity.compared}: {differences}"
-    yield "pace", f"not corrected: {check.no_pace}" if check.pace is None else f"from now on {check.pace.choice}"
+    yield "pace", f"not corrected: {check.no_pace}" if check.pace is None else f"{check.pace.choice}; later plans account for it"
     if check.correction is not None:
-        yield "margin", f"from now on {check.correction.error:.0%} of the memory"
+        yield "margin", f"{check.correction.error:.0%} of the memory; later plans leave it free"
 
 
 def show_match(match: Match, console: Console) -> None:

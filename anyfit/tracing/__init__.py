@@ -3,3 +3,4 @@
 from .trace import AreEnough as AreEnough
 from .trace import trace as trace
 from .trace import trace_all as trace_all
+from .trace import update_of as update_of

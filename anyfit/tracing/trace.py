@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from anyfit.values.aside import writing_aside
 from anyfit.values.batches import is_dense, named_tensors
 from anyfit.values.demands import sparse_layers
-from anyfit.values.graph import Graph, Parameter, Value
+from anyfit.values.graph import Graph, Parameter, UpdateRule, Value
 from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import LossRule
 from anyfit.values.memento import Memento
@@ -170,6 +170,13 @@ def _foresee(last: Graph, seconds: float, micro_batch: int, room_bytes: float) -
         raise TooDear(f"about {show_bytes(needed)} of memory, and {show_bytes(room_bytes)} are free")
     if times * seconds > PATIENCE_SECONDS:
         raise TooDear(f"about {show_seconds(times * seconds)}; Job(micro_batch={micro_batch}) makes it all the same")
+
+
+def update_of(job: Job, device: Kind) -> UpdateRule:
+    """What the job's optimizer does, as its graphs have it: for a job of which another optimizer was traced."""
+    with leaving_no_mark(job):
+        optimizer, _ = job.build_optimizer(sized_model(job))
+        return learn(optimizer, device)
 
 
 class _StandIn:

@@ -48,7 +48,7 @@ def _facts(plan: Plan) -> dict[str, str]:
     forecast = plan.forecast
     used: dict[TierName, int] = {**forecast.peak_bytes, "device": forecast.reserved_bytes}
     return {
-        "model": f"{plan.model}, {show_count(plan.parameters)} parameters, {plan.precision}",
+        "model": plan.title,
         "machine": plan.machine,
         **{decision.name: decision.choice for decision in plan.decisions if decision.name not in ANSWERS},
         "of which": ", ".join(f"{name} {show_seconds(took)}" for name, took in forecast.split_seconds.items() if took > 0),

@@ -60,7 +60,14 @@ class Pace:
 
     @property
     def choice(self) -> str:
-        return f"the passes take {self.scale:.3g} times what the machine's rates say"
+        """
+        >>> [Pace("", 1, "bf16", seconds, 1.0, "").choice for seconds in (6.92, 1.08, 1.001, 0.9, 0.25)]  # doctest: +ELLIPSIS
+        ['measured 6.9x slower than forecast', 'measured 8% slower than forecast', 'measured as forecast', ...
+        """
+        scale = self.scale if self.scale >= 1 else 1 / self.scale
+        more = f"{scale:.1f}x" if scale >= 2 else f"{scale - 1:.0%}"
+        way = "slower" if self.scale >= 1 else "faster"
+        return "measured as forecast" if more == "0%" else f"measured {more} {way} than forecast"
 
     @property
     def why(self) -> str:

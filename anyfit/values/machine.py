@@ -110,6 +110,10 @@ def _refuse_others(name: str, curves: Mapping[str, Curve], what: str, known: tup
             raise ValueError(f"{name}: unknown {what} {key!r}" + nearest(key, known))
 
 
+def _at_least(there: Figure, size: int) -> Figure:
+    return there if size <= there.value else Figure(size, 0.0, "assumed: as was asked for")
+
+
 def update_threads(cores: int) -> int:
     """How many of the host's cores update: two are left for launching, and for what moves state."""
     return max(1, cores - 2)
@@ -228,21 +232,54 @@ class Machine(Record):
     ) -> Self:
         """The same machine, of which no more than this may be used. None leaves a limit as it is."""
         wanted = {
-            "device_bytes": (device_memory, self.device.memory_bytes.value, f"one {self.device.name}"),
-            "host_bytes": (host_memory, self.host.memory_bytes.value, "the host"),
-            "disk_bytes": (disk, self.disk.free_bytes.value if self.disk else 0, "the disk"),
+            "device_bytes": (device_memory, self.device.memory_bytes.value, "device_memory"),
+            "host_bytes": (host_memory, self.host.memory_bytes.value, "host_memory"),
+            "disk_bytes": (disk, self.disk.free_bytes.value if self.disk else 0, "disk"),
         }
         limits = self.limits
-        for name, (given, available, owner) in wanted.items():
+        for name, (given, available, what) in wanted.items():
             if given is None:
                 continue
             if name == "disk_bytes" and self.disk is None:
                 raise ValueError(f"no disk is known of {self.name!r}; measure it with: anyfit probe --full")
             size = parse_bytes(given)
-            if not 0 < size <= available:
-                raise ValueError(f"a limit of {show_bytes(size)} where {owner} has {show_bytes(available)}; it must lie between")
+            if not size > 0:
+                raise ValueError(f"{what} {given}: give more than nothing, such as 24GiB")
+            if size > available:
+                raise ValueError(
+                    f"a limit of {show_bytes(size)} where {self.name} has {show_bytes(available)} of {what.replace('_', ' ')}; "
+                    f"to plan for more than there is: machine.as_if({what}={given!r}), --what-if {what.replace('_', '-')}={given}"
+                )
             limits = replace(limits, **{name: size})
         return replace(self, limits=limits)
+
+    def as_if(
+        self, device_memory: str | int | None = None, host_memory: str | int | None = None, disk: str | int | None = None
+    ) -> Self:
+        """The same machine as if a process could take this much, more than there is too: to plan for what is not here. None
+        leaves a limit as it is. What a node's host has for one process it has for those of all its devices."""
+        device, host, known = self.device, self.host, self.disk
+        if device_memory is not None:
+            device = replace(device, memory_bytes=_at_least(device.memory_bytes, parse_bytes(device_memory)))
+        if host_memory is not None:
+            host = replace(host, memory_bytes=_at_least(host.memory_bytes, parse_bytes(host_memory) * device.count))
+        if disk is not None and known is not None:
+            known = replace(known, free_bytes=_at_least(known.free_bytes, parse_bytes(disk)))
+        return replace(self, device=device, host=host, disk=known).with_limits(device_memory, host_memory, disk)
+
+    def beyond(self, described: Machine) -> list[str]:
+        """Where this one, as if it had more, has more than it is described with; for people."""
+        tiers = {
+            "device memory": (described.device.memory_bytes, self.device.memory_bytes, 1),
+            "host memory": (described.host.memory_bytes, self.host.memory_bytes, self.device.count),
+        }
+        each = f" for each of {self.device.count} processes" if self.device.count > 1 else ""
+        return [
+            f"{self.name} is described with {show_bytes(there.value / count)} of {what}{each if count > 1 else ''}; "
+            f"planning for {show_bytes(asked.value / count)} as you asked"
+            for what, (there, asked, count) in tiers.items()
+            if asked.value > there.value
+        ]
 
     def with_devices(self, gpus: int | None = None, nodes: int | None = None) -> Self:
         """The same kind of machine with so many GPUs in each node, and so many nodes. None leaves a number as it is. The host's

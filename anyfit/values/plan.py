@@ -214,6 +214,7 @@ class Plan(Record):
     )
     loss: LossRule | None = None  # how losses of micro-batches make that of the batch; None: nobody has looked
     rehearsed: bool = False  # its blocks were recomputed once and found the same, its loss cut and found to add up
+    described: str = ""  # the model with its size, and the job, for people
 
     def __post_init__(self) -> None:
         if not 1 <= self.micro_batch <= self.batch_size:
@@ -253,6 +254,8 @@ class Plan(Record):
             stages = document.get("stages")
             known = [{"replayed": [], **each} if isinstance(each, Mapping) else each for each in stages or ()]
             document = {**document, "version": 5, "stages": known if isinstance(stages, list) else stages}
+        if isinstance(document, Mapping) and document.get("version") == 5:  # some were written before jobs were described
+            document = {"described": "", **document}
         return super().from_json(document, where=where)
 
     @property
@@ -329,7 +332,7 @@ class Plan(Record):
                 if other.decision == decision.name:
                     verdict = "" if other.fits else ", does not fit"
                     price = other.step_seconds / self.forecast.mean_step_seconds - 1
-                    rows[f"  not {other.choice}"] = (
+                    rows[f"  instead, {other.choice}"] = (
                         f"{show_seconds(other.step_seconds)} a step ({price:+.0%}), {show_bytes(other.device_bytes)}{verdict}"
                     )
         return rows
@@ -353,11 +356,14 @@ class Plan(Record):
                     f"Plan again with anyfit.plan(job), or start(job, plan.unbound()) to use it as it is"
                 )
 
+    @property
+    def title(self) -> str:
+        return f"{self.described or f'{self.model} ({show_count(self.parameters)} parameters)'}, {self.precision}"
+
     def rows(self) -> list[tuple[str, str]]:
         """The plan as labelled lines for people, decisions first."""
         forecast = self.forecast
-        rows = [("model", f"{self.model}, {show_count(self.parameters)} parameters, {self.precision}")]
-        rows += [("machine", self.machine)]
+        rows = [("model", self.title), ("machine", self.machine)]
         rows += [(decision.name, f"{decision.choice}: {decision.why}") for decision in self.decisions]
         rows += [
             (
@@ -404,7 +410,7 @@ def _unclipped(forecast: object) -> object:
 class Change:
     """Something that makes a job fit: it was planned so before it is offered."""
 
-    what: str
+    what: str  # to type
     step_seconds: float
 
 
@@ -431,6 +437,5 @@ class NoPlan(Exception):  # noqa: N818  (a verdict about the job, not a fault)
     def __str__(self) -> str:
         if not self.changes:
             return str(self.args[0])
-        width = max(len(change.what) for change in self.changes)
-        fits = [f"  {change.what:<{width}}  {show_seconds(change.step_seconds)} a step" for change in self.changes]
+        fits = [f"  {change.what}: {show_seconds(change.step_seconds)} a step" for change in self.changes]
         return "\n".join((f"{self.args[0]}. It fits with one of these:", *fits))

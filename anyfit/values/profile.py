@@ -18,6 +18,7 @@ from .record import Record
 from .timing import NOTHING_RUN as NOTHING_RUN
 from .timing import Replay as Replay
 from .timing import Timing as Timing
+from .units import show_count
 
 
 @dataclass(frozen=True)
@@ -321,6 +322,25 @@ class Profile(Record):
     loss: LossRule = MEAN  # how losses of micro-batches make that of the batch, and so whether it may be cut
     kept: Mapping[str, str] = field(default_factory=dict)  # blocks that are not recomputed, and why
     clipped_steps: ClippedSteps | None = None  # what runs have shown of them; None: the job does not clip
+    name: str = ""  # of what was asked about, such as llama-8b; the model's class where nobody gave one
+    limited: tuple[str, ...] = ()  # tiers of which less than all may be used
+
+    @classmethod
+    def from_json(cls, document: object, *, where: str = "") -> Self:
+        if isinstance(document, Mapping):  # files may be older than a name and limits
+            document = {"name": "", "limited": [], **document}
+        return super().from_json(document, where=where)
+
+    @property
+    def described(self) -> str:
+        """For people: the model with its size, and the job.
+
+        `llama-8b (8.03 B parameters, AdamW, batch 8 x 1024)`"""
+        length = self.passes[0].tokens // self.passes[0].micro_batch if self.passes else 1
+        batch = self.batch_size * (1 if self.division is None else self.division.ranks)
+        trained = f", {show_count(self.trainable)} of them trained" if self.trainable < self.parameters else ""
+        facts = f"{show_count(self.parameters)} parameters{trained}, {self.optimizer}, batch {batch}"
+        return f"{self.name or self.model} ({facts}{f' x {length}' if length > 1 else ''})"
 
     @property
     def rank_division(self) -> Division:

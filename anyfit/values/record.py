@@ -87,6 +87,17 @@ def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return document
 
 
+def refuse_unwritable(path: Path) -> None:
+    """Before the work whose result is to be written there. Folders that are missing are made when it is."""
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise OSError(f"cannot write {path}: its folder is a file")
+    if path.is_dir():
+        raise OSError(f"cannot write {path}: it is a folder")
+    if not os.access(above, os.W_OK):
+        raise OSError(f"cannot write {path}: {above} cannot be written to")
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Written aside and renamed: a reader sees the old file or the new one, never half of either."""
     try:

@@ -283,8 +283,8 @@ def test_a_check_shows_each_part_and_tier_that_was_measured_and_what_was_made_of
         r"device peak .* 100 GiB ± 8% .* 125 GiB .* -20%",
         r"host peak .* 10.0 GiB ± 8% .* 10.0 GiB .* \+0%",
         "plain PyTorch +2 steps of 3 of 10 blocks and 2 of 8 samples: losses off by 1.0e-07, weights by 2.0e-06",
-        "pace +from now on the passes take 2 times what the machine's rates say",
-        "margin +from now on 27%",
+        "pace +measured 2.0x slower than forecast; later plans account for it",
+        "margin +27% of the memory; later plans leave it free",
     ):
         assert re.search(row, text), row
     assert "exposed update" not in text

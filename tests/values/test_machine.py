@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from anyfit import Machine
 from anyfit.values.machine import Curve, Disk, Limits
+from anyfit.values.units import parse_bytes
 from tests.machines import GIB, constant, figure, small_machine
 
 from .strategies import curves, positive
@@ -126,12 +127,44 @@ def test_a_limit_not_given_stays_as_it_was(machine: Machine) -> None:
     assert limited.with_limits() == limited
 
 
-@pytest.mark.parametrize("limit", ["8.1GiB", 8 * GIB + 1, 0, "0"])
-def test_a_limit_beyond_what_is_there_is_an_error_that_says_how_much_there_is(machine: Machine, limit: str | int) -> None:
+@pytest.mark.parametrize("limit", ["8.1GiB", 8 * GIB + 1])
+def test_a_limit_beyond_what_is_there_is_an_error_that_says_how_to_plan_for_it(machine: Machine, limit: str | int) -> None:
     for name in ("device_memory", "host_memory"):
-        with pytest.raises(ValueError, match=r"a limit of .* has 8.00 GiB"):
+        with pytest.raises(ValueError, match=r"a limit of .* where small has 8.00 GiB of (device|host) memory; ") as error:
             machine.with_limits(**{name: limit})
+        typed = re.search(r"machine\.as_if\(.*?\)", str(error.value))
+        assert typed is not None
+        larger = eval(typed[0], {"machine": machine})
+        assert getattr(larger, name.replace("_memory", "_limit_bytes")) == parse_bytes(limit)
     assert machine.with_limits(device_memory="8GiB").device_limit_bytes == 8 * GIB
+
+
+@pytest.mark.parametrize("limit", [0, "0", "0GiB"])
+def test_a_limit_of_nothing_is_refused(machine: Machine, limit: str | int) -> None:
+    with pytest.raises(ValueError, match=f"host_memory {limit}: give more than nothing"):
+        machine.with_limits(host_memory=limit)
+
+
+def test_a_machine_may_be_planned_for_as_if_it_had_more_and_says_so(machine: Machine) -> None:
+    larger = machine.as_if(device_memory="12GiB", host_memory="128GiB", disk="1TiB")
+    assert (larger.device_limit_bytes, larger.host_limit_bytes, larger.disk_limit_bytes) == (12 * GIB, 128 * GIB, 1024 * GIB)
+    assert larger.beyond(machine) == [
+        "small is described with 8.00 GiB of device memory; planning for 12.0 GiB as you asked",
+        "small is described with 8.00 GiB of host memory; planning for 128 GiB as you asked",
+    ]
+    smaller = machine.as_if(device_memory="1GiB", host_memory="2GiB")
+    assert smaller == machine.with_limits("1GiB", "2GiB")
+    assert smaller.beyond(machine) == []
+    assert machine.as_if() == machine
+
+
+def test_host_memory_as_if_is_for_each_process_of_a_node() -> None:
+    node = Machine.load("h100-node")
+    larger = node.as_if(host_memory="295GiB")
+    assert larger.host.memory_bytes.value == 8 * 295 * GIB
+    assert larger.host_limit_bytes == 295 * GIB
+    (said,) = larger.beyond(node)
+    assert said == "h100-node is described with 251 GiB of host memory for each of 8 processes; planning for 295 GiB as you asked"
 
 
 def test_a_limit_on_a_disk_nobody_measured_says_how_to_measure_it() -> None:

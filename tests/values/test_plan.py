@@ -122,7 +122,8 @@ def test_a_printed_plan_has_its_decisions_reasons_and_error_bands(plan: Plan) ->
         assert re.search(f"^{decision.name} +{re.escape(f'{decision.choice}: {decision.why}')}$", text, re.MULTILINE)
     assert f"{show_seconds(plan.forecast.step_seconds)} ± 25%" in text
     assert f"{show_bytes(plan.forecast.reserved_bytes)} ± 3% of 8.00 GiB" in text
-    assert "Net, 2.00 M parameters, fp32" in text
+    assert "Net (2.00 M parameters, 1.90 M of them trained, AdamW, batch 8 x 100), fp32" in text
+    assert "Net (2.00 M parameters), fp32" in str(replace(plan, described=""))
     for name, seconds in plan.forecast.split_seconds.items():
         assert (f"{name} {show_seconds(seconds)}" in text) == (seconds > 0)
 
@@ -140,7 +141,7 @@ def test_an_explanation_weighs_every_alternative(smaller: Plan) -> None:
     assert [label for label in rows if not label.startswith(" ")] == ["model state", "micro-batch"]
     assert len(smaller.alternatives) == 3
     for other in smaller.alternatives:
-        row = rows[f"  not {other.choice}"]
+        row = rows[f"  instead, {other.choice}"]
         assert f"{show_seconds(other.step_seconds)} a step" in row
         assert f"({other.step_seconds / smaller.forecast.step_seconds - 1:+.0%})" in row
         assert show_bytes(other.device_bytes) in row
@@ -156,13 +157,13 @@ def test_one_decision_can_be_asked_for_by_name_and_a_misspelt_one_lists_those_th
 
 
 def test_the_verdict_that_nothing_fits_survives_the_way_from_another_process() -> None:
-    changes = (Change("4 B of device memory", 2.0), Change("batch 1", 0.5))
+    changes = (Change("--device-memory 4B", 2.0), Change("--batch 1", 0.5))
     verdict = pickle.loads(pickle.dumps(NoPlan("it needs 3 B more", 3, "host", changes)))
     assert (verdict.shortfall_bytes, verdict.tier, verdict.changes) == (3, "host", changes)
     assert str(verdict).splitlines() == [
         "it needs 3 B more. It fits with one of these:",
-        "  4 B of device memory  2.00 s a step",
-        "  batch 1               500 ms a step",
+        "  --device-memory 4B: 2.00 s a step",
+        "  --batch 1: 500 ms a step",
     ]
     assert str(NoPlan("it needs 3 B more", 3)) == "it needs 3 B more"
 

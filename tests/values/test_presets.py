@@ -172,10 +172,9 @@ def test_limits_cap_what_there_is() -> None:
     assert machine.with_limits(device_memory="12GiB").limits.host_bytes == 64 * GIB
 
 
-@pytest.mark.parametrize("limit", ["0GiB", "200GiB"])
-def test_a_limit_beyond_what_is_there_is_refused(limit: str) -> None:
-    with pytest.raises(ValueError, match="where one NVIDIA H200 has 140 GiB"):
-        Machine.load("h200").with_limits(device_memory=limit)
+def test_a_limit_beyond_what_is_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="where h200 has 140 GiB of device memory"):
+        Machine.load("h200").with_limits(device_memory="200GiB")
 
 
 def test_a_limit_of_a_disk_that_was_not_measured_says_how_to_measure_it() -> None:
