@@ -188,6 +188,8 @@ def _config_named(target: str) -> Any:
     except ConnectionError:
         raise
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise
         first = str(error).strip().partition("\n")[0]
         raise ValueError(f"{target} holds no configuration that transformers can read: {first}") from error
 

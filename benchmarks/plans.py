@@ -112,7 +112,7 @@ here has run on as many GPUs. `python -m benchmarks.plans` writes this page, and
 [tests/planning/test_plans.py](../tests/planning/test_plans.py) plans some of it anew. [planning.md](planning.md) says how the
 choice is made. Memory is one GPU's, and its part of the host's; the last column is what planning took of one core.
 
-| model | GPUs | divided | device, host | activations | micro-batch | step | planned in |
+| model | GPUs | sharded | device, host | activations | micro-batch | step | planned in |
 |---|---|---|---|---|---|---|---|"""
 
 

@@ -21,6 +21,8 @@ from anyfit.values.profile import BlockCost, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
 from anyfit.values.weights import Match
 
+from .tables import Column, side_by_side, table
+
 BAR_CELLS = 40
 # One colour a meaning, told apart by lightness as well: readable without colour vision.
 PARTS = {"compute": "blue", "recompute": "cyan", "update": "magenta", "communication": "yellow", "offload": "red"}
@@ -60,12 +62,11 @@ def _bar(shares: Sequence[tuple[str, float]]) -> Text:
 def show_profile(profile: Profile, forecast: Forecast, attention_flops: int, console: Console) -> None:
     """A row a block at the largest micro-batch, equal neighbours together; then the totals. `forecast` is of a step of that
     micro-batch; `attention_flops`, of a pass, count the masked half of causal attention too."""
-    each = profile.passes[0]
-    table = _cost_table(profile, "block")
+    each, costs = profile.passes[0], Costs(profile, "block")
     for group in _runs(each.blocks, key=_looks):
         last = "" if len(group) == 1 else f" … {group[-1].name.rpartition('.')[2]}"
-        _add_costs(table, f"{group[0].name or '(outside blocks)'}{last}", group)
-    console.print(table)
+        costs.add(f"{group[0].name or '(outside blocks)'}{last}", group)
+    costs.show(console)
     state = profile.state
     rows = {
         "parameters": f"{show_count(profile.parameters)}, {show_count(profile.trainable)} trainable",
@@ -117,7 +118,7 @@ def show_modules(profile: Profile, modules: Sequence[BlockCost], console: Consol
     parts: dict[str, list[BlockCost]] = {}
     for module in modules[1:]:
         parts.setdefault(module.name.rpartition(".")[0], []).append(module)
-    table = _cost_table(profile, "module")
+    costs = Costs(profile, "module")
 
     def looks(group: Sequence[BlockCost]) -> tuple[Any, ...]:
         first = group[0]
@@ -126,39 +127,47 @@ def show_modules(profile: Profile, modules: Sequence[BlockCost], console: Consol
     def add(group: Sequence[BlockCost], indent: int) -> None:
         own, last = (module.name.rpartition(".")[2] for module in (group[0], group[-1]))
         name = own or "(all)"
-        _add_costs(table, "  " * indent + (name if own == last else f"{name} … {last}"), group)
+        costs.add("  " * indent + (name if own == last else f"{name} … {last}"), group)
         # the first parts of all that share the row, then their second ones, and so on
         columns = zip(*(parts.get(module.name, []) for module in group), strict=True)
         for alike in _runs(columns, key=looks):
             add([module for column in zip(*alike, strict=True) for module in column], indent + 1)
 
     add(modules[:1], 0)
-    console.print(table)
+    costs.show(console)
 
 
-def _cost_table(profile: Profile, first: str) -> Table:
-    each = profile.passes[0]
-    table = Table(
-        title=Text(f"{profile.name or profile.model}, micro-batch {each.micro_batch}, {profile.precision}, on {profile.machine}")
-    )
-    for name in (first, "class"):
-        table.add_column(name, overflow="fold")
-    for name in ("count", "parameters", "FLOPs", "forward", "backward", "kept"):
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+class Costs:
+    """A row a group of blocks or modules that are alike."""
 
+    FIGURES = ("count", "parameters", "FLOPs", "forward", "backward", "kept")
 
-def _add_costs(table: Table, name: str, group: Sequence[BlockCost]) -> None:
-    table.add_row(
-        Text(name),  # rich would read a string's [brackets] as markup
-        Text(group[0].kind),
-        str(len(group)),
-        show_count(sum(each.parameters for each in group)),
-        show_count(sum(each.flops_forward + each.flops_backward for each in group)),
-        show_seconds(sum(each.seconds_forward for each in group)),
-        show_seconds(sum(each.seconds_backward for each in group)),
-        show_bytes(sum(each.kept_bytes for each in group)),
-    )
+    def __init__(self, profile: Profile, first: str) -> None:
+        each = profile.passes[0]
+        self._title = (
+            f"{profile.name or profile.model}, micro-batch {each.micro_batch}, {profile.precision}, on {profile.machine}"
+        )
+        self._names = (first, "class", *self.FIGURES)
+        self._rows: list[tuple[str, ...]] = []
+
+    def add(self, name: str, group: Sequence[BlockCost]) -> None:
+        self._rows.append(
+            (
+                name,
+                group[0].kind,
+                str(len(group)),
+                show_count(sum(each.parameters for each in group)),
+                show_count(sum(each.flops_forward + each.flops_backward for each in group)),
+                show_seconds(sum(each.seconds_forward for each in group)),
+                show_seconds(sum(each.seconds_backward for each in group)),
+                show_bytes(sum(each.kept_bytes for each in group)),
+            )
+        )
+
+    def show(self, console: Console) -> None:
+        pairs = zip(self._names, zip(*self._rows, strict=True), strict=True)
+        columns = [Column(name, cells, is_figure=name in self.FIGURES) for name, cells in pairs]
+        console.print(table(columns, console, title=self._title, drop=("class", "FLOPs", "count", "parameters")))
 
 
 def _looks(cost: BlockCost) -> tuple[Any, ...]:
@@ -180,39 +189,35 @@ def show_rows(rows: Mapping[str, str] | Sequence[tuple[str, str]], console: Cons
 
 def show_beside(outcomes: Mapping[str, Outcome], console: Console) -> None:
     """A column each: the forecasts, and what differs."""
-    table = Table("")
-    for name in outcomes:
-        table.add_column(Text(name), overflow="fold")
-    for label, values in beside(outcomes).items():
-        table.add_row(Text(label, style="bold"), *(Text(value) for value in values))
-    console.print(table)
+    rows = beside(outcomes)
+    first, *others = (Column(name, cells) for name, cells in zip(outcomes, zip(*rows.values(), strict=True), strict=True))
+    for made in side_by_side(Column("", tuple(rows)), first, others, console):
+        console.print(made)
 
 
 def show_ranking(ranked: Sequence[Ranked], tokens: int, console: Console) -> None:
     """A row a machine, fastest first; where prices are known, also which is cheapest."""
     priced = sorted(each.cost for each in ranked if each.cost is not None)
-    table = Table(title=Text(f"{show_count(tokens)} tokens, on one device of each machine"))
-    for name in ("machine", "time", *(["cost"] if priced else []), "a step", "tokens/s", "model state"):
-        table.add_column(name, overflow="fold")
+    rows: list[tuple[str, ...]] = []
     for each in ranked:
         outcome = each.outcome
         if not isinstance(outcome, Plan):
             lacking = f"does not fit: {show_bytes(outcome.shortfall_bytes)} of {outcome.tier} memory too little"
-            table.add_row(Text(each.machine), "-", *(["-"] if priced else []), "-", "-", Text(lacking))
+            rows.append((each.machine, "-", "-", "-", "-", lacking))
             continue
         assert each.seconds is not None
         cost = "-"
         if each.cost is not None:
             cost = f"{each.cost:,.2f}" + (", the least" if each.cost == priced[0] and len(priced) > 1 else "")
-        table.add_row(
-            Text(each.machine),
-            show_duration(each.seconds),
-            *([cost] if priced else []),
-            f"{show_seconds(outcome.forecast.step_seconds)} ± {outcome.forecast.step_error:.0%}",
-            show_count(outcome.forecast.tokens_per_second),
-            Text(outcome.decision("model state").choice),
-        )
-    console.print(table)
+        step = f"{show_seconds(outcome.forecast.step_seconds)} ± {outcome.forecast.step_error:.0%}"
+        rate, state = show_count(outcome.forecast.tokens_per_second), outcome.decision("model state").choice
+        rows.append((each.machine, show_duration(each.seconds), cost, step, rate, state))
+    names = ("machine", "time", "cost", "a step", "tokens/s", "model state")
+    columns = [Column(name, cells) for name, cells in zip(names, zip(*rows, strict=True), strict=True)]
+    if not priced:
+        del columns[names.index("cost")]
+    title = f"{show_count(tokens)} tokens, on one device of each machine"
+    console.print(table(columns, console, title=title, drop=("a step", "tokens/s")))
 
 
 def show_duration(seconds: float) -> str:

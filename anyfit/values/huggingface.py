@@ -47,10 +47,18 @@ def config_of(source: Any) -> Any:
         raise TypeError(f"expected a Hugging Face configuration, folder, name or model, got {type(source).__name__}")
     if source in transformers.CONFIG_MAPPING and not Path(source).exists():
         return transformers.AutoConfig.for_model(source)  # a kind of model: its default configuration
-    if Path(source).exists() or _hub_answers():
-        return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    try:
+        if Path(source).exists() or _hub_answers():
+            return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{source} comes with code of its own, which is not run; where you trust it, make the model yourself and give that: "
+            f"Job.from_huggingface(AutoModelForCausalLM.from_pretrained({str(source)!r}, trust_remote_code=True), ...)"
+        ) from error
     try:  # what an earlier lookup left; transformers itself would ask a hub that does not answer again and again
-        return transformers.AutoConfig.from_pretrained(str(source), local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(str(source), local_files_only=True, trust_remote_code=False)
     except OSError as error:
         raise ConnectionError(
             f"{source} is not on this machine, and {_hub()} does not answer; give a folder or config.json, a model type such as "

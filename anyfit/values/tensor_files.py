@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,8 +103,26 @@ def _nothing_in(folder: Path) -> str:
         return f"{folder} holds no {SINGLE} and no {INDEX}"
     return (
         f"{folder} holds {others[0]}, and neither {SINGLE} nor {INDEX}: only safetensors are read, since loading a pickle runs "
-        "what is in it; where you trust it: AutoModel.from_pretrained(folder).save_pretrained(new_folder)"
+        f"what is in it; where you trust it: {_conversion(folder)}"
     )
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Weights that no run can start from."""
+    if holds_weights(folder) and not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
+        raise FileNotFoundError(_nothing_in(folder))
+
+
+def _conversion(folder: Path) -> str:
+    """The command that makes a folder of safetensors of it, with the head that its configuration names."""
+    made_by = "AutoModel"
+    with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
+        named = json.loads((folder / "config.json").read_bytes())["architectures"][0]
+        made_by = named if named.isidentifier() and named.isascii() else made_by
+    convert = (
+        f"import transformers as t; t.{made_by}.from_pretrained({str(folder)!r}).save_pretrained({f'{folder}-safetensors'!r})"
+    )
+    return f"python -c {shlex.quote(convert)}"
 
 
 def _read_index(index: Path) -> dict[str, set[str]]:

@@ -56,6 +56,15 @@ def test_a_hub_that_answers_is_asked(port: int, monkeypatch: pytest.MonkeyPatch,
     assert asked == [{"trust_remote_code": False}]
 
 
+def test_code_that_comes_with_a_folder_is_not_run_and_the_error_says_how_to(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "configuration.Mine"}}')
+    (tmp_path / "configuration.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass")
+    for ask in (config_of, targets.job_for):
+        with pytest.raises(ValueError, match=r"comes with code of its own, which is not run; .*trust_remote_code=True"):
+            ask(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_proxy_that_answers_is_as_good(port: int, monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]]) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{port}")
@@ -73,7 +82,7 @@ def test_without_a_hub_what_is_kept_is_looked_at_and_the_error_says_what_to_type
     with pytest.raises(ConnectionError, match=f"^{NAME} is not on this machine, and http://127.0.0.1:{free} does not") as error:
         targets.job_for(NAME)
     assert f"hf download {NAME} config.json" in str(error.value)
-    assert asked == [{"local_files_only": True}]
+    assert asked == [{"local_files_only": True, "trust_remote_code": False}]
 
 
 def test_a_name_that_takes_long_to_look_up_is_not_waited_for(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import pickle
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from anyfit import Job
 from anyfit.values import tensor_files
 from anyfit.values.tensor_files import ELEMENT_BYTES, INDEX, SINGLE, TensorFolder, header_of, read_header
 
@@ -220,6 +223,24 @@ def test_a_pickle_is_refused_and_not_run(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "sprung").exists()
     pickle.loads((folder / name).read_bytes())
     assert (tmp_path / "sprung").exists()
+
+
+def test_pickled_weights_are_refused_before_a_run_with_the_command_that_converts_them(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
+    model, folder = transformers.GPT2LMHeadModel(config), tmp_path / "a folder"
+    model.config.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": ["GPT2LMHeadModel"]}))
+    torch.save({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="only safetensors are read") as refused:
+        Job.from_huggingface(folder, batch_size=2, length=8)
+    assert Job.from_huggingface(folder, batch_size=2, length=8, weights=None).weights is None
+    _, _, command = str(refused.value).partition("where you trust it: ")
+    program, option, code = shlex.split(command)
+    assert (program, option) == ("python", "-c")
+    exec(code)  # in this process: another would take seconds to begin
+    converted = TensorFolder.open(tmp_path / "a folder-safetensors")
+    assert set(converted.entries) | {"lm_head.weight"} == set(model.state_dict())
+    assert Job.from_huggingface(converted.folder, batch_size=2, length=8).weights == converted.folder
 
 
 def test_a_folder_without_weights_says_what_it_lacks(tmp_path: Path) -> None:
