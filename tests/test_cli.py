@@ -18,6 +18,7 @@ from torch import Tensor
 
 from anyfit import Machine, Plan, cli
 from anyfit.planning import search
+from anyfit.planning.fastest import TIE
 from anyfit.running.run import Run
 from anyfit.showing import timeline
 from anyfit.values.answers import beside
@@ -256,14 +257,15 @@ def test_each_change_that_is_offered_where_nothing_fits_does_what_it_says(anyfit
 
 
 def type_each(anyfit: Command, asked: tuple[str, ...], verdict: str) -> list[list[str]]:
-    """Each change that a verdict offers, typed behind what was asked: a plan is made, in no more than the step that was said."""
+    """Each change that a verdict offers, typed behind what was asked: a plan is made, whose step is as long as was said, or
+    shorter, as far as forecasts are told apart."""
     offered = re.findall(r"^  (.+?): (.+) a step$", verdict, re.MULTILINE)
     assert len(offered) == len(verdict.splitlines()) - verdict.startswith("anyfit: ") - verdict.count(" as you asked")
     for what, said in offered:
         done = anyfit(*asked, *what.split(), "--json")
         assert done.status == 0, f"{what}: {done.err}"
         seconds = Plan.from_json(json.loads(done.out)).forecast.step_seconds
-        assert show_seconds(seconds) == said or seconds <= 1.01 * seconds_of(said), what
+        assert show_seconds(seconds) == said or seconds <= 1.01 * (1 + TIE) * seconds_of(said), what
     return [what.split() for what, _ in offered]
 
 
@@ -286,6 +288,7 @@ def test_each_remedy_of_a_card_that_is_too_small_can_be_typed_and_works(anyfit: 
     names = [" ".join(words[::2]) for words in typed]
     assert set(names) >= {"--host-memory", "--device-memory", "--optimizer", "--lora", "--machine"}
     assert [words[1] for words in typed if words[0] == "--optimizer"] == ["adafactor", "sgd"]
+    assert [words[1] for words in typed if words[0] == "--machine"] == ["l4", "rtx-3090"]  # the smallest that are enough
     (size,) = (words[1] for words in typed if words[0] == "--host-memory" and len(words) == 2)
     said = anyfit(*asked, "--host-memory", size).err
     assert said == f"l4 is described with 3.00 GiB of host memory; planning for {size.replace('GiB', ' GiB')} as you asked\n"
@@ -330,18 +333,6 @@ def test_a_smaller_micro_batch_is_offered_where_the_job_asks_for_one_that_is_too
     plan = printed(anyfit("plan", "jobs.py:whole", "--machine", "small.json", "--device-memory", "8kB", "--json"))
     assert plan.micro_batch == int(size)
     assert plan.forecast.step_seconds <= 1.01 * seconds_of(said)
-
-
-def test_the_smallest_cards_that_are_enough_are_offered(anyfit: Command, tmp_path: Path) -> None:
-    card(2**30, 2**30).save("card.json")
-    asked = ("plan", "gpt2-small", "--batch", "2", "--seq", "64")
-    done = anyfit(*asked, "--machine", "card.json")
-    assert done.status == 3
-    offered = re.findall(r"^  --machine (\S+): (\S+ \S+) a step$", done.err, re.MULTILINE)
-    assert [name for name, _ in offered] == ["l4", "rtx-3090"]
-    for name, said in offered:
-        plan = printed(anyfit(*asked, "--machine", name, "--json"))
-        assert plan.forecast.step_seconds <= 1.01 * seconds_of(said)
 
 
 def seconds_of(text: str) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaForCausalLM
 
 import anyfit
 from anyfit import Machine, targets
@@ -49,6 +49,30 @@ def test_a_size_has_its_own_batch_and_length(size: str, length: int) -> None:
     job = targets.job_for(size)
     assert (job.batch_size, job.precision) == (8, "bf16")
     assert job.sample["input_ids"].shape == (8, length)
+
+
+def test_adapters_are_pefts_and_train_alone(tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    config = AutoConfig.for_model("llama", **sizes, max_position_embeddings=16)
+    config.save_pretrained(tmp_path)
+    job = targets.job_for(str(tmp_path), batch=2, seq=8, dtype="fp32", lora=4)
+    theirs = peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(r=4, target_modules="all-linear"))
+    trained = {
+        name.removeprefix("base_model.model."): each.shape for name, each in theirs.named_parameters() if each.requires_grad
+    }
+    assert {name: each.shape for name, each in job.build().named_parameters() if each.requires_grad} == trained
+    profile = anyfit.profile(job, small_machine())
+    count = sum(shape.numel() for shape in trained.values())
+    assert profile.trainable == count
+    assert (profile.state.optimizer, profile.state.gradients) == (8 * count, 4 * count)
+    with anyfit.start(job, machine=small_machine()) as run:
+        before = run.state_dict()
+        run.step(job.sample)
+        run.step(job.sample)
+        after = run.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == set(trained)
 
 
 def test_options_apply_to_a_size() -> None:

@@ -15,7 +15,7 @@ from .layout import Placeable
 from .loss_rule import AGREEMENTS
 from .precision import PRECISIONS
 from .record import nearest
-from .tensor_files import holds_weights, refuse_pickles
+from .tensor_files import holds_weights, without_pickles
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -314,10 +314,8 @@ class Job:
 
         config = config_of(source)
         model: Any = source if isinstance(source, torch.nn.Module) else factory(config)
-        if isinstance(source, str | Path) and holds_weights(Path(source)):
-            options.setdefault("weights", source)
-            if options["weights"] is source:
-                refuse_pickles(Path(source))  # now, and not when the run is planned
+        if "weights" not in options and isinstance(source, str | Path) and holds_weights(Path(source)):
+            options["weights"] = without_pickles(source)  # refused now, and not when the run is planned
         if model is not source and "weights" not in options:
             named = source if isinstance(source, str | Path) else type(config).__name__
             model = replace(model, from_nothing=f"{named} is a configuration without weights: training starts from nothing")

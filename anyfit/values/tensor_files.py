@@ -107,10 +107,12 @@ def _nothing_in(folder: Path) -> str:
     )
 
 
-def refuse_pickles(folder: Path) -> None:
-    """Weights that no run can start from."""
-    if holds_weights(folder) and not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
+def without_pickles(source: str | Path) -> str | Path:
+    """A folder of weights, unless they are such as no run starts from."""
+    folder = Path(source)
+    if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
         raise FileNotFoundError(_nothing_in(folder))
+    return source
 
 
 def _conversion(folder: Path) -> str:

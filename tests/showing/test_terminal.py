@@ -15,9 +15,11 @@ from rich.console import Console
 from anyfit import Plan
 from anyfit.planning import search
 from anyfit.planning.forecast import forecast
+from anyfit.showing.tables import Column, table
 from anyfit.showing.terminal import (
     BAR_CELLS,
     _bar,
+    show_beside,
     show_check,
     show_forecast_beside_measured,
     show_machine,
@@ -123,6 +125,39 @@ def test_the_cells_of_a_bar_add_up_and_each_share_is_within_a_cell(shares: Seque
 
 def shown_profile(profile: Profile, console: Console) -> None:
     show_profile(profile, forecast(profile, profile.passes[0]), 6 * 10**9, console)
+
+
+@pytest.mark.parametrize("width", [130, 80, 70, 60, 50])
+def test_a_narrow_table_leaves_columns_out_and_names_them_rather_than_break_words(width: int) -> None:
+    console = Console(file=StringIO(), width=width, color_system=None)
+    blocks = (*(block(f"model.layers.{index}", kind="AnyDecoderLayer") for index in range(3)), block("", kind="Net"))
+    shown_profile(small_profile(passes=(one_pass(8, blocks=blocks),)), console)
+    text = shown(console).partition("gradients  ")[0]
+    header = next(line for line in text.splitlines() if line.startswith("┃")).split()
+    caption = re.search(r"a wider terminal also has: ((?:\w+, )*\w+) parameters ", " ".join(text.split()))
+    dropped = caption[1].split(", ") if caption else []
+    assert bool(dropped) == (width <= 80)
+    names = {"block", "class", "count", "parameters", "FLOPs", "forward", "backward", "kept"}
+    assert {name for name in header if name != "┃"} == names - set(dropped)
+    assert " model.layers.0 " in text
+    assert (" AnyDecoderLayer " in text) == ("class" not in dropped)
+
+
+def test_plans_that_have_no_room_side_by_side_are_shown_in_several_tables(plan: Plan) -> None:
+    console = Console(file=StringIO(), width=60, color_system=None)
+    others = {f"machine={name}": replace(plan, machine=name) for name in ("first", "second", "third-of-them")}
+    show_beside({"as it is": plan, **others}, console)
+    text = shown(console)
+    assert text.count("┏") > 1
+    assert text.count(" as ") == text.count("┏")
+    for name in others:
+        assert text.count(f"{name} ") == 1
+
+
+def test_a_word_that_is_longer_than_all_there_is_is_folded() -> None:
+    console = Console(file=StringIO(), width=30, color_system=None)
+    console.print(table([Column("name", ("x" * 50, "short")), Column("size", ("1.00 GiB", "2"), is_figure=True)], console))
+    assert shown(console).count("x") == 50
 
 
 def test_equal_neighbours_share_a_row_and_the_rest_have_their_own(console: Console) -> None:
