@@ -33,7 +33,7 @@ MAY_IMPORT = {room: {"values", room} for room in ROOMS} | {
     "running": {"values", "running", "placing", "kernels"},
 }
 WITHOUT_TORCH = ("planning", "showing")
-VALUES_MAY_CALL_FOR = {"torch", "transformers"}  # inside a function, where the user's own objects are at hand
+VALUES_MAY_CALL_FOR = {"torch", "transformers", "peft"}  # inside a function, where the user's own objects are at hand
 
 
 @dataclass(frozen=True)

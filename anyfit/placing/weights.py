@@ -2,24 +2,28 @@
 
 The model is built with parameters that have shapes and no bytes, and with its own buffers. Its names are compared with those in
 the folder before a value is read. Then each chunk reads, piece by piece, what this rank holds of each parameter. A parameter that
-transformers fuses from several tensors is put together whole, one at a time.
+transformers fuses from several tensors is put together whole, one at a time. PEFT's adapters are initialised by PEFT, on a base
+without bytes, or have a folder of their own.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from anyfit.values.huggingface_adapters import MADE_OF_WEIGHTS, SAVED, is_adapted, refuse_dependent, saved_names
 from anyfit.values.huggingface_names import ignored_names, recipes_from_folder
 from anyfit.values.job import Job
-from anyfit.values.tensor_files import ELEMENT_BYTES, Entry, TensorFolder
+from anyfit.values.tensor_files import ELEMENT_BYTES, Entry, TensorFolder, read_header
 from anyfit.values.weights import Match, Weights
 
 DTYPES = {
@@ -119,9 +123,7 @@ def _built(job: Job, kept: Collection[int] = ()) -> _Built:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             absent.add(name)
-            # On the CPU, where all that is done to parameters works; whoever reads one by mistake gets no number.
-            nothing = torch.full((1,), float("nan") if parameter.dtype.is_floating_point else 0, dtype=parameter.dtype)
-            _become(parameter, nothing.expand(parameter.shape))
+            _become_nothing(parameter)
     return _Built(model, {id(parameter): index for index, parameter in enumerate(made)}, absent)
 
 
@@ -129,18 +131,30 @@ def _initialised(job: Job, built: _Built, names: set[str]) -> _Built:
     """The model anew, these parameters as it makes them, and no others."""
     if isinstance(job.model, nn.Module):
         raise ValueError(f"{min(names)} is on the meta device and not in the folder; give Job a function that makes the model")
-    kept = {built.order[id(each)] for name, each in built.model.named_parameters() if name in names}
+    if is_adapted(built.model):
+        refuse_dependent(built.model)
+    order = (built.order.get(id(each)) for name, each in built.model.named_parameters() if name in names)
     torch.manual_seed(job.seed)
-    again = _built(job, kept)
+    again = _built(job, {index for index in order if index is not None})
+    if is_adapted(again.model):
+        _refuse_made_of_nothing(again, names)
     if not again.absent & names:
         return again
     torch.manual_seed(job.seed)
     return _Built(job.build(), {}, set())  # what is made of other parameters cannot be made without them
 
 
+def _refuse_made_of_nothing(built: _Built, names: set[str]) -> None:
+    """Raises where PEFT made a parameter of an adapter from what its base does not have yet."""
+    for name, parameter in built.model.named_parameters():
+        if name in names and (name in built.absent or bool(torch.isnan(parameter).any())):
+            raise ValueError(f"{name} {MADE_OF_WEIGHTS}")
+
+
 @contextmanager
 def _without_bytes(kept: Collection[int]) -> Iterator[list[nn.Parameter]]:
-    """Inside, what modules take as parameters gives its memory up, but for the `kept`; in the order in which they came."""
+    """Inside, what modules take as parameters gives its memory up, but for the `kept`; in the order in which they came. Where
+    some are kept, PEFT makes its adapters whole."""
     module_class: Any = nn.Module
     register = module_class.register_parameter
     made: list[nn.Parameter] = []
@@ -155,10 +169,25 @@ def _without_bytes(kept: Collection[int]) -> Iterator[list[nn.Parameter]]:
         register(module, name, param)
 
     module_class.register_parameter = register_parameter
+    peft: Any = sys.modules.get("peft") if kept else None
+    adapt: Any = None if peft is None else peft.PeftModel.__init__
+
+    def with_adapters(adapted: nn.Module, model: nn.Module, *args: Any, **options: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.is_meta:
+                _become_nothing(parameter)  # an adapter is put where its base is: on the meta device it would be lost
+        module_class.register_parameter = register
+        adapt(adapted, model, *args, **options)
+        module_class.register_parameter = register_parameter
+
     try:
+        if peft is not None:
+            peft.PeftModel.__init__ = with_adapters
         yield made
     finally:
         module_class.register_parameter = register
+        if peft is not None:
+            peft.PeftModel.__init__ = adapt
 
 
 def _become(parameter: nn.Parameter, data: Tensor) -> None:
@@ -166,6 +195,12 @@ def _become(parameter: nn.Parameter, data: Tensor) -> None:
     other = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, other)
+
+
+def _become_nothing(parameter: nn.Parameter) -> None:
+    """On the CPU, where all that is done to parameters works; whoever reads one by mistake gets no number."""
+    nothing = torch.full((1,), float("nan") if parameter.dtype.is_floating_point else 0, dtype=parameter.dtype)
+    _become(parameter, nothing.expand(parameter.shape))
 
 
 @dataclass(frozen=True)
@@ -198,7 +233,7 @@ def _matched(model: nn.Module, folder: TensorFolder, weights: Weights) -> tuple[
         if not any(weights.takes(name) for name in names):
             left_out.append(names[0])
         elif not there:
-            if not may_miss.search(names[0]):
+            if not may_miss(names[0]):
                 missing.append(names[0])
         else:
             matched.append(names[0])
@@ -211,7 +246,7 @@ def _matched(model: nn.Module, folder: TensorFolder, weights: Weights) -> tuple[
     left_over = ignored_names(model, "unexpected")
     known = saved | not_saved
     unexpected += [name for name in found if name not in known]
-    unexpected = [name for name in unexpected if not left_over.search(name) and not weights.ignores(name)]
+    unexpected = [name for name in unexpected if not left_over(name) and not weights.ignores(name)]
     weights.refuse_idle_patterns({*known, *found, *folder.entries})
     match = Match(
         folder=str(folder.folder),
@@ -252,7 +287,29 @@ def _found(model: nn.Module, folder: TensorFolder, weights: Weights) -> tuple[di
         make = functools.partial(recipe.make, lambda key: read(entries[key], 0, entries[key].elements).view(entries[key].shape))
         for name, tensor in made.items():
             found[name] = Source(tuple(tensor.shape), tensor.dtype, functools.partial(last.elements, make, name))
+    if weights.adapter is not None:
+        found |= _of_adapter(model, Path(weights.adapter))
     return found, strange
+
+
+def _of_adapter(model: nn.Module, folder: Path) -> dict[str, Source]:
+    """What PEFT saved of an adapter, by the model's names: all of it, and nothing else."""
+    if not is_adapted(model):
+        raise ValueError(f"Weights(adapter={str(folder)!r}) is for a PeftModel, and the job's model is {type(model).__name__}")
+    if not (folder / SAVED).is_file():
+        pickled = " but adapter_model.bin, a pickle, which runs what is in it" * (folder / "adapter_model.bin").is_file()
+        raise FileNotFoundError(f"{folder} holds no {SAVED}{pickled}; PEFT's model.save_pretrained(folder) writes one")
+    entries, names = read_header(folder / SAVED), saved_names(model)
+    odd = sorted(entries.keys() ^ names.keys())
+    if odd:
+        lacking = "does not have" if odd[0] in names else "has besides"
+        raise ValueError(
+            f"{folder / SAVED} {lacking} {odd[0]!r} (one of {len(odd)}), where the model's adapter is of {len(names)} tensors; "
+            "adapt the model by the folder's own adapter_config.json: Job.from_huggingface(base, adapter=folder)"
+        )
+    return {
+        names[saved]: Source(entry.shape, DTYPES[entry.dtype], functools.partial(read, entry)) for saved, entry in entries.items()
+    }
 
 
 class Last:

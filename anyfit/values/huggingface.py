@@ -91,15 +91,20 @@ def _hub_answers() -> bool:
 
 @dataclass(frozen=True)
 class Factory:
-    """Makes a model from its configuration. The cache that only generation needs is off while it trains."""
+    """Makes a model from its configuration, and adapts it. The cache that only generation needs is off while it trains."""
 
     config: Any
     made_by: Any  # a class of transformers
+    adapter: Any = None  # a configuration of PEFT
     from_nothing: str | None = None  # what a run says when it starts, where there are no weights to start from
 
     def __call__(self) -> nn.Module:
         model: Any = self.made_by(copy.deepcopy(self.config))
         without_cache(model)
+        if self.adapter is not None:
+            import peft
+
+            model = peft.get_peft_model(model, copy.deepcopy(self.adapter))
         made: nn.Module = model.train()
         return made
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .huggingface import is_pretrained
+from .huggingface_adapters import base_of, is_adapted, names_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 NOTHING = r"(?!)"  # a pattern
+Make: TypeAlias = "Callable[[Callable[[str], Tensor]], dict[str, Tensor]]"  # given how to read
 Renamed: TypeAlias = Callable[[str, list[Any], list[Any]], tuple[str, str | None]]  # a name by renamings and converters
 
 
@@ -24,16 +26,33 @@ class Recipe:
 
     parts: tuple[str, ...]  # that it takes
     name: str  # of what it makes; of the first, where `make` makes several
-    make: Callable[[Callable[[str], Tensor]], dict[str, Tensor]] | None = None  # given how to read; None: the one part as it is
+    make: Make | None = None  # None: the one part as it is
 
 
 def recipes_from_folder(model: nn.Module, names: Iterable[str]) -> list[Recipe]:
     """For the tensors of a folder, as transformers loads them into this model: it fuses experts, and renames what is older."""
+    if not is_adapted(model):
+        return _from_folder(model, names, model.state_dict())
+    by_plain = names_of(model).by_plain
+    found = []
+    for recipe in _from_folder(base_of(model), names, by_plain):
+        if recipe.make is None:
+            found += [Recipe(recipe.parts, name) for name in by_plain.get(recipe.name, (recipe.name,))]
+        else:
+            found.append(Recipe(recipe.parts, by_plain.get(recipe.name, (recipe.name,))[0], _adapted(recipe.make, by_plain)))
+    return found
+
+
+def _adapted(make: Make, by_plain: Mapping[str, tuple[str, ...]]) -> Make:
+    """Makes the same tensors under the names that they have since the model was adapted."""
+    return lambda read: {name: made for plain, made in make(read).items() for name in by_plain.get(plain, (plain,))}
+
+
+def _from_folder(model: Any, names: Iterable[str], known: Any) -> list[Recipe]:
     if not is_pretrained(model):
         return [Recipe((name,), name) for name in names]
     from transformers import conversion_mapping, core_model_loading
 
-    known: Any = model.state_dict()
     prefix: Any = getattr(model, "base_model_prefix", None)
     changes = conversion_mapping.get_model_conversion_mapping(model)
     rename: Any = core_model_loading.rename_source_key
@@ -85,12 +104,17 @@ def _recipes(model: Any, names: Iterable[str], changes: list[Any], renamed: Rena
     return found
 
 
-def ignored_names(model: Any, kind: Literal["missing", "unexpected"]) -> re.Pattern[str]:
-    """Names that transformers does not speak of when they are missing in a folder, or in the model."""
-    if not is_pretrained(model):
-        return re.compile(NOTHING)
-    patterns = set(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())
-    if kind == "unexpected":  # buffers that older folders have, and that are now made by the model
-        buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+def ignored_names(model: Any, kind: Literal["missing", "unexpected"]) -> Callable[[str], bool]:
+    """Whether transformers does not speak of a name when it is missing in a folder, or in the model. An adapter's own are in
+    another folder, if in any."""
+    base = base_of(model)
+    patterns = set(getattr(base, f"_keys_to_ignore_on_load_{kind}", None) or ()) if is_pretrained(base) else set()
+    if kind == "unexpected" and is_pretrained(base):  # buffers that older folders have, and that are now made by the model
+        buffers = {name.rpartition(".")[2] for name, _ in base.named_buffers()}
         patterns |= {rf"(^|\.){name}$" for name in ("inv_freq", "position_ids") if name in buffers}
-    return re.compile("|".join(f"({pattern})" for pattern in patterns) or NOTHING)
+    ignored = re.compile("|".join(f"({pattern})" for pattern in patterns) or NOTHING)
+    if kind == "unexpected" or base is model:
+        return lambda name: ignored.search(name) is not None
+    names = names_of(model)
+    plain = names.plain
+    return lambda name: name in names.own or ignored.search(plain.get(name, name)) is not None

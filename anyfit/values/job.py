@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
@@ -15,7 +15,6 @@ from .layout import Placeable
 from .loss_rule import AGREEMENTS
 from .precision import PRECISIONS
 from .record import nearest
-from .tensor_files import holds_weights, without_pickles
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -295,6 +294,7 @@ class Job:
         batch_size: int,
         length: int | None = None,
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
+        adapter: Any = None,
         **options: Any,
     ) -> Self:
         """A Job for a Hugging Face model.
@@ -303,34 +303,15 @@ class Job:
                      from, unless `weights=None` says otherwise; a name or config.json gives the configuration alone
         length       tokens a sample, for models that read or write text
         optimizer    AdamW at 3e-4 when not given
+        adapter      a configuration of PEFT, such as peft.LoraConfig(r=16), or a folder with an adapter that PEFT saved: the
+                     model is frozen, and the adapter trained
         options      any other argument of Job. `sample` is imagined for language models, speech to text and classes of images,
                      and has to be given for all others; `loss` is the model's own when not given, as (sum, weight) where it is
                      a mean over labels, with a causal language model's logits in slices of tokens
         """
-        import torch
+        from .huggingface_job import arguments
 
-        from .huggingface import config_of, factory, imagined_sample, pretrained_of, refuse_to_imagine, without_cache
-        from .huggingface_loss import loss
-
-        config = config_of(source)
-        model: Any = source if isinstance(source, torch.nn.Module) else factory(config)
-        if "weights" not in options and isinstance(source, str | Path) and holds_weights(Path(source)):
-            options["weights"] = without_pickles(source)  # refused now, and not when the run is planned
-        if model is not source and "weights" not in options:
-            named = source if isinstance(source, str | Path) else type(config).__name__
-            model = replace(model, from_nothing=f"{named} is a configuration without weights: training starts from nothing")
-        if options.get("sample") is None:
-            refuse_to_imagine(config, type(pretrained_of(model)) if model is source else model.made_by)
-            options["sample"] = imagined_sample(config, batch_size, length)
-        if model is source:
-            without_cache(pretrained_of(model))
-        return cls(
-            model=model,
-            loss=options.pop("loss", loss),
-            optimizer=optimizer or (lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)),
-            batch_size=batch_size,
-            **options,
-        )
+        return cls(batch_size=batch_size, **arguments(source, batch_size, length, optimizer, adapter, options))
 
 
 _HINTS = {

@@ -18,6 +18,7 @@ class Weights:
     only      patterns, such as "*.layers.*", of the model's names that are taken from the folder; all where none is given
     ignore    patterns of names, of the model or in the folder, that are left alone
     rename    names in the folder to the model's, with at most one * in each: {"backbone.*": "model.*"}
+    adapter   a folder as PEFT's `save_pretrained` writes it, with the adapter of a PeftModel; None: PEFT initialises it
 
     A name that is missing in the folder, or that the model has not, is an error; with `only` or `ignore` it is shown in a table,
     and what is not taken from the folder is initialised as the model does it.
@@ -27,6 +28,7 @@ class Weights:
     only: str | tuple[str, ...] = ()
     ignore: str | tuple[str, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
+    adapter: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("only", "ignore"):
