@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .huggingface_adapters import base_of, in_use
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -38,18 +40,19 @@ def loss(model: nn.Module, batch: Mapping[str, Any]) -> LossValue:
             f"{type(model).__name__} takes its batch by name, such as input_ids and labels, and got a {type(batch).__name__}; "
             "collate batches to a dict, or give loss="
         )
-    head = _sliceable_head(model) if batch.get("labels") is not None else None
+    base = base_of(model)
+    head = _sliceable_head(base) if batch.get("labels") is not None else None
     if head is None:
         return _own_loss(model, batch, Means())
-    generators = [] if type(model) in _sliced_before else _generators(head.weight.device)
+    generators = [] if type(base) in _sliced_before else _generators(head.weight.device)
     means = Means()
     try:
-        with _sliced(model, head, means):
+        with _sliced(base, head, means):
             found = _own_loss(model, batch, means)
-        _sliced_before.add(type(model))
+        _sliced_before.add(type(base))
         return found
     except _Changed:
-        _unsliced.add(type(model))
+        _unsliced.add(type(base))
     for generator, state in generators:  # the model draws the same numbers again
         generator.set_state(state)
     return _own_loss(model, batch, Means())
@@ -57,7 +60,7 @@ def loss(model: nn.Module, batch: Mapping[str, Any]) -> LossValue:
 
 def _own_loss(model: Any, batch: Mapping[str, Any], means: Means) -> LossValue:
     is_compiled = model._compiled_call_impl is not None or hasattr(model, "_orig_mod")
-    takes = inspect.signature(model.forward).parameters
+    takes = inspect.signature(base_of(model).forward).parameters
     options = {"use_cache": False} if "use_cache" in takes and "use_cache" not in batch else {}
     with contextlib.nullcontext() if is_compiled else means.left_by(_parts_of(model)):
         outputs = model(**batch, **options)
@@ -100,7 +103,7 @@ def _sliceable_head(model: Any) -> Any:
     if not isinstance(model, transformers.PreTrainedModel) or type(model) in _unsliced:
         return None
     forward = inspect.unwrap(type(model).forward)
-    head = model.get_output_embeddings()
+    head = in_use(model.get_output_embeddings())
     config = model.config.get_text_config()
     plain = (
         type(head) is nn.Linear

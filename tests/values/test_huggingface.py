@@ -304,6 +304,21 @@ def test_the_sliced_loss_of_a_causal_language_model_is_its_own(name: str, dtype:
     assert attributes == (set(vars(model)), set(vars(model.get_output_embeddings())))
 
 
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}, {"lora_dropout": 0.1, "task_type": "CAUSAL_LM"}])
+def test_the_sliced_loss_of_an_adapted_model_is_its_own(options: dict[str, Any], sliced: list[int]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, **options)
+    assert_the_models_own(peft.get_peft_model(model_of(*SLICED["llama"]), config), batch_of(), 5e-6)
+    assert sliced == [2 * 16]
+
+
+def test_a_head_that_is_adapted_itself_is_run(sliced: list[int]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False)
+    assert_the_models_own(peft.get_peft_model(model_of(*SLICED["llama"]), config), batch_of(), 1e-6)
+    assert sliced == []
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_logits_that_are_scaled_stay_the_models_own(name: str, sliced: list[int]) -> None:
     assert_the_models_own(model_of(*OWN[name]), batch_of(), 1e-6)
