@@ -311,10 +311,13 @@ def export(
     dtype: Annotated[
         str | None, Option("--dtype", callback=precision, help="bf16 or fp32; what the run has when not given")
     ] = None,
+    merge: Annotated[bool, Option("--merge", help="adapters into the weights of their layers: a plain model")] = False,
 ) -> None:
-    """Writes a checkpoint's weights as a folder of safetensors, which transformers loads."""
+    """Writes a checkpoint's weights as a folder of safetensors, which transformers loads; of an adapted model the adapter, which
+    PEFT loads."""
     from .running.checkpoint import newest
     from .running.export import export as write
+    from .running.export import export_merged
 
     if output.suffix == ".safetensors":
         raise ValueError(f"{output} is to be a folder, with the safetensors in it; try {output.with_suffix('')}")
@@ -324,7 +327,7 @@ def export(
         if found is None:
             raise FileNotFoundError(f"{checkpoint} holds no whole checkpoint" + "".join(f"; {why}" for why in passed_over))
         checkpoint = found
-    done = write(checkpoint, output, parse_bytes(shard_size), dtype)  # type: ignore[arg-type]
+    done = (export_merged if merge else write)(checkpoint, output, parse_bytes(shard_size), dtype)  # type: ignore[arg-type]
     files = f"{done.files} file{'s' * (done.files > 1)}"
     typer.echo(f"{done.tensors} tensors of {checkpoint}, {show_bytes(done.bytes)} in {files}, in {output}")
     if done.beside:

@@ -2,6 +2,7 @@
 
 Tensors go from the checkpoint to their file one by one, so that only one is in memory; those that transformers fused from several
 are split again, one layer's at a time. A model that is not transformers' has no configuration, and the names of its `state_dict`.
+Of a model that PEFT adapted, the adapters are written as PEFT does, or the base with them merged.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 from anyfit.kernels.split import split
 from anyfit.placing.weights import Last
 from anyfit.values.huggingface import description, factory
-from anyfit.values.huggingface_names import recipes_to_folder
+from anyfit.values.huggingface_adapters import CONFIG, DEFAULT, SAVED, adapters_of, base_of
+from anyfit.values.huggingface_merging import merging_recipes
+from anyfit.values.huggingface_names import Recipe, recipes_to_folder
 from anyfit.values.job import Job
 from anyfit.values.tensor_files import INDEX, SINGLE, header_of
 from anyfit.values.weights import Weights
@@ -64,7 +67,9 @@ def facts_of(model: nn.Module, job: Job) -> dict[str, Any]:
     return {
         "names": {name: first[id(each)] for name, each in tensors if id(each) in first},  # as they are stored
         "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in job.dtypes(model).items()},  # of the run
-        "config": description(model),
+        "config": description(base_of(model)),
+        "adapters": adapters_of(model),
+        "active": list(getattr(model, "active_adapters", ())) if base_of(model) is not model else [],
         "source": None if job.weights is None else str(Weights.of(job.weights).path.absolute()),
     }
 
@@ -77,15 +82,42 @@ def export(
     *,
     replaces: bool = False,
 ) -> Exported:
-    """Writes the weights of a checkpoint to a new folder, in the dtypes of the run, or all of them in one."""
+    """Writes the weights of a checkpoint to a new folder, in the dtypes of the run, or all of them in one. Of a model that PEFT
+    adapted, these are the adapters."""
     tensors, facts = _opened(folder)
+    write = _write_adapters if facts.get("adapters") else _write
+    return _to_folder(output, lambda aside: write(aside, _in_dtypes(tensors, facts, dtype), facts, shard_bytes), replaces)
+
+
+def export_merged(
+    folder: Path,
+    output: Path,
+    shard_bytes: int = SHARD_BYTES,
+    dtype: Literal["bf16", "fp32"] | None = None,
+    *,
+    replaces: bool = False,
+) -> Exported:
+    """The same of a model that PEFT adapted, as a plain one: its active adapters are added to the weights of their layers."""
+    tensors, facts = _opened(folder)
+    if not facts.get("adapters"):
+        raise ValueError(f"{folder} is of a model that PEFT has not adapted: there is nothing to merge; export it as it is")
+    config, names, dtypes = facts["config"], facts["names"], facts["dtypes"]
+    recipes, before = merging_recipes(None if config is None else _without_weights(config), facts)
+    stored = {plain: names[name] for plain, name in before.items()}
+    held = {plain: dtypes[name] for plain, name in stored.items() if name in dtypes}
+    made = _made(recipes, {name: tensors[each] for name, each in names.items()})
+    found = {plain: _in_dtype(made[plain], _wanted(plain, made[plain], held, dtype)) for plain in stored}
+    return _to_folder(output, lambda aside: _write(aside, found, facts | {"names": stored}, shard_bytes), replaces)
+
+
+def _to_folder(output: Path, write: Callable[[Path], Exported], replaces: bool) -> Exported:
     if output.exists() and not (replaces or (output.is_dir() and not any(output.iterdir()))):
         raise FileExistsError(f"{output} exists; choose a new folder, or remove it")
     aside = output.absolute().with_name(f".{output.name}.writing")
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        done = _write(aside, tensors, facts, shard_bytes, dtype)
+        done = write(aside)
         if output.exists():
             shutil.rmtree(output)
         aside.rename(output)
@@ -96,7 +128,7 @@ def export(
     return done
 
 
-def _opened(folder: Path) -> tuple[dict[str, Stored], Mapping[str, Any]]:
+def _opened(folder: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     """The tensors of a checkpoint, and what it knows of its model: nothing, where it is older."""
     from . import checkpoint
 
@@ -107,29 +139,35 @@ def _opened(folder: Path) -> tuple[dict[str, Stored], Mapping[str, Any]]:
     return tensors, _checked(opened.document(checkpoint.PROGRESS).get("model") or {}, tensors, opened.folder)
 
 
-def _checked(facts: Any, tensors: Mapping[str, Stored], folder: Path) -> Mapping[str, Any]:
+def _checked(facts: Any, tensors: Mapping[str, Stored], folder: Path) -> dict[str, Any]:
     """Facts that are what `facts_of` gives; or an error."""
     try:
         names, dtypes = facts.get("names", {}), facts.get("dtypes", {})
         is_fine = all(stored in tensors and name.isprintable() for name, stored in names.items())
         is_fine &= all(isinstance(getattr(torch, dtype), torch.dtype) for dtype in dtypes.values())
         is_fine &= isinstance(facts.get("config"), dict | None) and isinstance(facts.get("source"), str | None)
-    except (AttributeError, TypeError):
+        for name, adapter in facts.get("adapters", {}).items():
+            is_fine &= name.isprintable() and not set(name) & set("./\\:") and isinstance(adapter["config"], dict)
+            is_fine &= all(saved.isprintable() and own in names for saved, own in adapter["names"].items())
+        is_fine &= set(facts.get("active", [])) <= set(facts.get("adapters", {}))
+    except (AttributeError, KeyError, TypeError):
         is_fine = False
     if not is_fine:
         raise ValueError(f"{folder} does not describe its model as a checkpoint does; take another checkpoint")
     return facts  # type: ignore[no-any-return]
 
 
-def _write(aside: Path, tensors: Mapping[str, Stored], facts: Mapping[str, Any], shard_bytes: int, dtype: str | None) -> Exported:
+def _in_dtypes(tensors: Mapping[str, Stored], facts: Mapping[str, Any], dtype: str | None) -> Mapping[str, Stored]:
+    """By the model's names, in the dtypes that are to be written."""
     names: Mapping[str, str] = facts.get("names") or {name: name for name in tensors}
     held: Mapping[str, str] = facts.get("dtypes") or {}
-    found: Mapping[str, Stored] = {
-        name: _in_dtype(tensors[stored], _wanted(stored, tensors[stored], held, dtype)) for name, stored in names.items()
-    }
+    return {name: _in_dtype(tensors[stored], _wanted(stored, tensors[stored], held, dtype)) for name, stored in names.items()}
+
+
+def _write(aside: Path, found: Mapping[str, Stored], facts: Mapping[str, Any], shard_bytes: int) -> Exported:
     config = facts.get("config")
     if config is not None:
-        found = _as_pretrained(config, names, found)
+        found = _as_pretrained(config, facts["names"], found)
         _write_config(aside, config, found.values())
     shards = _shards(found, shard_bytes)
     files = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
@@ -141,6 +179,20 @@ def _write(aside: Path, tensors: Mapping[str, Stored], facts: Mapping[str, Any],
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return Exported(len(found), total, len(files), _copy_beside(facts.get("source"), aside))
+
+
+def _write_adapters(aside: Path, found: Mapping[str, Stored], facts: Mapping[str, Any], _shard_bytes: int) -> Exported:
+    """As PEFT's `save_pretrained`: the adapter of no name in the folder itself, others in folders in it, each in one file."""
+    written = list[Stored]()
+    for name, adapter in facts["adapters"].items():
+        inside = aside if name == DEFAULT else aside / name
+        inside.mkdir(exist_ok=True)
+        tensors = {saved: found[own] for saved, own in adapter["names"].items()}
+        _write_tensors(inside / SAVED, tensors)
+        (inside / CONFIG).write_text(json.dumps(adapter["config"], indent=2, sort_keys=True))
+        written += tensors.values()
+    total, beside = sum(each.bytes for each in written), _copy_beside(facts.get("source"), aside)
+    return Exported(len(written), total, len(facts["adapters"]), beside)
 
 
 def _wanted(name: str, tensor: Stored, held: Mapping[str, str], dtype: str | None) -> torch.dtype:
@@ -168,17 +220,22 @@ def _in_dtype(tensor: Stored, dtype: torch.dtype) -> Stored:
 
 def _as_pretrained(config: Mapping[str, Any], names: Mapping[str, str], tensors: Mapping[str, Stored]) -> Mapping[str, Stored]:
     """The tensors under the names, and in the parts, of `save_pretrained`."""
-    model = _without_weights(config, set(names))
-    if model is None:
+    model = _without_weights(config)
+    if model is None or set(model.state_dict()) != set(names):
         return tensors  # a class of the user's own: it knows its own names
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     once: dict[str, list[str]] = {}
     for name, stored in names.items():
         once.setdefault(stored, []).append(name)
     kept = [next((name for name in same if name not in tied), same[0]) for same in once.values()]
+    return _made(recipes_to_folder(model, kept), tensors)
+
+
+def _made(recipes: Iterable[Recipe], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """What recipes make of tensors, each when it is read."""
     made: dict[str, Stored] = {}
     last = Last()
-    for recipe in recipes_to_folder(model, kept):
+    for recipe in recipes:
         if recipe.make is None:
             made[recipe.name] = tensors[recipe.parts[0]]
             continue
@@ -189,8 +246,8 @@ def _as_pretrained(config: Mapping[str, Any], names: Mapping[str, str], tensors:
     return made
 
 
-def _without_weights(config: Mapping[str, Any], names: set[str]) -> nn.Module | None:
-    """The model of a configuration, on the meta device; None where transformers has no model of these names."""
+def _without_weights(config: Mapping[str, Any]) -> nn.Module | None:
+    """The model of a configuration, on the meta device; None where transformers has no such model."""
     try:
         import transformers
     except ImportError:
@@ -199,8 +256,7 @@ def _without_weights(config: Mapping[str, Any], names: set[str]) -> nn.Module | 
     if kind not in transformers.CONFIG_MAPPING or not hasattr(transformers, named):
         return None
     with torch.device("meta"):
-        model = factory(transformers.CONFIG_MAPPING[kind].from_dict(dict(config)))()
-    return model if set(model.state_dict()) == names else None
+        return factory(transformers.CONFIG_MAPPING[kind].from_dict(dict(config)))()
 
 
 def _write_config(aside: Path, config: Mapping[str, Any], tensors: Iterable[Stored]) -> None:
