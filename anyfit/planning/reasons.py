@@ -120,6 +120,7 @@ def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alt
         fingerprint=Fingerprint(profile.model_fingerprint, profile.machine_fingerprint),
         loss=profile.loss,
         described=profile.described,
+        trainable=profile.trainable,
     )
 
 

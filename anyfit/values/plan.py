@@ -9,8 +9,9 @@ from typing import ClassVar, Literal, Self, get_args
 
 from .loss_rule import LossRule
 from .mesh import AXES, Axis
+from .older_plans import up_to_date
 from .record import Record, nearest
-from .units import show_bytes, show_count, show_seconds
+from .units import show_bytes, show_count, show_parameters, show_seconds
 
 TierName = Literal["device", "host", "disk"]
 TIERS: tuple[TierName, ...] = get_args(TierName)
@@ -189,7 +190,7 @@ class Placement:
 @dataclass(frozen=True)
 class Plan(Record):
     kind: ClassVar[str] = "plan"
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
 
     model: str
     machine: str
@@ -215,6 +216,7 @@ class Plan(Record):
     loss: LossRule | None = None  # how losses of micro-batches make that of the batch; None: nobody has looked
     rehearsed: bool = False  # its blocks were recomputed once and found the same, its loss cut and found to add up
     described: str = ""  # the model with its size, and the job, for people
+    trainable: int | None = None  # of the parameters; None: an older plan, or one written by hand, that does not say
 
     def __post_init__(self) -> None:
         if not 1 <= self.micro_batch <= self.batch_size:
@@ -228,6 +230,8 @@ class Plan(Record):
                 f"accumulation is {self.accumulation}; batch_size {self.batch_size}{among} in micro-batches of "
                 f"{self.micro_batch} makes {wanted}"
             )
+        if self.trainable is not None and not 0 <= self.trainable <= self.parameters:
+            raise ValueError(f"trainable is {self.trainable}; it must lie between 0 and parameters ({self.parameters})")
         for name, size in self.mesh.items():
             if name not in AXES:
                 raise ValueError(f"mesh: unknown axis {name!r}" + nearest(name, AXES))
@@ -246,17 +250,13 @@ class Plan(Record):
 
     @classmethod
     def from_json(cls, document: object, *, where: str = "") -> Self:
-        if isinstance(document, Mapping) and document.get("version") == 2:  # before losses were looked at
-            document = {**document, "version": 3, "loss": None, "rehearsed": False}
-        if isinstance(document, Mapping) and document.get("version") == 3:  # before clipped steps were forecast
-            document = {**document, "version": 4, "forecast": _unclipped(document.get("forecast"))}
-        if isinstance(document, Mapping) and document.get("version") == 4:  # before blocks were replayed
-            stages = document.get("stages")
-            known = [{"replayed": [], **each} if isinstance(each, Mapping) else each for each in stages or ()]
-            document = {**document, "version": 5, "stages": known if isinstance(stages, list) else stages}
-        if isinstance(document, Mapping) and document.get("version") == 5:  # some were written before jobs were described
-            document = {"described": "", **document}
+        document = up_to_date(document) if isinstance(document, Mapping) else document
         return super().from_json(document, where=where)
+
+    @property
+    def frozen(self) -> int | None:
+        """Parameters that are not trained; None where the plan does not say."""
+        return None if self.trainable is None else self.parameters - self.trainable
 
     @property
     def cuts(self) -> bool:
@@ -358,7 +358,7 @@ class Plan(Record):
 
     @property
     def title(self) -> str:
-        return f"{self.described or f'{self.model} ({show_count(self.parameters)} parameters)'}, {self.precision}"
+        return f"{self.described or f'{self.model} ({show_parameters(self.parameters, self.trainable)})'}, {self.precision}"
 
     def rows(self) -> list[tuple[str, str]]:
         """The plan as labelled lines for people, decisions first."""
@@ -400,10 +400,6 @@ class Plan(Record):
         rows = self.rows()
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
-
-
-def _unclipped(forecast: object) -> object:
-    return {**forecast, "clipping": None} if isinstance(forecast, Mapping) else forecast
 
 
 @dataclass(frozen=True)

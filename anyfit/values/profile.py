@@ -18,7 +18,7 @@ from .record import Record
 from .timing import NOTHING_RUN as NOTHING_RUN
 from .timing import Replay as Replay
 from .timing import Timing as Timing
-from .units import show_count
+from .units import show_parameters
 
 
 @dataclass(frozen=True)
@@ -338,8 +338,7 @@ class Profile(Record):
         `llama-8b (8.03 B parameters, AdamW, batch 8 x 1024)`"""
         length = self.passes[0].tokens // self.passes[0].micro_batch if self.passes else 1
         batch = self.batch_size * (1 if self.division is None else self.division.ranks)
-        trained = f", {show_count(self.trainable)} of them trained" if self.trainable < self.parameters else ""
-        facts = f"{show_count(self.parameters)} parameters{trained}, {self.optimizer}, batch {batch}"
+        facts = f"{show_parameters(self.parameters, self.trainable)}, {self.optimizer}, batch {batch}"
         return f"{self.name or self.model} ({facts}{f' x {length}' if length > 1 else ''})"
 
     @property

@@ -82,3 +82,14 @@ def _shown(value: float, units: Mapping[str, float]) -> str:
 def _three_digits(value: float) -> str:
     # the bounds are where rounding makes one digit more
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+
+
+def show_parameters(count: int, trainable: int | None = None) -> str:
+    """
+    >>> show_parameters(2_000_000), show_parameters(2_000_000, 50_000)
+    ('2.00 M parameters', '2.00 M parameters, 50.0 k trainable and 1.95 M frozen')
+    """
+    said = f"{show_count(count)} parameters"
+    if trainable is None or trainable == count:
+        return said
+    return f"{said}, {show_count(trainable)} trainable and {show_count(count - trainable)} frozen"

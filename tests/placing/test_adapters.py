@@ -99,5 +99,10 @@ def test_adapters_train_as_in_plain_pytorch_under_any_limit_that_plans(base: Any
             assert losses == pytest.approx(plain_losses, rel=1e-6)
             assert_bit_equal(run.state_dict(), plain_weights)
             placed |= {each.weights for each in run.plan.chunks} | set(run.plan.activations.values())
+            state = run._engine.placed.state
+            away = [each for each in state.chunks if each.placement.weights == "host"]
+            placed |= {"frozen on the host" for each in away if not each.chunk.trainable}
+            assert run.plan.trainable == sum(each.numel() for each in run.model.parameters() if each.requires_grad)
     assert "host" in placed  # the least has weights on the host, of blocks that are recomputed
+    assert "frozen on the host" in placed
     assert "recompute" in placed

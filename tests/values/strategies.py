@@ -76,7 +76,10 @@ def _devices() -> st.SearchStrategy[Device]:
 def _plans(draw: st.DrawFn) -> Plan:
     batch_size = draw(st.integers(1, 64))
     micro_batch = draw(st.integers(1, batch_size))
+    parameters = draw(st.integers(min_value=0))
     ruled = {
+        "parameters": st.just(parameters),
+        "trainable": st.none() | st.integers(0, parameters),
         "batch_size": st.just(batch_size),
         "micro_batch": st.just(micro_batch),
         "accumulation": st.just(-(-batch_size // micro_batch)),

@@ -122,8 +122,8 @@ def test_a_printed_plan_has_its_decisions_reasons_and_error_bands(plan: Plan) ->
         assert re.search(f"^{decision.name} +{re.escape(f'{decision.choice}: {decision.why}')}$", text, re.MULTILINE)
     assert f"{show_seconds(plan.forecast.step_seconds)} ± 25%" in text
     assert f"{show_bytes(plan.forecast.reserved_bytes)} ± 3% of 8.00 GiB" in text
-    assert "Net (2.00 M parameters, 1.90 M of them trained, AdamW, batch 8 x 100), fp32" in text
-    assert "Net (2.00 M parameters), fp32" in str(replace(plan, described=""))
+    assert "Net (2.00 M parameters, 1.90 M trainable and 100 k frozen, AdamW, batch 8 x 100), fp32" in text
+    assert "Net (2.00 M parameters, 1.90 M trainable and 100 k frozen), fp32" in str(replace(plan, described=""))
     for name, seconds in plan.forecast.split_seconds.items():
         assert (f"{name} {show_seconds(seconds)}" in text) == (seconds > 0)
 
@@ -227,6 +227,24 @@ def test_a_placement_knows_its_route() -> None:
     assert Placement().route == "resident"
     assert Placement(optimizer="host").route == "streamed"
     assert Placement(gradients="host", optimizer="host", update="host").route == "host"
+
+
+def test_a_plan_says_how_many_parameters_are_trained_and_how_many_are_frozen(plan: Plan) -> None:
+    adapted = replace(plan, parameters=2_000_000, trainable=50_000, described="")
+    assert adapted.frozen == 1_950_000
+    assert "2.00 M parameters, 50.0 k trainable and 1.95 M frozen), fp32" in str(adapted)
+    assert Plan.from_json(adapted.to_json()) == adapted
+    assert "2.00 M parameters), fp32" in str(replace(adapted, trainable=2_000_000))
+    with pytest.raises(ValueError, match="trainable is 3000000; it must lie between 0 and parameters"):
+        replace(adapted, trainable=3_000_000)
+
+
+def test_a_plan_from_before_trainable_parameters_were_counted_is_read(plan: Plan) -> None:
+    document = plan.to_json()
+    del document["trainable"]
+    older = Plan.from_json(document | {"version": 5})
+    assert older == replace(plan, trainable=None)
+    assert older.frozen is None
 
 
 def test_a_plan_from_before_clipped_steps_were_forecast_is_read(plan: Plan) -> None:
