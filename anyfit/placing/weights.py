@@ -147,7 +147,7 @@ def _initialised(job: Job, built: _Built, names: set[str]) -> _Built:
 def _refuse_made_of_nothing(built: _Built, names: set[str]) -> None:
     """Raises where PEFT made a parameter of an adapter from what its base does not have yet."""
     for name, parameter in built.model.named_parameters():
-        if name in names and (name in built.absent or bool(torch.isnan(parameter).any())):
+        if name in names and (name in built.absent or bool(parameter.isnan().any())):
             raise ValueError(f"{name} {MADE_OF_WEIGHTS}")
 
 

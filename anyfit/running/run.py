@@ -4,6 +4,7 @@ With several ranks, steps, evaluations, saves and whatever else reads weights ar
 What a run does is done by objects with one job each, all at work on one engine:
 
     engine.py        the placed model, and how far it is     step.py          forward, backward and update
+    parts.py         a step in parts, for one's own loop
     agreement.py     what ranks exchange at a step's end     team.py          what else ranks tell each other
     replacing.py     another plan when memory runs out       host_memory.py   the same, for host memory
     saves.py         checkpoints                             improving.py     another plan when blocks were compiled
@@ -41,6 +42,7 @@ from .host_memory import HostMemory, HostWatch
 from .improving import Improving, Tuner
 from .launch import Launch
 from .loader import Data, Loader, Sized
+from .parts import Parts
 from .rehearsal import Rehearsal
 from .replacing import Replacing
 from .rescue import Before, Rescue
@@ -69,7 +71,7 @@ class Metrics:
     clipped_share: float  # of the steps of this run so far, those whose gradients were over Job(clip_norm=)
 
 
-class Run:
+class Run(Parts):
     """Trains a job as its plan says. Made by `anyfit.start`.
 
     for batch in run.loader(dataset):
@@ -146,20 +148,6 @@ class Run:
 
     def _kept_state(self) -> str:
         return "run.save keeps its state" if self.launch is None else f"saved in {self.launch.save(self)}"
-
-    def loss(self, batch: Batch) -> Tensor:
-        """The mean loss of one micro-batch, for a loop of your own: follow with `run.backward(loss)`."""
-        self._progress.check_open()
-        return self._step.loss(batch)
-
-    def backward(self, loss: Tensor) -> None:
-        """Backward of a loss that `run.loss` returned."""
-        self._step.backward(loss)
-
-    def update(self) -> None:
-        """Clips, updates and steps the scheduler; leaves the step out where a gradient is not finite."""
-        self._progress.check_open()
-        self._step.update()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:

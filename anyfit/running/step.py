@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from anyfit.placing.gradients import clip_factor
 from anyfit.placing.lanes import Task
 from anyfit.placing.tiers import LiveBytes, peak_bytes_of_gpu
 from anyfit.values.batches import named_tensors, shape_of
-from anyfit.values.job import Batch
+from anyfit.values.job import Batch, checked_loss
 from anyfit.values.loss_rule import MEAN, LossRule, divisors
 
 from .acts import Kind
@@ -107,6 +107,7 @@ class Open:
     total: Tensor
     weight: Tensor | None
     rows: int
+    rule: LossRule  # how losses of micro-batches make that of the batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,12 +134,17 @@ class Step:
     _weight: Tensor | None = None  # of those samples, where the loss gives weights
     _loss: Tensor | None = None  # of those samples, so far
     _part: Batch | None = None  # the last micro-batch
+    _forwards: list[tuple[int, int]] = field(default_factory=list)  # of the step: from which node of autograd to which
     last: Figures | None = None
     _clock: float = field(default_factory=time.perf_counter)
 
     @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    @property
     def is_under_way(self) -> bool:
-        return bool(self.rows or self._open)
+        return bool(self.rows or self._open or self._forwards)
 
     # ------------------------------------------------------------------ whole
 
@@ -180,15 +186,15 @@ class Step:
             self._part = part
             with engine.placed.watching():
                 total, weight = engine.evaluate(part)
-            losses.append(self._backward(total, weight, rows, alone=len(parts) == 1))
+            losses.append(self._backward(total, weight, rows, engine.plan.loss or MEAN, alone=len(parts) == 1))
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _backward(self, total: Tensor, weight: Tensor | None, rows: int, *, alone: bool) -> Tensor:
+    def _backward(self, total: Tensor, weight: Tensor | None, rows: int, rule: LossRule, *, alone: bool) -> Tensor:
         """Backward of one micro-batch; its part of the loss. Parts add up to the batch's mean; over several weighted
         micro-batches or ranks to its sum: their weight is known when all are through, and the update divides by it."""
         engine, count = self._engine, self._engine.job.batch_size
         are_several = engine.ranks.are_several
-        is_cut, rule = not alone or are_several, engine.plan.loss or MEAN
+        is_cut = not alone or are_several
         if is_cut and weight is None and rule.kind == "divided":
             total, weight = _as_sum(total, rule, rows / count)
         if weight is not None and alone and not are_several:
@@ -209,30 +215,73 @@ class Step:
 
     # ------------------------------------------------------------------ in parts, for a loop of the user's own
 
-    def loss(self, batch: Batch) -> Tensor:
-        engine, learns = self._engine, torch.is_grad_enabled()
-        if learns and not self.is_under_way:
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward whose loss is to come; the first of a step begins it."""
+        if not torch.is_grad_enabled():
+            with self._engine.placed.watching():
+                yield
+            return
+        if not self.is_under_way:
             self._peers.begin(Kind.STEP, self._progress.steps + 1)
-            engine.begin()
-        with self._peers.telling() if learns else nullcontext(), engine.placed.watching():
+            self._engine.begin()
+        first = _node_number()
+        with self._peers.telling(), self._engine.placed.watching():
+            yield
+        self._forwards.append((first, _node_number()))
+
+    def loss(self, batch: Batch) -> Tensor:
+        engine = self._engine
+        with self.forward():
             total, weight = engine.evaluate(batch)
         self._part = batch
         shown = total if weight is None else total / weight
-        if learns:
+        if torch.is_grad_enabled():
             rows = engine.job.rows(batch, engine.plan.micro_batch) or engine.plan.micro_batch
-            self._open.append(Open(shown, total, weight, rows))
+            self._open.append(Open(shown, total, weight, rows, engine.plan.loss or MEAN))
         return shown
+
+    def accept(self, loss: Tensor, samples: int, weight: Tensor | float | None) -> None:
+        """Takes a loss of the user's own making as if `loss` had returned it: a mean over samples, or a sum and its weight."""
+        plan = self._engine.plan
+        total, weight = checked_loss(loss if weight is None else (loss, weight), "run.accept takes")
+        if not total.requires_grad:
+            raise ValueError("the loss needs no gradients: make it, and call run.accept, outside torch.no_grad()")
+        if not isinstance(samples, int) or isinstance(samples, bool) or not 1 <= samples <= plan.share:
+            raise ValueError(f"run.accept(samples={samples!r}): the samples that the loss is of, 1 to {plan.share}, make a step")
+        if any(each.shown is loss for each in self._open):
+            raise ValueError("this loss has been accepted; follow with run.backward(loss)")
+        if plan.loss is not None and not plan.loss.may_be_cut and samples != plan.share:
+            raise ValueError(
+                f"run.accept(samples={samples}) of {plan.share}: the batch is not cut ({plan.loss.why}); {plan.loss.ways_out}"
+            )
+        self._refuse_of_another_forward(loss)
+        self._open.append(Open(loss, total, weight, samples, MEAN))
+
+    def _refuse_of_another_forward(self, loss: Tensor) -> None:
+        """Raises unless the loss is made of the run's model, inside of `forward`, in this step."""
+        used = _first_use(loss, {id(each) for each in self._engine.model.parameters()})
+        if used is None:
+            raise ValueError("run.accept takes a loss that is made of run.model, and none of its parameters is in this one")
+        if not any(first < used < last for first, last in self._forwards):
+            raise ValueError(
+                "the loss was not made inside of run.forward(), in this step; with run.forward() as model: loss = ..., then "
+                "run.accept(loss, samples=...)"
+            )
 
     def backward(self, loss: Tensor) -> None:
         share = self._engine.plan.share
         index = next((index for index, each in enumerate(self._open) if each.shown is loss), None)
         if index is None:
-            raise ValueError("run.backward takes a loss that run.loss returned, once; scale it inside Job(loss=)")
+            raise ValueError(
+                "run.backward takes a loss that run.loss returned, or run.accept took, once; scale it inside Job(loss=), or "
+                "before run.accept"
+            )
         found = self._open.pop(index)
         if self.rows + found.rows > share:
             raise ValueError(f"{self.rows + found.rows} samples since the last run.update(), and {share} make a step")
         with self._peers.telling():
-            part = self._backward(found.total, found.weight, found.rows, alone=found.rows == share)
+            part = self._backward(found.total, found.weight, found.rows, found.rule, alone=found.rows == share)
         self._loss = part if self._loss is None else self._loss + part
 
     # ------------------------------------------------------------------ the update
@@ -305,7 +354,30 @@ class Step:
         placed.updates.forget()
         placed.gradients.clear()
         self._open.clear()
+        self._forwards.clear()
         self.rows, self._weight, self._part, self._loss = 0, None, None, None
+
+
+def _node_number() -> int:
+    """Of the next node that autograd makes on this thread."""
+    node: Any = torch.zeros((), requires_grad=True).clone().grad_fn
+    number: int = node._sequence_nr()
+    return number
+
+
+def _first_use(loss: Tensor, parameters: set[int]) -> int | None:
+    """The number of a node that reads one of these, by identity; None where the loss is made of none."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        for reads, _ in node.next_functions:
+            if id(getattr(reads, "variable", None)) in parameters:
+                return int(node._sequence_nr())
+            if reads is not None and reads not in seen:
+                seen.add(reads)
+                nodes.append(reads)
+    return None
 
 
 def _as_sum(loss: Tensor, rule: LossRule, share: float) -> tuple[Tensor, Tensor]:

@@ -262,8 +262,6 @@ class Job:
 
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The loss as (mean, None), or (sum, weight) where the user's function says so; refuses what cannot be trained on."""
-        import torch
-
         try:
             value = self.loss(model, batch)
         except (RuntimeError, ValueError) as error:
@@ -278,13 +276,7 @@ class Job:
                     "cast inside the model, or use Job(precision='fp32')"
                 )
             raise
-        is_pair = isinstance(value, tuple) and len(value) == 2
-        total, weight = value if is_pair else (value, None)
-        if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.dtype.is_floating_point:
-            raise ValueError(f"Job(loss=) must return a scalar tensor, or (sum, weight), got {_instead_of_a_loss(value, total)}")
-        if torch.is_grad_enabled() and not total.requires_grad:
-            raise ValueError("the loss is not connected to any trainable parameter: was it detached, or made under no_grad?")
-        return total.reshape(()), _weight_of(weight, total) if is_pair else None
+        return checked_loss(value, "Job(loss=) must return")
 
     @classmethod
     def from_huggingface(
@@ -320,6 +312,19 @@ _HINTS = {
     "optimizer": "; pass a function such as lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
     "scheduler": "; pass a function such as lambda optimizer: CosineAnnealingLR(optimizer, 1000)",
 }
+
+
+def checked_loss(value: Any, whose: str) -> tuple[Tensor, Tensor | None]:
+    """A loss as (mean, None) or (sum, weight); raises for what cannot be trained on."""
+    import torch
+
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    total, weight = value if is_pair else (value, None)
+    if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.dtype.is_floating_point:
+        raise ValueError(f"{whose} a scalar tensor, or (sum, weight), got {_instead_of_a_loss(value, total)}")
+    if torch.is_grad_enabled() and not total.requires_grad:
+        raise ValueError("the loss is not connected to any trainable parameter: was it detached, or made under no_grad?")
+    return total.reshape(()), _weight_of(weight, total) if is_pair else None
 
 
 def _check_choices(job: Job) -> None:

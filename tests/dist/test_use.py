@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from anyfit.values.plan import Placement
+from tests.models import next_byte_loss
 from tests.oracle import assert_bit_equal, assert_close, train_plainly
 
 from .pool import Pool, pool_of
@@ -113,11 +115,26 @@ def train_in_a_loop(case: Case) -> Trained:
         return told(run, losses, [], 0)
 
 
+def train_with_losses_of_ones_own(case: Case) -> Trained:
+    with started(case) as run:
+        losses, index, count = [], run.ranks.index, run.ranks.count
+        for batch in case.batches(FEW):
+            for part in part_of(batch, index, count).chunk(case.accumulation):
+                with run.forward() as model:
+                    loss = next_byte_loss(model, part)
+                run.accept(loss, samples=len(part))
+                run.backward(loss)
+            run.update()
+            losses.append(run.metrics.loss)
+        return told(run, losses, [], 0)
+
+
+@pytest.mark.parametrize("loop", [train_in_a_loop, train_with_losses_of_ones_own])
 @pytest.mark.parametrize("way", ["gradients divided", "all divided", "all divided, away, speculates"])
-def test_a_loop_of_ones_own_is_the_same_as_steps(way: str) -> None:
+def test_a_loop_of_ones_own_is_the_same_as_steps(way: str, loop: Callable[[Case], Trained]) -> None:
     case = Case(placements=(ways(2)[way],), accumulation=3, clip_norm=0.5)
     pool = pool_of(2)
-    looped, stepped = pool.run(train_in_a_loop, case), pool.run(train, case, FEW)
+    looped, stepped = pool.run(loop, case), pool.run(train, case, FEW)
     for one, other in zip(looped, stepped, strict=True):
         assert one.losses == other.losses
         assert_bit_equal(one.weights, other.weights)
