@@ -84,8 +84,10 @@ def start_and_measure(small: Path, large: Path, placement: Placement, chunk_byte
     return {"peak": peak.bytes, "share": share, "everything": everything}
 
 
-def trained(folder: Path, placement: Placement, precision: Literal["bf16", "fp32"], steps: int, saved: Path) -> dict[str, Any]:
-    job = job_of(folder, precision)
+def trained(
+    folder: Path, placement: Placement, precision: Literal["bf16", "fp32"], steps: int, saved: Path, adapter: Any = None
+) -> dict[str, Any]:
+    job = job_of(folder, precision, adapter=adapter)
     plan = hand_written(job, placement, chunk_bytes=2**14, ranks=2)
     with anyfit.start(job, plan, small_machine()) as run:
         first = run.state_dict()

@@ -86,6 +86,25 @@ def test_what_two_ranks_train_from_a_folder_gives_the_same_logits_in_transformer
     assert torch.equal(logits, mine["logits"])
 
 
+def test_an_adapter_that_two_ranks_train_on_a_base_from_a_folder_is_the_one_that_peft_loads(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    folder, lora = saved_llama(tmp_path / "first"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    mine, other = pool_of(2).run(trained, folder, AWAY, "fp32", 3, tmp_path / "saved", lora)
+    assert_bit_equal(mine["last"], other["last"])
+
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), lora).train()
+    assert_bit_equal(mine["first"], plain.state_dict())
+    oracle = PlainFp32(job_of(folder, "fp32", adapter=lora), plain)
+    losses = [oracle.step(tokens(step, TINY["vocab_size"]), 2) for step in range(3)]
+    torch.testing.assert_close(mine["losses"], losses, rtol=1e-5, atol=0)
+    assert_bit_equal(mine["last"], oracle.weights())
+
+    export(tmp_path / "saved", tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
+    assert_bit_equal(again.state_dict(), mine["last"])
+
+
 @pytest.mark.parametrize("placement", [AWAY, Placement(optimizer_shards=2)])
 def test_what_a_pattern_leaves_out_is_rank_0s_on_all_ranks(tmp_path: Path, placement: Placement) -> None:
     folder = saved_llama(tmp_path / "folder")
