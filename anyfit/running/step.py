@@ -31,6 +31,10 @@ from .shortage import OverLimitError, Shortfall, module_at, shortage
 from .team import Peers
 
 WATCHED_STEPS = 2  # of every batch shape: one makes the optimizer's state, one uses it
+FEWER_WITHOUT_WEIGHT = (
+    "Job(split=) made fewer micro-batches than the plan has, and a mean over them is not known without their weights; return "
+    "(sum, weight) from the loss"
+)
 NO_GRADIENT = "no parameter has a gradient: was the model's requires_grad changed, or p.grad cleared?"
 
 
@@ -181,15 +185,19 @@ class Step:
 
     def _forward_backward(self, parts: Sequence[Batch]) -> Tensor:
         engine, losses = self._engine, list[Tensor]()
-        for part, rows in zip(parts, engine.plan.micro_batches, strict=True):
+        sizes = engine.plan.micro_batches[: len(parts)]  # `Job(split=)` may make fewer
+        for part, rows in zip(parts, sizes, strict=True):
             self._progress.enter(Phase.FORWARD)
             self._part = part
             with engine.placed.watching():
                 total, weight = engine.evaluate(part)
-            losses.append(self._backward(total, weight, rows, engine.plan.loss or MEAN, alone=len(parts) == 1))
+            if weight is None and len(parts) < len(engine.plan.micro_batches):
+                raise ValueError(FEWER_WITHOUT_WEIGHT)
+            alone, is_last = len(parts) == 1, part is parts[-1]
+            losses.append(self._backward(total, weight, rows, engine.plan.loss or MEAN, alone=alone, is_last=is_last))
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _backward(self, total: Tensor, weight: Tensor | None, rows: int, rule: LossRule, *, alone: bool) -> Tensor:
+    def _backward(self, total: Tensor, weight: Tensor | None, rows: int, rule: LossRule, *, alone: bool, is_last: bool) -> Tensor:
         """Backward of one micro-batch; its part of the loss. Parts add up to the batch's mean; over several weighted
         micro-batches or ranks to its sum: their weight is known when all are through, and the update divides by it."""
         engine, count = self._engine, self._engine.job.batch_size
@@ -206,7 +214,7 @@ class Step:
         self.rows += rows
         self._progress.enter(Phase.BACKWARD)
         gradients = engine.placed.gradients
-        gradients.begin_backward(is_last=self.rows == engine.plan.share, is_weighted=weight is not None)
+        gradients.begin_backward(is_last=is_last, is_weighted=weight is not None)
         # The user's own checkpoints run forwards in backward, whose saved weights are to be replaced too.
         with engine.placed.lanes.computing(Task.BACKWARD), engine.placed.residency.watching():
             total.backward()
@@ -281,7 +289,8 @@ class Step:
         if self.rows + found.rows > share:
             raise ValueError(f"{self.rows + found.rows} samples since the last run.update(), and {share} make a step")
         with self._peers.telling():
-            part = self._backward(found.total, found.weight, found.rows, found.rule, alone=found.rows == share)
+            is_last, alone = self.rows + found.rows == share, found.rows == share
+            part = self._backward(found.total, found.weight, found.rows, found.rule, alone=alone, is_last=is_last)
         self._loss = part if self._loss is None else self._loss + part
 
     # ------------------------------------------------------------------ the update

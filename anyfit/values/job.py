@@ -45,7 +45,7 @@ class Job:
     seed          of weights, data order and dropout
     micro_batch   samples a forward pass; None lets the plan choose
     max_sample    the largest batch to expect, when sizes vary; memory is planned for it
-    split         (batch, sizes) -> batches, where samples do not lie along dim 0 of tensors and arrays, or one an entry in lists
+    split         (batch, sizes) -> as many batches, or fewer, where samples are not along dim 0 of tensors or entries of lists
     weights       a folder of safetensors to start from, as `save_pretrained` writes it, or a `Weights` that takes a part of one;
                   the model is then built without them, and never whole in memory
     real_run      the model may be run for real to plan it, on the CPU, for a forward that needs the values of tensors; None
@@ -220,7 +220,7 @@ class Job:
         if self.split is None:
             return batches.cut(batch, sizes)
         parts = list(self.split(batch, sizes))
-        if len(parts) != len(sizes):
+        if not 0 < len(parts) <= len(sizes):
             raise ValueError(f"Job(split=) made {len(parts)} micro-batches where {len(sizes)} were asked for")
         return parts
 

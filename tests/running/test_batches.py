@@ -318,3 +318,42 @@ def test_a_short_batch_is_refused_whatever_it_is_made_of() -> None:
     job = job_for(dicts, of_dicts)
     with started(job, hand_written(job)) as run, pytest.raises(ValueError, match="the batch has 3 samples, and Job"):
         run.step(dicts(0)[:3])
+
+
+# ---------------------------------------------------------------------- fewer samples than a step has
+
+
+def by_rows(batch: Tensor, sizes: Any) -> list[Tensor]:
+    return list(batch.split(sizes[0]))
+
+
+def with_weight(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+    return model(batch).square().sum(), len(batch)
+
+
+@pytest.mark.parametrize("placement", [None, AWAY])
+def test_the_users_split_may_make_fewer_micro_batches_of_fewer_samples(placement: Any) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(rows, WIDTH) for rows in (4, 3, 1, 4)]
+    model, twin = Net(), Net()
+    twin.load_state_dict(model.state_dict())
+    job = anyfit.Job(model, with_weight, sgd, batches[0], 4, split=by_rows, precision="fp32", micro_batch=2)
+    plain = sgd(twin)
+    with started(job, hand_written(job, placement, accumulation=2) if placement else hand_written(job, accumulation=2)) as run:
+        for batch in batches:
+            loss = twin(batch).square().sum() / len(batch)
+            loss.backward()
+            plain.step()
+            plain.zero_grad()
+            assert float(run.step(batch)) == pytest.approx(float(loss.detach()), rel=1e-6)
+        assert_close(run.state_dict(), twin.state_dict(), 1e-6)
+
+
+def test_fewer_micro_batches_need_a_weight() -> None:
+    job = anyfit.Job(
+        Net(), lambda model, batch: model(batch).square().mean(), sgd, torch.randn(4, WIDTH), 4, split=by_rows, precision="fp32"
+    )
+    with started(job, hand_written(job, accumulation=2)) as run:
+        with pytest.raises(ValueError, match="made fewer micro-batches than the plan has"):
+            run.step(torch.randn(2, WIDTH))
+        run.step(torch.randn(4, WIDTH))

@@ -225,7 +225,7 @@ def test_a_fingerprint_tells_batch_sizes_and_precisions_apart() -> None:
 # ---------------------------------------------------------------------- batches
 
 
-def test_the_users_split_cuts_the_batch_and_must_make_as_many_parts_as_asked() -> None:
+def test_the_users_split_cuts_the_batch_and_must_not_make_more_parts_than_asked() -> None:
     def by_columns(batch: Tensor, sizes: Any) -> list[Tensor]:
         return list(batch.split(list(sizes), dim=1))
 
@@ -234,8 +234,10 @@ def test_the_users_split_cuts_the_batch_and_must_make_as_many_parts_as_asked() -
     assert [part.shape[1] for part in job.cut(batch, [4, 2])] == [4, 2]
     assert job.rows(batch) is None
     assert a_job().rows(batch) == 2
-    with pytest.raises(ValueError, match=re.escape("Job(split=) made 1 micro-batches where 2 were asked for")):
-        a_job(split=lambda batch, sizes: [batch]).cut(batch, [4, 2])
+    assert len(a_job(split=lambda batch, sizes: [batch]).cut(batch, [4, 2])) == 1  # a batch of fewer samples
+    for count in (0, 3):
+        with pytest.raises(ValueError, match=re.escape(f"Job(split=) made {count} micro-batches where 2 were asked for")):
+            a_job(split=lambda batch, sizes, count=count: [batch] * count).cut(batch, [4, 2])
 
 
 def test_fp32_inputs_are_cast_to_bf16_and_nothing_else_is() -> None:
