@@ -25,6 +25,7 @@ COMPOSE = (
     "starting",
     "targets",
 )
+USERS = ("integrations",)  # of the public names alone, as any script is
 OFFERED = ("losses",)  # for a user's own code as well, and so without a look at the house
 MAY_IMPORT = {room: {"values", room} for room in ROOMS} | {
     "values": {"values", *OFFERED},
@@ -104,8 +105,8 @@ def test_every_file_is_in_a_room_or_composes_them() -> None:
     top = {
         path.stem if path.suffix == ".py" else path.name for path in PACKAGE.iterdir() if not path.name.startswith((".", "__pyc"))
     }
-    assert top - {"py.typed"} == {*ROOMS, *COMPOSE, *OFFERED}
-    assert all(files_of(room) for room in ROOMS)
+    assert top - {"py.typed"} == {*ROOMS, *COMPOSE, *USERS, *OFFERED}
+    assert all(files_of(room) for room in (*ROOMS, *USERS))
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -113,6 +114,21 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
     found = [each for file in files_of(room) for each in imports_of(file)]
     offences = [str(each) for each in found if each.package == "anyfit" and each.room not in MAY_IMPORT[room]]
     assert offences == []
+
+
+@pytest.mark.parametrize("folder", USERS)
+def test_an_integration_uses_the_public_names_alone(folder: str) -> None:
+    found = [each for file in files_of(folder) for each in imports_of(file) if each.package == "anyfit"]
+    assert {each.module for each in found if each.room != folder} <= {"anyfit", *(f"anyfit.{name}" for name in anyfit.__all__)}
+    reached = {
+        node.attr
+        for file in files_of(folder)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "anyfit"
+    }
+    assert reached <= set(anyfit.__all__)
+    inside = {each.room for room in (*ROOMS, *OFFERED) for file in files_of(room) for each in imports_of(file)}
+    assert folder not in inside
 
 
 @pytest.mark.parametrize("module", OFFERED)
