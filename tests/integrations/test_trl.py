@@ -67,7 +67,7 @@ def script_of(folder: Path, *, with_anyfit: bool) -> Path:
 def run(folder: Path, *options: str, with_anyfit: bool, ranks: int = 1) -> list[dict[str, float]]:
     """All that is logged."""
     script = script_of(folder, with_anyfit=with_anyfit)
-    output = folder / script.stem
+    output = folder / f"{script.stem}-{ranks}"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     words = [
         *(sys.executable, *launcher, str(script), "--model_name_or_path", str(folder / "model"), "--dataset_name"),
@@ -100,7 +100,7 @@ def test_trls_script_logs_the_same_with_one_line_more_and_resumed(folder: Path) 
     plain = run(folder, with_anyfit=False)
     assert {"loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens"} <= set(plain[0])
     assert run(folder, with_anyfit=True) == plain
-    checkpoint = str(folder / "sft_anyfit" / "checkpoint-2")
+    checkpoint = str(folder / "sft_anyfit-1" / "checkpoint-2")
     assert_close(_untold(run(folder, "--resume_from_checkpoint", checkpoint, with_anyfit=True)), _untold(plain))
 
 
