@@ -40,7 +40,7 @@ from .running.checkpoint import latest
 from .running.engine import free, refuse_held
 from .running.host_memory import HostWatch
 from .running.improving import Tuner
-from .running.rehearsal import Rehearsal, hooks_on_gradients
+from .running.rehearsal import Findings, Rehearsal, hooks_on_gradients
 from .running.rescue import Rescue
 from .running.run import Run
 from .running.team import MARGIN_SECONDS, Team
@@ -297,6 +297,14 @@ class Start:
         planned = functools.partial(search, profile, self._steps)
         self._plan = planned() if team is None else team.from_first(planned, "another plan")
 
+    def _plan_without(self, findings: Findings, placed: Placed) -> None:
+        """Plans anew without what was found to change the result; where nothing is left, the model is plain again."""
+        try:
+            self._plan_for(findings.restrict(self._known_profile()))
+        except BaseException:
+            placed.close()
+            raise
+
     def _rehearsed(self, placed: Placed, rehearsal: Rehearsal, found: Opened) -> Placed:
         """Placed by the plan, or by one without what was found to change the result."""
         if self._plan.loss is None and self._plan.cuts:  # one that was made by hand, or before losses were looked at
@@ -307,14 +315,14 @@ class Start:
         if not self._is_given and unlike:  # planned as if they were compiled, or replayed
             for line in (*placed.compiled.news(), *placed.replayed.news()):
                 self._say(line)
-            self._plan_for(findings.restrict(self._known_profile()))
+            self._plan_without(findings, placed)
             placed = _placed_again(self._job, self._plan, placed, found)
             findings = rehearsal.of(self._plan, placed)
         while (against := findings.against(self._plan)) is not None:
             if self._is_given:
                 placed.close()
                 raise ValueError(f"{against}; {findings.ways_out(self._plan)}")
-            self._plan_for(findings.restrict(self._known_profile()))
+            self._plan_without(findings, placed)
             placed = _placed_again(self._job, self._plan, placed, found)
             findings = rehearsal.of(self._plan, placed)
         self._plan = replace(self._plan, loss=findings.loss if self._plan.cuts else self._plan.loss, rehearsed=True)

@@ -72,6 +72,9 @@ class AnyfitMixin(Base):
         self._whole: dict[str, Tensor] | None = None  # weights that are being saved
         self._put_back: Callable[[], None] | None = None
         self._has_trained, self._rescues = False, 0
+        self._placed_as: tuple[anyfit.Job, anyfit.Plan] | None = (
+            None  # in the last run, where the model is not whole on the device
+        )
         super().__init__(*args, **options)
         self._optimizer_given = self.optimizer
         refuse_devices(self.args, torch.cuda.is_available())
@@ -170,8 +173,8 @@ class AnyfitMixin(Base):
                     raise
                 accumulated = job.batch_size // self.args.world_size // pieces
                 raise ValueError(
-                    f"a batch of {rows} samples does not fit, and it is not cut: {_why(error)}; lower "
-                    f"per_device_train_batch_size to {pieces} and raise gradient_accumulation_steps to {accumulated}"
+                    f"a batch of {rows} samples does not fit, and is not cut, since its loss is not made of those of its parts: "
+                    f"lower per_device_train_batch_size to {pieces} and raise gradient_accumulation_steps to {accumulated}"
                 ) from error
         raise found
 
@@ -249,6 +252,8 @@ class AnyfitMixin(Base):
         """The model whole and plain, on every rank, in the precision it came in."""
         assert self.run is not None
         run, self.run = self.run, None
+        is_whole = all(each.weights == "device" and each.weight_shards == 1 for each in run.plan.chunks)
+        self._placed_as = None if is_whole else (run.job, run.plan)
         whole = run.state_dict() if self.args.world_size > 1 or self.args.bf16 else {}
         run.close()
         for name, parameter in self.model.named_parameters():
@@ -256,6 +261,19 @@ class AnyfitMixin(Base):
                 parameter.data = whole[name]
         self.accelerator._models.clear()
         self.accelerator._optimizers.clear()
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """After training, a model that does not fit the device whole is placed again as it was in training."""
+        if self.run is not None or self._placed_as is None:
+            return super().evaluation_loop(*args, **options)
+        job, plan = self._placed_as
+        with _random_numbers_untouched():
+            self.run = anyfit.start(job, plan, self._machine)
+        self.accelerator._models.append(self.model)
+        try:
+            return super().evaluation_loop(*args, **options)
+        finally:
+            self._give_back_model()
 
 
 class AnyfitTrainer(AnyfitMixin, Trainer):  # type: ignore[misc]
@@ -287,11 +305,6 @@ class RunOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("the optimizer's state is in the run: trainer.run.save(folder) writes it")
-
-
-def _why(error: ValueError) -> str:
-    """Less what a Job would be told, which is not to be typed here."""
-    return str(error).partition("cuts the batch, and ")[2].partition("; ")[0]
 
 
 def _given(optimizer: Optimizer, _model: nn.Module) -> Optimizer:

@@ -108,7 +108,12 @@ def test_a_batch_that_does_not_fit_is_cut_and_trains_the_same(kinds: tuple[type,
     found = trained(kinds[0], tmp_path / "cut", options={"machine": small})
     assert found.plan.micro_batch < 4
     assert found.plan.batch_size == 8
-    assert_close(logged(found), logged(trained(kinds[1], tmp_path / "plain")))
+    plain = trained(kinds[1], tmp_path / "plain")
+    assert_close(logged(found), logged(plain))
+    weights = [each.clone() for each in weights_of(found)]
+    assert found.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)  # placed once more
+    assert all(map(torch.equal, weights, weights_of(found)))
+    assert {type(each) for each in found.model.parameters()} == {nn.Parameter}
 
 
 class Compared(Trainer):
@@ -128,9 +133,11 @@ def test_a_loss_that_compares_samples_sees_the_batches_of_trainer_or_is_refused(
     once = {"num_train_epochs": 0.25, **SHORT}
     found, wanted = (trained(kind, tmp_path, **once) for kind in (ComparedPlanned, Compared))
     assert logged(found) == logged(wanted)
-    small = anyfit.probe().with_limits(device_memory=TIGHT)
+    small, model = anyfit.probe().with_limits(device_memory=TIGHT), model_of()
     with pytest.raises(ValueError, match="lower per_device_train_batch_size to 2 and raise gradient_accumulation_steps to 4"):
-        trained(ComparedPlanned, tmp_path, options={"machine": small}, **once)
+        trained(ComparedPlanned, tmp_path, options={"machine": small, "model": model}, **once)
+    assert {type(each) for each in model.parameters()} == {nn.Parameter}
+    assert all(map(torch.equal, model.parameters(), model_of().parameters()))
 
 
 # ---------------------------------------------------------------------- steps that are left out, and other ways to train

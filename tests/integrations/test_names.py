@@ -34,7 +34,7 @@ RELIED_ON = {  # methods of Trainer that are replaced or called, and their argum
 READ_BY = {  # attributes, and the method of Trainer that sets or reads them as anyfit counts on
     "__init__": ["model_accepts_loss_kwargs", "compute_loss_func", "_train_batch_size", "_created_lr_scheduler", "model_init"],
     "_run_epoch": ["current_gradient_accumulation_steps", "_set_sync_gradients", "optimizer_step_was_skipped", "training_step"],
-    "evaluation_loop": ["self.accelerator._models"],
+    "evaluation_loop": ["len(self.accelerator._models) == 0"],
     "_save_checkpoint": ["save_model", "_save_optimizer_and_scheduler"],
 }
 
