@@ -72,9 +72,7 @@ class AnyfitMixin(Base):
         self._whole: dict[str, Tensor] | None = None  # weights that are being saved
         self._put_back: Callable[[], None] | None = None
         self._has_trained, self._rescues = False, 0
-        self._placed_as: tuple[anyfit.Job, anyfit.Plan] | None = (
-            None  # in the last run, where the model is not whole on the device
-        )
+        self._placed_as: tuple[anyfit.Job, anyfit.Plan] | None = None  # by the last run, where the device has not all weights
         super().__init__(*args, **options)
         self._optimizer_given = self.optimizer
         refuse_devices(self.args, torch.cuda.is_available())

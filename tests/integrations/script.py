@@ -37,10 +37,11 @@ def main() -> None:
     machine = {"machine": anyfit.probe().with_limits(device_memory=asked.device_memory)} if asked.device_memory else {}
     kind = Trainer if asked.name == "plain" else Planned
     trainer = trained(kind, asked.folder / asked.name, asked.resume, options=machine, ddp_backend="gloo")
+    logged = numbers(trainer.state.log_history)
     evaluated = trainer.evaluate()["eval_loss"]
     state = trainer.model.state_dict()
     found = {
-        "logged": numbers(trainer.state.log_history),
+        "logged": logged,
         "evaluated": evaluated,
         "weights": {name: float(each.double().norm()) for name, each in state.items()},
         "micro_batch": plans[0].micro_batch if plans else None,
