@@ -34,6 +34,7 @@ from transformers import Trainer
 import anyfit
 
 from .losses import TrainerLoss, TrainerOptimizer, plain_data
+from .metrics import is_sft, put_together
 from .refusals import refuse_arguments, refuse_devices, refuse_model
 from .samples import samples_of
 from .windows import Piece, Window, cut, weighted
@@ -192,7 +193,10 @@ class AnyfitMixin(Base):
     def _step(self, window: Window) -> Tensor:
         assert self.run is not None
         with self._stepping():
-            return self.run.step(window)
+            loss = self.run.step(window)
+        if any(map(is_sft, type(self).__mro__)):
+            put_together(self, window, self.run.plan.micro_batch)
+        return loss
 
     @contextlib.contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -327,7 +331,7 @@ def _refuse_overrides(kind: type) -> None:
             raise TypeError(
                 f"{kind.__name__} has no Trainer.{name} to replace: use the versions of transformers in docs/trainer.md"
             )
-        if owner is not Trainer and not owner.__module__.startswith("trl."):
+        if owner is not Trainer and not is_sft(owner):  # which adds what is refused: activation_offloading
             raise TypeError(
                 f"{owner.__name__}.{name} would not be called with anyfit; put what it does into compute_loss or a callback"
             )

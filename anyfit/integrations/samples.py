@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sized
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from .windows import IGNORED
 
 MOST_LOOKED_AT = 4096  # samples of a dataset, spread over all of it
+MOST_SECONDS = 4.0  # that looking may take, about
 
 
 def samples_of(loader: Any, rows: int, device: torch.device) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
@@ -19,7 +21,10 @@ def samples_of(loader: Any, rows: int, device: torch.device) -> tuple[Mapping[st
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         return uneven(next(iter(loader))), None
     count = len(dataset)
-    looked_at = range(0, count, -(-count // MOST_LOOKED_AT))
+    begun = time.perf_counter()
+    dataset[0]
+    seconds = time.perf_counter() - begun  # of a sample; images take milliseconds
+    looked_at = range(0, count, -(-count // max(rows, min(MOST_LOOKED_AT, int(MOST_SECONDS / max(seconds, 1e-6))))))
     sizes = {index: size_of(dataset[index]) for index in looked_at}
     order = sorted(sizes, key=lambda index: -sizes[index])
 
@@ -32,14 +37,15 @@ def samples_of(loader: Any, rows: int, device: torch.device) -> tuple[Mapping[st
 
 
 def uneven(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rows that count very different numbers of labels: so that a loss which adds up by rows alone is seen not to by labels."""
+    """Its first row with one label alone, where labels are ignored at all: so that a loss which is taken for a mean over rows, and is
+    one over labels, is seen not to add up."""
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 2:
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 2 or not (labels == IGNORED).any():
         return batch
     changed = labels.clone()
     counts = (changed[0] != IGNORED).nonzero()
     if len(counts) > 1:
-        changed[0][: int(counts[-1, 0])] = IGNORED
+        changed[0, : int(counts[-1])] = IGNORED
     return {**batch, "labels": changed}
 
 

@@ -64,11 +64,14 @@ def script_of(folder: Path, *, with_anyfit: bool) -> Path:
     return script
 
 
-def run(folder: Path, *options: str, with_anyfit: bool, ranks: int = 1) -> list[dict[str, float]]:
-    """All that is logged."""
+def run(folder: Path, *options: str, with_anyfit: bool, ranks: int = 1, limit: str | None = None) -> list[dict[str, float]]:
+    """All that is logged; under a limit of memory, by `anyfit fit`."""
     script = script_of(folder, with_anyfit=with_anyfit)
-    output = folder / f"{script.stem}-{ranks}"
+    output = folder / f"{script.stem}-{ranks}-{limit}"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    if limit is not None:
+        own = folder / "runs"
+        launcher = ["-m", "anyfit", "fit", "--gpus", str(ranks), "--device-memory", limit, "--folder", str(own / str(ranks))]
     words = [
         *(sys.executable, *launcher, str(script), "--model_name_or_path", str(folder / "model"), "--dataset_name"),
         *(str(folder / "data"), "--output_dir", str(output), "--learning_rate", "1e-2", "--num_train_epochs", "2"),
@@ -100,7 +103,7 @@ def test_trls_script_logs_the_same_with_one_line_more_and_resumed(folder: Path) 
     plain = run(folder, with_anyfit=False)
     assert {"loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens"} <= set(plain[0])
     assert run(folder, with_anyfit=True) == plain
-    checkpoint = str(folder / "sft_anyfit-1" / "checkpoint-2")
+    checkpoint = str(folder / "sft_anyfit-1-None" / "checkpoint-2")
     assert_close(_untold(run(folder, "--resume_from_checkpoint", checkpoint, with_anyfit=True)), _untold(plain))
 
 
@@ -112,6 +115,14 @@ def _untold(logged: list[dict[str, float]]) -> list[dict[str, float]]:
 def test_trls_script_logs_the_same_on_two_ranks(folder: Path) -> None:
     plain, found = (run(folder, "--ddp_backend", "gloo", with_anyfit=each, ranks=2) for each in (False, True))
     assert_close(found, plain)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trls_script_logs_the_same_where_a_batch_does_not_fit(ranks: int, folder: Path) -> None:
+    backend = ("--ddp_backend", "gloo") if ranks > 1 else ()
+    found = run(folder, *backend, with_anyfit=True, ranks=ranks, limit="4MiB")
+    assert json.loads((folder / "runs" / str(ranks) / "plan.json").read_text())["micro_batch"] < 4
+    assert_close(found, run(folder, *backend, with_anyfit=False, ranks=ranks))
 
 
 def trained(kind: Any, folder: Path, options: dict[str, Any] | None = None, **args: Any) -> Any:
