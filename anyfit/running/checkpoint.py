@@ -221,11 +221,12 @@ def _numbered(parent: Path) -> list[str]:
     return sorted((name for name in names if name.isdecimal()), key=int, reverse=True)
 
 
-def remove_older(parent: Path, keep: int, keep_every: int = 0) -> None:
-    """Removes all but the `keep` newest checkpoints and those of every so many steps, and what killed processes left behind."""
+def remove_older(parent: Path, keep: int, keep_every: int = 0, best: int | None = None) -> None:
+    """Removes all but the `keep` newest checkpoints, those of every so many steps and that of the best step, and what killed
+    processes left behind."""
     remove_left_behind(parent)
     for name in _numbered(parent)[keep:]:
-        if not keep_every or int(name) % keep_every:
+        if int(name) != best and (not keep_every or int(name) % keep_every):
             gone = parent / f".{name}.old.writing"  # which is no checkpoint any more, should this end half-way
             shutil.rmtree(gone, ignore_errors=True)
             with contextlib.suppress(OSError):

@@ -10,7 +10,6 @@ one's checkpoints.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -30,7 +29,7 @@ from anyfit.values.machine import Machine
 from anyfit.values.plan import Plan
 from anyfit.values.units import show_bytes, show_seconds
 
-from . import claim
+from . import claim, lines
 
 if TYPE_CHECKING:
     import torch
@@ -160,6 +159,8 @@ class Launch:
     steps: int | None = None  # that the run is to make, where that was said
     compiles: bool = True  # blocks, where the plan says so
     rank: int = 0
+    best: int | None = None  # the step whose checkpoint stays, whatever `keep` says
+    on_start: Callable[[Run, Path], None] = lambda _run, _folder: None
     on_step: Callable[[Run, list[str]], None] = lambda _run, _alarms: None
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
 
@@ -183,7 +184,9 @@ class Launch:
         if number == 1:
             return self
         timeline = self.timeline and self.timeline.with_stem(f"{self.timeline.stem}-run-{number}")
-        return replace(self, folder=self.folder / f"run-{number}", timeline=timeline, first=self, _told=None, _alarms=Alarms())
+        return replace(
+            self, folder=self.folder / f"run-{number}", timeline=timeline, first=self, best=None, _told=None, _alarms=Alarms()
+        )
 
     def follow(self, run: Run, machine: Machine) -> None:
         """Opens the folder; from here on a signal waits for the end of the step."""
@@ -196,7 +199,8 @@ class Launch:
                 run.record()
             run.plan.save(self.folder / "plan.json")
             machine.save(self.folder / "machine.json")
-            self._truncate_metrics(run.steps)
+            lines.truncate(self.folder, run.steps)
+            self.on_start(run, self.folder)
         for number in (signal.SIGINT, signal.SIGTERM):
             if number not in whole._before:
                 whole._before[number] = signal.signal(number, whole._ask)
@@ -238,7 +242,7 @@ class Launch:
         if self.is_first:
             metrics = run.metrics
             alarms = self._alarms.listen(run.steps, metrics.loss, run.skipped)
-            self._append(json.dumps(asdict(metrics) | {"time": time.time(), "alarms": alarms}), run)
+            self.append("metrics.jsonl", asdict(metrics) | {"time": time.time(), "alarms": alarms}, run.steps)
             self.on_step(run, alarms)
             self._tell_of(run.saving)
         asked = self.whole.asked if self._is_alone else run.signal  # one that all ranks know of
@@ -247,28 +251,30 @@ class Launch:
         if self.save_every and run.steps % self.save_every == 0:
             self.save(run, wait=False)
 
-    def _append(self, line: str, run: Run) -> None:
-        file = self.folder / "metrics.jsonl"
-        try:
-            with file.open("a") as metrics:
-                metrics.write(f"{line}\n")
-        except OSError as error:
-            raise OSError(
-                f"cannot write {file} after step {run.steps}: {error.strerror}; when it can be written to, go on with: "
-                f"anyfit fit --resume {self.whole.folder}"
-            ) from None
+    def note(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes down what `run.log` was given."""
+        if self.is_first:
+            self.append("logged.jsonl", {"step": step, "time": time.time(), **values}, step)
+
+    def append(self, name: str, line: Mapping[str, Any], step: int) -> None:
+        """A line of one of the files of `lines.NAMES`."""
+        lines.append(self.folder / name, line, step, self.whole.folder)
 
     def save(self, run: Run, *, wait: bool = True) -> Path:
-        from .checkpoint import remove_older
-
         path, before = self.checkpoints / f"{run.steps:08d}", run.saving
-        if wait and before is not None and before.folder == path.absolute():  # what is there, or on its way, is the same
-            run.finish_saving()
+        if before is not None and before.folder == path.absolute():  # what is there, or on its way, is the same
+            if wait:
+                run.finish_saving()
         else:
-            run.saves.save(path, wait=wait, then=lambda: remove_older(self.checkpoints, self.keep, self.keep_every))
+            run.saves.save(path, wait=wait, then=self._remove_older)
         if self.is_first:
             self._tell_of(before)
         return path
+
+    def _remove_older(self) -> None:
+        from .checkpoint import remove_older
+
+        remove_older(self.checkpoints, self.keep, self.keep_every, self.best)
 
     def _tell_of(self, saving: Saving | None) -> None:
         """Reports a regular save, once it is whole."""
@@ -326,22 +332,6 @@ class Launch:
             return plan
         self.say("the run was planned for another machine or limit: planning anew")
         return None
-
-    def _truncate_metrics(self, steps: int) -> None:
-        """Drops what was measured after the checkpoint: those steps are repeated."""
-        file = self.folder / "metrics.jsonl"
-        if not file.exists():
-            return
-        kept = []
-        for line in file.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= steps:
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError):
-                break  # a line cut short when the process died
-        aside = file.with_suffix(".writing")
-        aside.write_text("".join(f"{line}\n" for line in kept))
-        aside.replace(file)
 
 
 def device_for(machine: Machine, rank: Rank) -> torch.device:

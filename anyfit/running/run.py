@@ -8,6 +8,7 @@ What a run does is done by objects with one job each, all at work on one engine:
     agreement.py     what ranks exchange at a step's end     team.py          what else ranks tell each other
     replacing.py     another plan when memory runs out       host_memory.py   the same, for host memory
     saves.py         checkpoints                             improving.py     another plan when blocks were compiled
+    hooks.py         what others do after a step
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from .acts import Kind
 from .agreement import Agreement, facts_of_schedule
 from .engine import Engine, Phase, Progress, hold, release
 from .extra_state import ExtraState
+from .hooks import Hooks
 from .host_memory import HostMemory, HostWatch
 from .improving import Improving, Tuner
 from .launch import Launch
@@ -71,7 +73,7 @@ class Metrics:
     clipped_share: float  # of the steps of this run so far, those whose gradients were over Job(clip_norm=)
 
 
-class Run(Parts):
+class Run(Parts, Hooks):
     """Trains a job as its plan says. Made by `anyfit.start`.
 
     for batch in run.loader(dataset):
@@ -91,6 +93,7 @@ class Run(Parts):
         keep_clipped: Callable[[int, int], None] | None = None,  # told at the end how many steps of how many were clipped
         tuner: Tuner | None = None,
     ) -> None:
+        super().__init__()
         engine, progress = Engine(job, plan, placed), Progress(placed.ranks.index)
         self.job, self.model, self.ranks = job, engine.model, engine.ranks
         self.optimizer: Optimizer = engine.optimizer
@@ -141,6 +144,7 @@ class Run(Parts):
         self._progress.enter(Phase.AFTER)
         for line in (*self._engine.placed.compiled.news(), *self._engine.placed.replayed.news()):
             self._progress.say(line)
+        self._tell_of_step()
         if self.launch is not None:
             self.launch.after_step(self)
         self._improving.after_step()
