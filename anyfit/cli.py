@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from . import __version__
+from . import __version__, fit_options
 from .ending import end, error_json, in_words
+from .fit_options import FitCommand
 from .options import (
     Agree,
     Batch,
@@ -31,7 +32,6 @@ from .options import (
     RealRun,
     Seq,
     Target,
-    finite,
     precision,
     size,
 )
@@ -253,49 +253,48 @@ def check(
         end(ValueError("the steps differ from plain PyTorch's by more than rounding explains"))
 
 
-@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@app.command(cls=FitCommand, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
 def fit(
-    script: Annotated[Path | None, Argument(help="your training script; the built-in demo when not given")] = None,
-    arguments: Annotated[list[str] | None, Argument(help="the script's own arguments")] = None,
-    folder: Annotated[Path | None, Option("--folder", help="the run folder; runs/<time> when not given")] = None,
-    resume: Annotated[Path | None, Option("--resume", help="go on exactly where the run in this folder stopped")] = None,
-    steps: Annotated[int | None, Option("--steps", min=1, help="steps in all (demo)")] = None,
+    script: fit_options.What = None,
+    arguments: fit_options.Arguments = None,
+    data: fit_options.Data = None,
+    evaluation: fit_options.Evaluation = None,
+    eval_every: fit_options.EvalEvery = None,
+    epochs: fit_options.Epochs = None,
+    lr: fit_options.LearningRate = None,
+    schedule: fit_options.ScheduleName = None,
+    warmup: fit_options.Warmup = None,
+    packing: fit_options.Packing = None,
+    samples: fit_options.Samples = None,
+    report_to: fit_options.ReportTo = None,
+    folder: fit_options.Folder = None,
+    resume: fit_options.Resume = None,
+    steps: fit_options.Steps = None,
     batch: Batch = None,
     seq: Seq = None,
     dtype: Dtype = None,
-    seed: Annotated[int | None, Option("--seed", min=0, help="of weights and data order (demo)")] = None,
-    plan: Annotated[Path | None, Option("--plan", help="a plan file; made anew when not given")] = None,
-    save_every: Annotated[int | None, Option("--save-every", min=0, help="steps between checkpoints; 0: at the end")] = None,
-    keep: Annotated[int | None, Option("--keep", min=1, help="checkpoints that stay, the newest ones; 2")] = None,
-    keep_every: Annotated[
-        int | None, Option("--keep-every", min=0, help="and those whose step is a multiple of this stay as well")
-    ] = None,
-    log_every: Annotated[int, Option("--log-every", min=1, help="steps between lines, without a terminal")] = 10,
-    deterministic: Annotated[bool, Option("--deterministic", help="two runs give the same bits")] = False,
+    optimizer: OptimizerName = None,
+    seed: fit_options.Seed = None,
+    plan: fit_options.PlanFile = None,
+    save_every: fit_options.SaveEvery = None,
+    keep: fit_options.Keep = None,
+    keep_every: fit_options.KeepEvery = None,
+    log_every: fit_options.LogEvery = 10,
+    deterministic: fit_options.Deterministic = False,
     no_compile: NoCompile = False,
-    timeline: Annotated[
-        Path | None, Option("--timeline", help="write what each lane did in a few steps to this .json, and draw it beside")
-    ] = None,
+    timeline: fit_options.Timeline = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
-    gpus: Annotated[
-        int | None, Option("--gpus", min=1, help="on so many GPUs of this machine, a process each; without GPUs, on its CPU")
-    ] = None,
-    ranks: Annotated[
-        int | None, Option("--ranks", min=1, help="in so many processes, whatever GPUs there are: they may share one")
-    ] = None,
-    restarts: Annotated[
-        int | None, Option("--restarts", min=0, help="times that ranks which die are started again, from the last checkpoint")
-    ] = None,
-    hang_seconds: Annotated[
-        float | None,
-        Option("--hang-seconds", min=1, callback=finite, help="a rank that waits longer for the others gives up; 600"),
-    ] = None,
+    gpus: fit_options.FitGpus = None,
+    ranks: fit_options.Ranks = None,
+    restarts: fit_options.Restarts = None,
+    hang_seconds: fit_options.HangSeconds = None,
 ) -> None:
-    """Trains: the built-in demo (a byte-level GPT that learns Python's own source), or your script.
+    """Trains: the built-in demo (a byte-level GPT that learns Python's own source), your script, or a Hugging Face folder.
 
-    Options before the script's name are anyfit's, those after it its own. With --gpus N it is started N times, and each of them
-    trains on its share of every batch; torchrun and srun may start it so as well: torchrun --nproc-per-node 4 -m anyfit fit …
+    Options before a script's name are anyfit's, those after it its own. A folder is fine-tuned on --data, without a script:
+    anyfit fit FOLDER --data data.jsonl --eval 5%. With --gpus N it is started N times, and each of them trains on its share of
+    every batch; torchrun and srun may start it so as well: torchrun --nproc-per-node 4 -m anyfit fit …
     """
     asked = dict(locals())
     from .fit_command import Fit

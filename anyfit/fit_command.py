@@ -1,12 +1,14 @@
-"""`anyfit fit` as it was asked for: a script, the demo, or a run to go on with; in one process or in several."""
+"""`anyfit fit` as it was asked for: a script, a folder, the demo, or a run to go on with; in one process or in several."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import fitting
+from .finetune import options as finetune
+from .reporting import Reports
 
 if TYPE_CHECKING:
     from .running.launch import Launch
@@ -18,14 +20,25 @@ KEEP = 2  # checkpoints
 class Fit:
     """The options of the command line, by their names there."""
 
-    script: Path | None
+    script: Path | None  # or a folder
     arguments: list[str] | None
+    data: Path | None
+    evaluation: str | None
+    eval_every: int | None
+    epochs: int | None
+    lr: float | None
+    schedule: str | None
+    warmup: str | None
+    packing: bool | None
+    samples: int | None
+    report_to: str | None
     folder: Path | None
     resume: Path | None
     steps: int | None
     batch: int | None
     seq: int | None
     dtype: str | None
+    optimizer: str | None
     seed: int | None
     plan: Path | None
     save_every: int | None
@@ -45,6 +58,7 @@ class Fit:
     def run(self) -> None:
         self._team = fitting.joined(self.hang_seconds)
         self._count = fitting.ranks_asked_for(self.gpus, self.ranks) if self._team is None else 1
+        self._reports = Reports(self._report_names)
         is_restarted = fitting.holds_restarted_run(self.folder)
         if is_restarted:
             self.resume, self.folder = self.folder, None
@@ -54,37 +68,92 @@ class Fit:
             raise FileNotFoundError(f"no run folder {self.resume} to resume")
         if self.timeline is not None:
             fitting.refuse_timeline(self.timeline)
-        if self.script is not None:
-            self._refuse_of_demo(self.script)
-        elif self.resume is not None and not is_restarted:
-            self._refuse_changed()
-        options = None if self.script is not None else self._demo_options()
-        if self._count > 1:
-            fitting.fit_in_ranks(self._count, self.restarts or 0, fitting.run_folder(self.resume, self.folder, None))
-        elif options is not None:
-            fitting.fit_demo(options, self._launch(options), self.log_every)
-        elif self.script is not None:
-            fitting.fit_script(self.script, self.arguments or [], self._launch(self), self.log_every)
+        self._refuse_of_others(is_restarted=is_restarted)
+        options = self._options()
+        try:
+            if self._count > 1:
+                fitting.fit_in_ranks(self._count, self.restarts or 0, fitting.run_folder(self.resume, self.folder, None))
+            elif isinstance(options, finetune.Options):
+                self._fit_folder(options)
+            elif options is not None:
+                fitting.fit_demo(options, self._launch(options), self.log_every)
+            elif self.script is not None:
+                fitting.fit_script(self.script, self.arguments or [], self._launch(self), self.log_every)
+        finally:
+            self._reports.close()
+
+    # ------------------------------------------------------------------ what goes with what
+
+    @property
+    def _is_folder(self) -> bool:
+        return self.script is not None and (self.script.is_dir() or (self.data is not None and not self.script.is_file()))
+
+    @property
+    def _of_folder(self) -> dict[str, object]:
+        return {
+            "--data": self.data, "--eval": self.evaluation, "--eval-every": self.eval_every, "--epochs": self.epochs,
+            "--lr": self.lr, "--schedule": self.schedule, "--warmup": self.warmup, "--packing": self.packing,
+            "--samples": self.samples, "--optimizer": self.optimizer,
+        }  # fmt: skip
 
     @property
     def _of_demo(self) -> dict[str, object]:
         return {"--steps": self.steps, "--batch": self.batch, "--seq": self.seq, "--dtype": self.dtype, "--seed": self.seed}
 
-    def _refuse_of_demo(self, script: Path) -> None:
-        given = [name for name, value in self._of_demo.items() if value is not None]
-        if given:
-            raise ValueError(f"{given[0]} is an option of the demo; give your script its own arguments after its name")
-        if not script.is_file():
-            raise FileNotFoundError(f"no script {script}")
+    def _refuse_of_others(self, *, is_restarted: bool) -> None:
+        """Options that belong to another kind of run than the one asked for."""
+        if self._is_folder:
+            return self._refuse_unless_folder(is_restarted=is_restarted)
+        of_folder = [name for name, value in self._of_folder.items() if value is not None]
+        if self.script is not None:
+            if of_folder or (of_demo := [name for name, value in self._of_demo.items() if value is not None]):
+                named = of_folder[0] if of_folder else of_demo[0]
+                kind = "a folder" if of_folder else "the demo"
+                raise ValueError(f"{named} is an option of {kind}; give your script its own arguments after its name")
+            if not self.script.is_file():
+                raise FileNotFoundError(f"no script {self.script}")
+        elif self.resume is not None:
+            if not is_restarted:
+                self._refuse_changed(of_folder)
+        elif of_folder:
+            raise ValueError(f"{of_folder[0]} is for a Hugging Face folder; name it: anyfit fit FOLDER --data data.jsonl")
+        return None
 
-    def _refuse_changed(self) -> None:
+    def _refuse_unless_folder(self, *, is_restarted: bool) -> None:
+        if not (self.script and self.script.is_dir()):
+            raise FileNotFoundError(
+                f"no folder {self.script}; a model on the hub is fetched first: hf download {self.script} --local-dir FOLDER"
+            )
+        if self.data is None:
+            raise ValueError(f"{self.script} is a folder; say what to train it on: --data data.jsonl")
+        if self.arguments:
+            raise ValueError(f"a folder is trained without a script, and {self.arguments[0]!r} is no option")
+        if self.steps is not None:
+            raise ValueError("--steps is an option of the demo; a folder is trained for --epochs")
+        if self.resume is not None and not is_restarted:
+            raise ValueError(f"a resumed run keeps its folder and data: anyfit fit --resume {self.resume}")
+
+    def _refuse_changed(self, of_folder: list[str]) -> None:
         kept = self._of_demo | {"--save-every": self.save_every, "--keep": self.keep, "--keep-every": self.keep_every}
         kept |= {"--device-memory": self.device_memory, "--host-memory": self.host_memory}
-        given = [name for name, value in kept.items() if value is not None]
+        given = of_folder + [name for name, value in kept.items() if value is not None]
         if given or self.deterministic:
             raise ValueError(f"a resumed run keeps its options; leave {given[0] if given else '--deterministic'} out")
 
-    def _launch(self, told: Fit | fitting.DemoOptions) -> Launch:
+    # ------------------------------------------------------------------ what is run
+
+    @property
+    def _report_names(self) -> list[str]:
+        return [name.strip() for name in (self.report_to or "").split(",") if name.strip()]
+
+    def _fit_folder(self, asked: finetune.Options) -> None:
+        from .finetune.work import Work
+
+        work = Work.of(asked, 1 if self._team is None else self._team.count)
+        self._reports = Reports(self._report_names or asked.report_to)
+        fitting.fit_folder(work, self._launch(work.options), self._reports, self.log_every)
+
+    def _launch(self, told: Fit | fitting.DemoOptions | finetune.Options) -> Launch:
         from .running.launch import Launch
 
         return Launch(
@@ -101,13 +170,51 @@ class Fit:
             steps=told.steps,
             compiles=not self.no_compile,
             rank=0 if self._team is None else self._team.index,
+            on_start=self._reports.attach,
         )
+
+    def _options(self) -> fitting.DemoOptions | finetune.Options | None:
+        """Of the demo, or of a folder; those of a run that is resumed are its own. None for a script."""
+        if self.script is not None and not self._is_folder:
+            return None
+        if self.resume is not None:
+            return fitting.resumed_options(self.resume)
+        return self._folder_options(self.script) if self.script is not None else self._demo_options()
+
+    def _folder_options(self, model: Path) -> finetune.Options:
+        from . import demo
+
+        assert self.data is not None
+        made = finetune.Options(
+            model=str(model.resolve()),
+            data=str(self.data.resolve()),
+            evaluation=self.evaluation,
+            epochs=self.epochs or finetune.EPOCHS,
+            batch_size=self.batch,
+            length=self.seq,
+            packing=self.packing,
+            precision=self.dtype or demo.default_precision(),
+            seed=self.seed or 0,
+            learning_rate=finetune.LEARNING_RATE if self.lr is None else self.lr,
+            schedule=self.schedule or finetune.SCHEDULE,
+            warmup=self.warmup or finetune.WARMUP,
+            optimizer=self.optimizer or finetune.OPTIMIZER,
+            eval_every=self.eval_every,
+            samples=finetune.SAMPLES if self.samples is None else self.samples,
+            report_to=tuple(self._report_names),
+            save_every=self.save_every,
+            keep=self.keep or KEEP,
+            keep_every=self.keep_every or 0,
+            deterministic=self.deterministic,
+            device_memory=self.device_memory,
+            host_memory=self.host_memory,
+        )
+        file = made.evaluation_file
+        return made if file is None else replace(made, evaluation=str(file.resolve()))
 
     def _demo_options(self) -> fitting.DemoOptions:
         from . import demo
 
-        if self.resume is not None:
-            return fitting.resumed_options(self.resume)
         return fitting.DemoOptions(
             steps=self.steps or demo.STEPS,
             batch_size=self.batch or demo.BATCH,

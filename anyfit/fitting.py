@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
+from .finetune.options import Options as FinetuneOptions
 from .running import claim
 from .showing import timeline as timelines
 from .showing.progress import Bar, Beat, Lines, Watcher
@@ -26,6 +27,8 @@ from .showing.terminal import show_forecast_beside_measured, show_plan
 from .values.record import decode, write_atomically
 
 if TYPE_CHECKING:
+    from .finetune.work import Work
+    from .reporting import Reports
     from .running.launch import Launch
     from .running.run import Run
     from .running.team import Team
@@ -239,7 +242,43 @@ def fit_demo(options: DemoOptions, launch: Launch, log_every: int) -> None:
         run.close()
 
 
-def resumed_options(folder: Path) -> DemoOptions:
+def fit_folder(work: Work, launch: Launch, reports: Reports, log_every: int) -> None:
+    """Fine-tunes a Hugging Face folder: evaluates, keeps the best checkpoint, writes samples, and exports that checkpoint."""
+    from . import start
+    from .finetune.looks import Looks, refuse_leaks
+    from .running.launch import launched
+    from .targets import optimizer_named
+
+    options, job = work.options, work.job(optimizer_named(work.options.optimizer, lr=work.options.learning_rate))
+    if launch.is_first:
+        write_atomically(launch.folder / "run.json", json.dumps(asdict(options), indent=1).encode())
+    console = Console(quiet=not launch.is_first)
+    for line in work.summary:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    with launched(launch):
+        with _watcher(console, log_every) as watcher:
+            run = start(job)
+            report = Report(run, watcher, options.steps, launch.timeline)
+            launch.say, launch.on_step = watcher.say, report.step
+            show_plan(run.plan, console)
+            if launch.resume:
+                watcher.say(f"going on from step {run.steps}")
+            refuse_leaks(run, work.training)
+            looks = Looks(run, launch, work, watcher.say, reports.text)
+            for batch in run.loader(work.training, epochs=options.epochs, collate_fn=work.training.collate):
+                run.step(batch)
+                if looks.is_due:
+                    looks.look()
+        finish(run, launch, report if launch.is_first else None, console)
+        for sample in looks.written:
+            console.print(
+                f"\nasked   {sample['prompt']!r}\nwrites  {sample['written']!r}\ndata    {sample['data']!r}", markup=False
+            )
+        run.close()
+
+
+def resumed_options(folder: Path) -> DemoOptions | FinetuneOptions:
+    """What a run was told: of the demo, or of fine-tuning a folder."""
     file = folder / "run.json"
     if not file.exists():
         raise FileNotFoundError(f"no run to resume in {folder}: it has no run.json")
@@ -247,7 +286,8 @@ def resumed_options(folder: Path) -> DemoOptions:
         document = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file}: not JSON ({error}); start anew with another --folder") from None
-    return cast(DemoOptions, decode(DemoOptions, document, str(file)))
+    kind = FinetuneOptions if isinstance(document, dict) and "data" in document else DemoOptions
+    return cast(DemoOptions | FinetuneOptions, decode(kind, document, str(file)))
 
 
 def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every: int) -> None:
@@ -330,9 +370,10 @@ def finish(run: Run, launch: Launch, report: Report | None, console: Console) ->
     saved = launch.save(run)
     if report is None:  # of a rank that only takes part
         return
-    weights = launch.folder / "weights"
-    export(saved, weights, replaces=True)
-    console.print(f"\ncheckpoint {saved}, weights {weights}", markup=False, highlight=False, soft_wrap=True)
+    weights, best = launch.folder / "weights", launch.best
+    export(saved if best is None else launch.checkpoints / f"{best:08d}", weights, replaces=True)
+    of_best = "" if best is None else f" of step {best}, the best by evaluation"
+    console.print(f"\ncheckpoint {saved}, weights {weights}{of_best}", markup=False, highlight=False, soft_wrap=True)
     if report.seconds:
         seconds = statistics.median(list(report.seconds)[3:] or report.seconds)  # the first steps were watched for memory
         metrics = run.metrics

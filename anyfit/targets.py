@@ -223,13 +223,13 @@ def optimizer_class(name: str) -> Any:
     return classes[name.lower()]
 
 
-def with_optimizer(job: Job, name: str) -> Job:
-    """The same with an optimizer of torch's, with torch's own settings, of what is trained."""
+def optimizer_named(name: str, **settings: float) -> Callable[[nn.Module], Optimizer]:
+    """An optimizer of torch's of what is trained, with torch's own settings but for these."""
     made_by = optimizer_class(name)
 
     def make(model: nn.Module) -> Optimizer:
         try:
-            made: Optimizer = made_by([parameter for parameter in model.parameters() if parameter.requires_grad])
+            made: Optimizer = made_by([parameter for parameter in model.parameters() if parameter.requires_grad], **settings)
         except (TypeError, ValueError) as error:  # it wants more than parameters, or others
             raise ValueError(
                 f"--optimizer {name}: torch.optim.{made_by.__name__} cannot be made as it is for this model: {error}. "
@@ -237,7 +237,11 @@ def with_optimizer(job: Job, name: str) -> Job:
             ) from error
         return made
 
-    return replace(job, optimizer=make)
+    return make
+
+
+def with_optimizer(job: Job, name: str) -> Job:
+    return replace(job, optimizer=optimizer_named(name))
 
 
 def _job_of_function(target: str) -> Job:

@@ -17,11 +17,10 @@ import anyfit
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "anyfit"
-ROOMS = ("values", "probing", "tracing", "costing", "planning", "placing", "kernels", "running", "showing")
+ROOMS = ("values", "probing", "tracing", "costing", "planning", "placing", "kernels", "running", "showing", "finetune")
 COMPOSE = (
-    *("__init__", "__main__", "asking", "cli", "demo", "ending", "fit_command", "fitting", "measuring", "options"),
-    "plan_command",
-    "profiling",
+    *("__init__", "__main__", "asking", "cli", "demo", "ending", "fit_command", "fit_options", "fitting", "measuring", "options"),
+    *("plan_command", "profiling", "reporting"),
     "starting",
     "targets",
 )
@@ -32,6 +31,7 @@ MAY_IMPORT = {room: {"values", room} for room in ROOMS} | {
     "probing": {"values", "probing", "kernels"},
     "placing": {"values", "placing", "kernels"},
     "running": {"values", "running", "placing", "kernels"},
+    "finetune": {"values", "finetune", "running"},
 }
 WITHOUT_TORCH = ("planning", "showing")
 VALUES_MAY_CALL_FOR = {"torch", "transformers", "peft"}  # inside a function, where the user's own objects are at hand

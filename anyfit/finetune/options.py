@@ -1,0 +1,61 @@
+"""What a fine-tuning was told, and what was decided where nothing was said; kept in the run folder, so that a resumed run is the
+same run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from .schedule import part_of, refuse_unknown
+
+EPOCHS = 3
+LEARNING_RATE = 2e-5
+SCHEDULE = "cosine"
+WARMUP = "3%"
+OPTIMIZER = "adamw"
+SAMPLES = 3  # that the model writes at every look
+CLIP_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str  # the folder it starts from
+    data: str  # a file
+    evaluation: str | None  # a share of the rows, a number of them, or another file
+    epochs: int
+    batch_size: int | None  # rows a step
+    length: int | None  # tokens a row
+    packing: bool | None
+    precision: str
+    seed: int
+    learning_rate: float
+    schedule: str
+    warmup: str  # a share of the steps, or a number of them
+    optimizer: str
+    eval_every: int | None  # steps between looks
+    samples: int
+    report_to: tuple[str, ...]
+    save_every: int | None
+    keep: int
+    keep_every: int
+    deterministic: bool
+    device_memory: str | None
+    host_memory: str | None
+    steps: int | None = None  # in all
+    digest: str | None = None  # of the samples
+
+    def __post_init__(self) -> None:
+        refuse_unknown(self.schedule)
+        part_of(100, self.warmup, "--warmup")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"--lr {self.learning_rate}: give a learning rate above 0, such as {LEARNING_RATE}")
+        if self.evaluation is not None and self.evaluation_file is None:
+            part_of(100, self.evaluation, "--eval")
+        if self.eval_every is not None and self.evaluation is None and not self.samples:
+            raise ValueError("--eval-every: there is nothing to look at; give --eval 5%, or --samples 3")
+
+    @property
+    def evaluation_file(self) -> Path | None:
+        text = self.evaluation
+        return Path(text) if text is not None and Path(text).suffix in (".jsonl", ".json", ".parquet") else None

@@ -1,0 +1,175 @@
+"""All that a fine-tuning needs, from its options: the data as rows of tokens, and the job. Whatever is wrong with the model, the
+tokenizer or the data is found here, before anything is measured, planned or written."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyfit.values.huggingface import config_of, factory, longest_sample
+from anyfit.values.job import Job
+from anyfit.values.tensor_files import TensorFolder
+from anyfit.values.units import show_count
+
+from .options import CLIP_NORM, Options
+from .packing import Packed, Unpacked, digest
+from .rows import Rows, read
+from .schedule import Schedule, part_of
+from .tokens import Counted, Sample, samples_of, shortened, tokenizer_of
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+MOST_LENGTH = 2048  # tokens a row, and …
+MOST_ROWS = 8  # … rows a step, where none are asked for
+LEAST_STEPS = 10  # an epoch, for which smaller batches are taken
+LOOKS = 10  # in a run
+
+
+@dataclass(frozen=True)
+class Work:
+    options: Options  # with all that was left open decided
+    tokenizer: Any
+    training: Packed | Unpacked
+    evaluation: Packed | Unpacked | None
+    summary: tuple[str, ...]  # of the data, for whoever watches
+
+    @classmethod
+    def of(cls, options: Options, ranks: int = 1) -> Work:
+        """Reads the data; of a run that is resumed it must be the same as before."""
+        folder = Path(options.model)
+        config, packing = _checked(folder, options)
+        tokenizer = tokenizer_of(folder)
+        table, parts = _parts(options)
+        encoded = [samples_of(rows, indices, tokenizer) for rows, indices in parts]
+        length = _length(options, config, [sample for samples, _ in encoded for sample in samples])
+        kept = [shortened(samples, length, counted, is_text=table.kind == "text") for samples, counted in encoded]
+        padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        made = [(Packed.of if packing else Unpacked)(samples, length, padding) for samples in kept]
+        for samples, (rows, _) in zip(kept, parts, strict=True):
+            if not samples:
+                raise ValueError(f"{rows.file} has no answer to learn within {length} tokens a sample (--seq)")
+        training, evaluation = made[0], made[1] if len(made) > 1 else None
+        found = replace(options, length=length, packing=packing, digest=digest([each for samples in kept for each in samples]))
+        found = _decided(found, len(training), ranks)
+        if options.digest not in (None, found.digest):
+            raise ValueError(
+                f"{options.data} is not the data that the run began with, or its tokenizer is another: give both back as they "
+                "were, or start anew without --resume"
+            )
+        summary = _summary(found, table, [counted for _, counted in encoded], made)
+        return cls(found, tokenizer, training, evaluation, summary)
+
+    def job(self, optimizer: Callable[[nn.Module], Optimizer]) -> Job:
+        options, rows = self.options, self.training
+        assert options.batch_size is not None
+        assert options.steps is not None
+        sample = rows.largest(options.batch_size)
+        return Job.from_huggingface(
+            options.model,
+            batch_size=options.batch_size,
+            sample=sample,
+            max_sample=sample if isinstance(rows, Unpacked) else None,
+            optimizer=optimizer,
+            scheduler=Schedule(options.schedule, options.steps, part_of(options.steps, options.warmup, "--warmup")),
+            clip_norm=CLIP_NORM,
+            precision=options.precision,
+            seed=options.seed,
+        )
+
+    @property
+    def shown(self) -> Sequence[Sample]:
+        """The samples that the model is asked to answer on the way: of the evaluation, where there is one."""
+        return (self.evaluation or self.training).samples[: self.options.samples]
+
+
+def _checked(folder: Path, options: Options) -> tuple[Any, bool]:
+    """The configuration, of a causal language model with weights; and whether samples are packed."""
+    config = config_of(folder)
+    TensorFolder.open(folder)
+    made_by = factory(config).made_by
+    if not made_by.__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        raise ValueError(f"{folder} is a {made_by.__name__}, and fine-tuning is for causal language models (…ForCausalLM)")
+    reads_positions = "position_ids" in inspect.signature(made_by.forward).parameters
+    if options.packing and not reads_positions:
+        raise ValueError(f"{made_by.__name__} takes no position_ids, and cannot keep packed samples apart: use --no-packing")
+    return config, reads_positions if options.packing is None else options.packing
+
+
+def _parts(options: Options) -> tuple[Rows, list[tuple[Rows, Sequence[int]]]]:
+    """The rows, and which of them train; and those that evaluate, where some do."""
+    rows, file = read(Path(options.data)), options.evaluation_file
+    every = list(range(len(rows)))
+    if options.evaluation is None:
+        return rows, [(rows, every)]
+    if file is not None:
+        others = read(file)
+        return rows, [(rows, every), (others, range(len(others)))]
+    count = max(part_of(len(rows), options.evaluation, "--eval"), 1)
+    if count >= len(rows):
+        raise ValueError(f"--eval {options.evaluation} leaves none of the {len(rows)} rows of {rows.file} to learn from")
+    apart = set(random.Random(options.seed).sample(every, count))
+    return rows, [(rows, [each for each in every if each not in apart]), (rows, sorted(apart))]
+
+
+def _length(options: Options, config: Any, samples: Sequence[Sample]) -> int:
+    """Tokens a row: as asked for, or a power of two that the longest sample fits in, up to a limit."""
+    longest, positions = max((len(each) for each in samples), default=1), longest_sample(config)
+    if options.length is not None:
+        if positions is not None and options.length > positions:
+            raise ValueError(f"--seq {options.length} is more than the {positions} positions of the model")
+        return options.length
+    return min(1 << max(longest - 1, 1).bit_length(), MOST_LENGTH, positions or MOST_LENGTH)
+
+
+def _decided(options: Options, rows: int, ranks: int) -> Options:
+    batch = options.batch_size
+    if batch is None:
+        batch = -(-max(min(MOST_ROWS, rows // LEAST_STEPS), 1) // ranks) * ranks
+    steps = options.epochs * rows // batch
+    if steps == 0:
+        raise ValueError(
+            f"{options.epochs} epochs of {rows} rows of {options.length} tokens make no batch of {batch}; use --batch "
+            f"{options.epochs * rows // ranks * ranks or ranks}, more --epochs or a shorter --seq"
+        )
+    looks = options.eval_every or max(steps // LOOKS, 1)
+    save_every = looks if options.save_every is None else options.save_every
+    return replace(options, batch_size=batch, steps=steps, eval_every=looks, save_every=save_every)
+
+
+def _summary(options: Options, rows: Rows, counted: Sequence[Counted], made: Sequence[Packed | Unpacked]) -> tuple[str, ...]:
+    samples = [sample for part in made for sample in part.samples]
+    tokens, learnt = sum(map(len, samples)), sum(each.learnt for each in samples)
+    every, count = sum(map(len, made)), sum(each.rows for each in counted)
+    how = f"{every} rows of {options.length} tokens, {tokens / (every * (options.length or 1)):.0%} full"
+    how = f"packed into {how}" if options.packing else f"a row each, of at most {options.length} tokens"
+    lines = [
+        f"data           {count} rows of {' and '.join(_columns(rows))}: {len(samples)} samples, {show_count(tokens)} tokens, "
+        f"{show_count(learnt)} of them learnt; {how}"
+    ]
+    if len(made) > 1:
+        lines.append(f"evaluation     {counted[1].rows} rows, every {options.eval_every} steps; {counted[0].rows} rows train")
+    lines.append(
+        f"training       {options.steps} steps of {options.batch_size} rows, {options.epochs} "
+        f"epoch{'s' * (options.epochs > 1)}; {options.optimizer}, learning rate {options.learning_rate:g}, {options.schedule}"
+    )
+    total = {name: sum(getattr(each, name) for each in counted) for name in ("split", "shortened", "without_answer")}
+    notes = [f"columns that are not read: {', '.join(rows.unread)}"] if rows.unread else []
+    if total["split"]:
+        notes.append(f"{total['split']} chats became several samples: the template shows earlier answers in another way")
+    if total["shortened"]:
+        notes.append(f"{total['shortened']} samples end after {options.length} tokens; a larger --seq keeps more of them")
+    if total["without_answer"]:
+        notes.append(f"{total['without_answer']} samples are left out: they have no answer within {options.length} tokens")
+    return (*lines, *(f"note           {note}" for note in notes))
+
+
+def _columns(rows: Rows) -> tuple[str, ...]:
+    from .rows import KINDS
+
+    return KINDS[rows.kind]

@@ -1,0 +1,178 @@
+"""Files of data, and what is read from them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from anyfit.finetune.rows import Chat, Plain, read
+from anyfit.finetune.tokens import Sample, samples_of, shortened
+from tests.finetune import tiny
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": CHAT, "id": 3}, Chat(CHAT)),
+        ({"prompt": "2 + 2 =", "completion": " 4"}, Plain("2 + 2 =", " 4")),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, Chat(CHAT, answers_from=1)),
+        ({"instruction": "Add.", "input": "2, 2", "output": "4"}, Plain("Add.\n\n2, 2", "4")),
+        ({"instruction": "Say hi.", "output": "hi"}, Plain("Say hi.", "hi")),
+        ({"text": "once"}, Plain("", "once")),
+    ],
+)
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_a_row_is_read_by_its_columns(row: Any, expected: Any, format: str, tmp_path: Path) -> None:
+    file = tmp_path / f"data.{format}"
+    if format == "parquet":
+        datasets.Dataset.from_list([row]).to_parquet(file)
+    else:
+        tiny.write(file, [row])
+    rows = read(file)
+    assert len(rows) == 1
+    assert rows[0] == expected
+    assert rows.unread == (("id",) if "id" in row else ())
+
+
+def test_a_field_that_only_some_messages_have_is_not_given_to_the_others(tmp_path: Path) -> None:
+    named = [{**CHAT[0], "name": "Ann"}, CHAT[1]]
+    rows = read(tiny.write(tmp_path / "data.jsonl", [{"messages": CHAT}, {"messages": named}]))
+    assert [rows[0], rows[1]] == [Chat(CHAT), Chat(named)]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"text": "a"}\n{"text": \n', "data.jsonl, line 2: not JSON"),
+        ('{"text": "a"}\n["b"]\n', "line 2: every line is an object"),
+        ("", "data.jsonl is empty"),
+        ('{"question": "a", "answer": "b"}\n', "has the columns question, answer, and rows are read by one of these: messages; "),
+        ('{"message": []}\n', "did you mean 'messages'?"),
+        ('{"prompt": "a", "response": "b"}\n', "'completion' is missing"),
+        ('{"text": "a"}\n{"text": 3}\n', "data.jsonl, row 2: text is a int, not a string"),
+        ('{"prompt": "a", "completion": "b"}\n{"text": "c"}\n', "row 2: it has no prompt"),
+        ('{"prompt": "a", "completion": []}\n', "row 1: prompt and completion are two strings, or two lists of messages"),
+        ('{"messages": [{"from": "human", "value": "a"}]}\n', "has no role, such as user or assistant; rename from and value"),
+        ('{"messages": []}\n', "row 1: messages is to be a list of messages, and is empty"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": []}\n', "leave the column tools out"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_its_line_or_row(content: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+
+    def read_all() -> list[Any]:
+        rows = read(file)
+        return [rows[index] for index in range(len(rows))]
+
+    with pytest.raises(ValueError, match=re.escape(says)):
+        read_all()
+
+
+def test_other_files_and_missing_ones_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no file"):
+        read(tmp_path / "data.jsonl")
+    (tmp_path / "data.csv").write_text("a,b\n")
+    with pytest.raises(ValueError, match=r"data is read from \.jsonl"):
+        read(tmp_path / "data.csv")
+
+
+def test_without_datasets_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'anyfit[finetune]'")):
+        read(tiny.write(tmp_path / "data.jsonl", [{"text": "a"}]))
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+def encoded(row: Any, tmp_path: Path, *, template: str | None = tiny.TEMPLATE, length: int | None = None) -> list[Sample]:
+    rows = read(tiny.write(tmp_path / "data.jsonl", [row]))
+    samples, counted = samples_of(rows, range(len(rows)), tiny.tokenizer(template))
+    return samples if length is None else shortened(samples, length, counted, is_text=rows.kind == "text")
+
+
+def told(sample: Sample) -> tuple[str, str]:
+    """All of a sample, and what is learnt of it."""
+    tokenizer = tiny.tokenizer()
+    return tokenizer.decode(sample.ids), tokenizer.decode(sample.ids[sample.is_answer])
+
+
+TWICE = [*CHAT, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "bye"}, {"role": "user", "content": "ok"}]
+ASKED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "expected"),
+    [
+        ({"messages": CHAT}, tiny.TEMPLATE, [(f"{ASKED}yo<|im_end|>\n", "yo<|im_end|>\n")]),
+        (
+            {"messages": TWICE},
+            tiny.TEMPLATE,
+            [
+                (
+                    f"{ASKED}yo<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\nbye<|im_end|>\n",
+                    "yo<|im_end|>\nbye<|im_end|>\n",
+                )
+            ],
+        ),
+        (  # the template shows an earlier answer in another way than the last: each is learnt as it will be written
+            {"messages": TWICE},
+            tiny.REASONING_TEMPLATE,
+            [
+                (f"{ASKED}<think></think>yo<|im_end|>\n", "<think></think>yo<|im_end|>\n"),
+                (
+                    f"{ASKED}yo<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+                    "<think></think>bye<|im_end|>\n",
+                    "<think></think>bye<|im_end|>\n",
+                ),
+            ],
+        ),
+        ({"prompt": TWICE[:3], "completion": TWICE[3:4]}, tiny.TEMPLATE, [(None, "bye<|im_end|>\n")]),
+        ({"prompt": "hi", "completion": "yo"}, tiny.TEMPLATE, [(f"{ASKED}yo<|im_end|>\n", "yo<|im_end|>\n")]),
+        ({"prompt": "hi", "completion": "yo"}, None, [("hiyo<|im_end|>", "yo<|im_end|>")]),
+        ({"instruction": "hi", "output": "yo"}, tiny.TEMPLATE, [(f"{ASKED}yo<|im_end|>\n", "yo<|im_end|>\n")]),
+        ({"text": "hé!"}, tiny.TEMPLATE, [("hé!<|im_end|>", None)]),
+        ({"messages": CHAT[:1]}, tiny.TEMPLATE, []),
+    ],
+)
+def test_only_answers_are_learnt(row: Any, template: str | None, expected: Any, tmp_path: Path) -> None:
+    found = [told(sample) for sample in encoded(row, tmp_path, template=template)]
+    assert len(found) == len(expected)
+    for (all_of_it, learnt), (whole, answer) in zip(found, expected, strict=True):
+        assert whole is None or all_of_it == whole
+        assert learnt == (answer if answer is not None else tiny.tokenizer().decode(encoded(row, tmp_path)[0].ids[1:]))
+
+
+def test_a_long_text_is_cut_in_pieces_and_a_long_answer_ends_early(tmp_path: Path) -> None:
+    pieces = encoded({"text": "abcdefghij"}, tmp_path, length=4)
+    assert [told(piece)[0] for piece in pieces] == ["abcd", "efgh", "ij<|im_end|>"]
+    assert [told(piece)[1] for piece in pieces] == ["bcd", "fgh", "j<|im_end|>"]
+    answers = encoded({"prompt": "ask", "completion": "abcdefghij"}, tmp_path, template=None, length=6)
+    assert [told(answer) for answer in answers] == [("askabc", "abc")]
+    assert encoded({"prompt": "a long question", "completion": "b"}, tmp_path, template=None, length=6) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (None, "row 1: it is a chat, and the tokenizer has no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "row 1: the chat template refuses it: roles must alternate"),
+        ("{% if add_generation_prompt %}A:{% else %}B:{% endif %}", "shows an answer in another way than it asks for it"),
+    ],
+)
+def test_a_chat_that_cannot_be_shown_is_refused_by_its_row(template: str | None, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        encoded({"messages": CHAT}, tmp_path, template=template)
