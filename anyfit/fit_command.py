@@ -148,10 +148,12 @@ class Fit:
 
     def _fit_folder(self, asked: finetune.Options) -> None:
         from .finetune.work import Work
+        from .targets import optimizer_named
 
+        optimizer = optimizer_named(asked.optimizer, lr=asked.learning_rate)
         work = Work.of(asked, 1 if self._team is None else self._team.count)
         self._reports = Reports(self._report_names or asked.report_to)
-        fitting.fit_folder(work, self._launch(work.options), self._reports, self.log_every)
+        fitting.fit_folder(work, work.job(optimizer), self._launch(work.options), self._reports, self.log_every)
 
     def _launch(self, told: Fit | fitting.DemoOptions | finetune.Options) -> Launch:
         from .running.launch import Launch

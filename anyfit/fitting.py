@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .running.launch import Launch
     from .running.run import Run
     from .running.team import Team
+    from .values.job import Job
 
 RECENT = 20  # steps that make up the speed shown
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals by which somebody stops a run
@@ -242,14 +243,13 @@ def fit_demo(options: DemoOptions, launch: Launch, log_every: int) -> None:
         run.close()
 
 
-def fit_folder(work: Work, launch: Launch, reports: Reports, log_every: int) -> None:
+def fit_folder(work: Work, job: Job, launch: Launch, reports: Reports, log_every: int) -> None:
     """Fine-tunes a Hugging Face folder: evaluates, keeps the best checkpoint, writes samples, and exports that checkpoint."""
     from . import start
     from .finetune.looks import Looks, refuse_leaks
     from .running.launch import launched
-    from .targets import optimizer_named
 
-    options, job = work.options, work.job(optimizer_named(work.options.optimizer, lr=work.options.learning_rate))
+    options = work.options
     if launch.is_first:
         write_atomically(launch.folder / "run.json", json.dumps(asdict(options), indent=1).encode())
     console = Console(quiet=not launch.is_first)

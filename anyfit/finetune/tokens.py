@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from .rows import Chat, Message, Plain, Rows
 
 Ids = NDArray[numpy.int32]
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 Span = tuple[int, int]  # of characters
 
 
@@ -64,6 +65,8 @@ class Counted:
 def tokenizer_of(folder: Path) -> Any:
     import transformers
 
+    if not any((folder / name).is_file() for name in VOCABULARIES):  # transformers would make one that knows no word
+        raise FileNotFoundError(f"{folder} holds no tokenizer: none of {', '.join(VOCABULARIES)}; fetch it with the model")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -14,7 +14,8 @@ import math
 import re
 import types
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,16 +85,23 @@ class Agreement:
         scale = self._scale(weights if is_weighted else None, samples)
         return (losses.sum() * scale).to(torch.float32), (squares.sum().sqrt() * scale).to(torch.float32), scale
 
-    def mean_loss(self, batch: Batch) -> Tensor:
-        engine = self._engine
-        modes = [(module, module.training) for module in engine.model.modules()]
-        engine.model.eval()
+    @contextmanager
+    def reading(self) -> Iterator[nn.Module]:
+        """The model in evaluation mode, without gradients."""
+        model = self._engine.model
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
         try:
-            with self._peers.telling():
-                total, weight = engine.evaluate(batch)
+            with self._peers.telling(), torch.no_grad():
+                yield model
         finally:
             for module, training in modes:
                 module.training = training
+
+    def mean_loss(self, batch: Batch) -> Tensor:
+        engine = self._engine
+        with self.reading():
+            total, weight = engine.evaluate(batch)
         if not engine.ranks.are_several:
             return total if weight is None else total / weight
         if weight is None:

@@ -1,12 +1,18 @@
-"""What others do after a step, and numbers that they note beside it: the way in for loggers, callbacks and reports."""
+"""What others do after a step, numbers that they note beside it, and the model as they may read it: the way in for loggers,
+callbacks and reports."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .acts import Kind
+
 if TYPE_CHECKING:
+    from torch import nn
+
     from .run import Run
 
 RESERVED = ("step", "time")  # in each line of logged.jsonl
@@ -40,6 +46,16 @@ class Hooks:
             run.launch.note(run.steps, found)
         for callback in self._on_log:
             callback(run.steps, found)
+
+    @contextmanager
+    def reading(self) -> Iterator[nn.Module]:
+        """The model in evaluation mode and without gradients, to generate with or to look into. Nothing is copied, and
+        nothing may be edited: `run.weights()` is for that. All ranks do the same with it."""
+        run: Any = self
+        run._progress.check_open()
+        run._peers.begin(Kind.OPEN_WEIGHTS)
+        with run._agreement.reading() as model:
+            yield model
 
     def _tell_of_step(self) -> None:
         run: Any = self

@@ -1,0 +1,353 @@
+"""`anyfit fit FOLDER --data FILE`: from a folder and a file of rows to a folder that transformers generates with."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import anyfit
+from anyfit import cli
+from anyfit.finetune.looks import Looks, refuse_leaks
+from anyfit.finetune.options import Options
+from anyfit.finetune.packing import Packed
+from anyfit.finetune.schedule import Schedule
+from anyfit.finetune.work import Work
+from anyfit.running import lines
+from anyfit.running.loader import Loader
+from anyfit.values.record import decode
+from tests.finetune import tiny
+from tests.finetune.test_packing import drawn
+
+HOW = ["--eval", "5%", "--lr", "5e-3", "--batch", "4", "--seq", "64", "--eval-every", "10", "--dtype", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a user begins: a folder with a model, and a file of data."""
+    path = tmp_path_factory.mktemp("place")
+    tiny.folder(path / "qwen")
+    tiny.write(path / "chats.jsonl", tiny.chats(200))
+    return path
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "anyfit", "fit", *map(str, arguments)]
+
+
+def fit(*arguments: str | Path) -> None:
+    """In this process: Python needs seconds to begin."""
+    before, sys.argv = sys.argv, ["anyfit", "fit", *map(str, arguments)]
+    try:
+        cli.app(standalone_mode=False)
+    finally:
+        sys.argv = before
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Path:
+    """The one command, as a user types it."""
+    arguments = command("qwen", "--data", "chats.jsonl", "--epochs", "3", *HOW, "--report-to", "tensorboard", "--folder", "run")
+    done = subprocess.run(arguments, cwd=place, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (place / "said").write_text(done.stdout)
+    return place / "run"
+
+
+def test_the_export_is_loaded_by_transformers_and_answers_as_the_data_does(whole: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(whole / "weights")
+    model = transformers.AutoModelForCausalLM.from_pretrained(whole / "weights", dtype=torch.float32)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "3 green?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**asked, max_new_tokens=16, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True).strip() == "GREEN"
+
+
+def work_of(folder: Path) -> Work:
+    return Work.of(decode(Options, json.loads((folder / "run.json").read_text()), "run.json"))
+
+
+def test_every_loss_is_that_of_a_plain_loop_over_the_same_batches(whole: Path) -> None:
+    work = work_of(whole)
+    options, rows = work.options, work.training
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    assert options.steps is not None
+    scheduler = Schedule(options.schedule, options.steps, round(options.steps * 0.03))(optimizer)
+    losses = []
+    for batch in Loader(rows, 4, 0, 3, True, collate_fn=rows.collate):  # type: ignore[arg-type]
+        loss = model(**batch, use_cache=False).loss  # with a cache, transformers would not see that rows are packed
+        losses.append(float(loss.detach()))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    trained = lines.read(whole / "metrics.jsonl")
+    assert [each["loss"] for each in trained] == pytest.approx(losses, rel=1e-4)
+    assert len(losses) == options.steps
+
+
+def test_the_evaluation_is_the_mean_loss_of_the_answers_one_by_one(whole: Path) -> None:
+    work = work_of(whole)
+    assert work.evaluation is not None
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(whole / "weights", dtype=torch.float32)
+    total = weight = 0.0
+    for sample in work.evaluation.samples:
+        ids = torch.from_numpy(sample.ids.astype("int64"))[None]
+        labels = torch.where(torch.from_numpy(sample.is_answer)[None], ids, -100)
+        with torch.no_grad():
+            total, weight = total + float(model(ids, labels=labels).loss) * sample.learnt, weight + sample.learnt
+    evaluations = {each["step"]: each["evaluation_loss"] for each in lines.read(whole / "logged.jsonl")}
+    best = min(evaluations, key=lambda step: evaluations[step])
+    assert evaluations[best] == pytest.approx(total / weight, rel=1e-4)
+    assert evaluations[0] > 4 * evaluations[best]
+    assert f"{best:08d}" in {path.name for path in (whole / "checkpoints").iterdir()}
+
+
+def test_samples_are_written_at_every_look(whole: Path) -> None:
+    found = lines.read(whole / "samples.jsonl")
+    last = work_of(whole).options.steps
+    assert sorted({each["step"] for each in found}) == sorted({*range(0, last or 0, 10), last})
+    assert len(found) == 3 * len({each["step"] for each in found})
+    at_the_end = [each for each in found if each["step"] == last]
+    assert [each["written"].strip() for each in at_the_end] == [each["data"].strip() for each in at_the_end]
+
+
+def test_tensorboard_has_every_loss_the_evaluations_and_the_samples(whole: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(whole / "tensorboard"))
+    events.Reload()
+    losses = [(each.step, each.value) for each in events.Scalars("loss")]
+    assert losses == [(each["step"], pytest.approx(each["loss"])) for each in lines.read(whole / "metrics.jsonl")]
+    evaluations = [(each.step, each.value) for each in events.Scalars("evaluation_loss")]
+    assert evaluations == [(each["step"], pytest.approx(each["evaluation_loss"])) for each in lines.read(whole / "logged.jsonl")]
+    assert "sample 1/text_summary" in events.Tags()["tensors"]
+
+
+def test_it_says_what_became_of_the_data_and_where_the_best_weights_are(whole: Path, place: Path) -> None:
+    said = (place / "said").read_text()
+    assert re.search(r"data +200 rows of messages: 200 samples, .* learnt; packed into \d+ rows of 64 tokens, \d+% full", said)
+    assert "the best by evaluation" in said
+
+
+# ---------------------------------------------------------------------- resume
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    mine, theirs = (load_file(each / "weights" / "model.safetensors") for each in (folder, other))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    for name, keys in {"metrics.jsonl": ("step", "loss"), "logged.jsonl": ("step", "evaluation_loss")}.items():
+        found = [[[line[key] for key in keys] for line in lines.read(each / name)] for each in (folder, other)]
+        assert found[0] == found[1]
+    assert lines.read(folder / "samples.jsonl") == lines.read(other / "samples.jsonl")
+
+
+def test_a_run_that_died_between_a_step_and_its_look_goes_on_exactly(
+    whole: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Looks.look
+
+    def dies(self: Looks) -> None:
+        if self._run.steps == 20:
+            raise RuntimeError("the machine died")
+        look(self)
+
+    monkeypatch.setattr(Looks, "look", dies)
+    arguments = [place / "qwen", "--data", place / "chats.jsonl", "--epochs", "3", *HOW, "--folder", tmp_path / "run"]
+    with pytest.raises(RuntimeError, match="the machine died"):
+        fit(*arguments)
+    monkeypatch.undo()
+    fit("--resume", tmp_path / "run")
+    assert_same(tmp_path / "run", whole)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", [3, 17, 33])
+def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_bits(
+    whole: Path, place: Path, tmp_path: Path, moment: int
+) -> None:
+    folder = tmp_path / "run"
+    arguments = command(place / "qwen", "--data", place / "chats.jsonl", "--epochs", "3", *HOW, "--folder", folder)
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and len(lines.read(folder / "metrics.jsonl")) < moment:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    subprocess.run(command("--resume", folder), check=True, capture_output=True, timeout=300)
+    assert_same(folder, whole)
+
+
+def test_other_data_than_the_run_began_with_is_refused(whole: Path, place: Path, tmp_path: Path) -> None:
+    options = json.loads((whole / "run.json").read_text())
+    tiny.write(tmp_path / "chats.jsonl", [*tiny.chats(199), {"messages": tiny.chats(7)[5]["messages"]}])
+    changed = decode(Options, options | {"data": str(tmp_path / "chats.jsonl")}, "run.json")
+    with pytest.raises(ValueError, match="is not the data that the run began with"):
+        Work.of(changed)
+
+
+# ---------------------------------------------------------------------- other data, other ways
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments"),
+    [
+        (
+            [{"prompt": f"{n} and 1 is", "completion": f" {n + 1}"} for n in range(40)],
+            ["--no-packing", "--eval", "3", "--samples", "1"],
+        ),
+        ([{"text": "once upon a time there was " * 9} for _ in range(8)], ["--optimizer", "sgd", "--eval-every", "99"]),
+    ],
+)
+def test_instructions_and_text_train_too(rows: Any, arguments: Sequence[str], place: Path, tmp_path: Path) -> None:
+    tiny.write(tmp_path / "data.jsonl", rows)
+    fit(place / "qwen", "--data", tmp_path / "data.jsonl", "--epochs", "1", "--folder", tmp_path / "run", *arguments)
+    losses = [each["loss"] for each in lines.read(tmp_path / "run" / "metrics.jsonl")]
+    assert losses
+    assert all(math.isfinite(loss) for loss in losses)
+    assert (tmp_path / "run" / "weights" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3next", marks=pytest.mark.full), "lfm2"])
+def test_a_model_that_lets_packed_samples_see_each_other_is_refused(family: str) -> None:
+    small: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    configs = {
+        "qwen3": lambda: transformers.Qwen3Config(**small, head_dim=8),
+        "lfm2": lambda: transformers.Lfm2Config(**small, layer_types=["conv", "full_attention"]),
+        "qwen3next": lambda: transformers.Qwen3NextConfig(
+            **small, head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2,
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+    }  # fmt: skip
+    rows = Packed.of(drawn(9, 20), 24, padding=258)
+    job = anyfit.Job.from_huggingface(configs[family](), batch_size=2, sample=rows.largest(2), precision="fp32")
+    with anyfit.start(job) as run:
+        if family == "qwen3":
+            refuse_leaks(run, rows)
+        else:
+            with pytest.raises(ValueError, match=r"lets a packed sample see the one before it .*: use --no-packing"):
+                refuse_leaks(run, rows)
+
+
+@pytest.mark.full
+def test_two_ranks_have_the_losses_and_evaluations_of_one(whole: Path, place: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    asked = command(place / "qwen", "--data", place / "chats.jsonl", "--epochs", "3", *HOW, "--folder", folder, "--ranks", "2")
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, key in (("metrics.jsonl", "loss"), ("logged.jsonl", "evaluation_loss")):
+        found, expected = ([each[key] for each in lines.read(where / name)] for where in (folder, whole))
+        assert found == pytest.approx(expected, rel=1e-3)
+    assert len(lines.read(folder / "samples.jsonl")) == len(lines.read(whole / "samples.jsonl"))
+
+
+@pytest.mark.full
+def test_wandb_gets_the_numbers_of_a_run(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    asked = command(
+        place / "qwen",
+        "--data",
+        place / "chats.jsonl",
+        "--epochs",
+        "1",
+        *HOW,
+        "--folder",
+        tmp_path / "run",
+        "--report-to",
+        "wandb",
+    )
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    identity = (tmp_path / "run" / "wandb.id").read_text()
+    [file] = (tmp_path / "run").rglob(f"run-{identity}.wandb")
+    assert b"evaluation_loss" in file.read_bytes()
+
+
+# ---------------------------------------------------------------------- what is refused, and before anything slow
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["qwen"], "qwen is a folder; say what to train it on: --data data.jsonl"),
+        (["missing", "--data", "chats.jsonl"], "no folder missing; a model on the hub is fetched first: hf download missing"),
+        (["--data", "chats.jsonl"], "--data is for a Hugging Face folder; name it: anyfit fit FOLDER --data data.jsonl"),
+        (["--lr", "1e-3"], "--lr is for a Hugging Face folder"),
+        (["--epochs", "2", "script.py"], "--epochs is an option of a folder; give your script its own arguments after its name"),
+        (["qwen", "--data", "chats.jsonl", "--steps", "3"], "a folder is trained for --epochs"),
+        (["qwen", "more", "--data", "chats.jsonl"], "'more' is no option"),
+        (["qwen", "--data", "none.jsonl"], "none.jsonl"),
+        (["qwen", "--data", "chats.jsonl", "--eval", "half"], "--eval half: give a share such as 5%"),
+        (["qwen", "--data", "chats.jsonl", "--eval", "200"], "leaves none of the 200 rows"),
+        (["qwen", "--data", "chats.jsonl", "--schedule", "cosin"], "--schedule cosin is not known; did you mean 'cosine'?"),
+        (["qwen", "--data", "chats.jsonl", "--warmup", "slow"], "--warmup slow: give a share"),
+        (["qwen", "--data", "chats.jsonl", "--lr", "0"], "--lr 0.0: give a learning rate above 0"),
+        (["qwen", "--data", "chats.jsonl", "--seq", "512"], "--seq 512 is more than the 256 positions of the model"),
+        (["qwen", "--data", "chats.jsonl", "--batch", "9999"], "make no batch of 9999; use --batch"),
+        (["qwen", "--data", "chats.jsonl", "--samples", "0", "--eval-every", "5"], "there is nothing to look at"),
+        (["qwen", "--data", "chats.jsonl", "--report-to", "tensorbord"], "--report-to tensorbord is not known; did you mean"),
+        (["qwen", "--data", "chats.jsonl", "--optimizer", "adamv"], "torch.optim has no 'adamv'"),
+        (["empty", "--data", "chats.jsonl"], "empty"),
+        (["pickled", "--data", "chats.jsonl"], "only safetensors are read"),
+        (["t5", "--data", "chats.jsonl"], "t5 is a T5ForConditionalGeneration, and fine-tuning is for causal language models"),
+        (["mamba", "--data", "chats.jsonl", "--packing"], "MambaForCausalLM takes no position_ids"),
+        (["wordless", "--data", "chats.jsonl"], "wordless holds no tokenizer: none of tokenizer.json"),
+        (["run", "--resume", "run", "--data", "chats.jsonl"], "a resumed run keeps its folder and data"),
+        (["--resume", "run", "--lr", "1e-3"], "a resumed run keeps its options; leave --lr out"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(
+    arguments: list[str], says: str, place: Path, refusable: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusable()
+    monkeypatch.chdir(place)
+    before = {path.name for path in place.iterdir()}
+    with pytest.raises((ValueError, OSError), match=re.escape(says)):
+        fit(*arguments)
+    assert {path.name for path in place.iterdir()} == before  # nothing was begun
+
+
+@pytest.fixture
+def refusable(place: Path) -> Callable[[], None]:
+    def make() -> None:
+        if (place / "empty").exists():
+            return
+        (place / "script.py").write_text("")
+        for name in ("empty", "pickled", "wordless"):
+            (place / name).mkdir()
+        (place / "run").mkdir(exist_ok=True)
+        config = tiny.config().to_json_string()
+        (place / "pickled" / "config.json").write_text(config)
+        (place / "pickled" / "pytorch_model.bin").write_bytes(b"")
+        transformers.Qwen3ForCausalLM(tiny.config()).save_pretrained(place / "wordless")
+        small = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+        transformers.T5ForConditionalGeneration(transformers.T5Config(**small)).save_pretrained(place / "t5")
+        mamba = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=300)
+        transformers.MambaForCausalLM(mamba).save_pretrained(place / "mamba")
+
+    return make
+
+
+def test_a_missing_reporter_is_refused_with_what_to_install(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    (place / "wandb").mkdir()  # as wandb itself leaves behind: no package
+    monkeypatch.setattr(sys, "path", [str(place)])
+    with pytest.raises(ImportError, match=re.escape("--report-to wandb needs wandb: pip install 'anyfit[wandb]'")):
+        fit("qwen", "--data", "chats.jsonl", "--report-to", "wandb")
