@@ -31,15 +31,18 @@ from anyfit.values.record import decode
 from tests.finetune import tiny
 from tests.finetune.test_packing import drawn
 
-HOW = ["--eval", "5%", "--lr", "5e-3", "--batch", "4", "--seq", "64", "--eval-every", "10", "--dtype", "fp32"]
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "finetune.md").read_text()
+DOCUMENTED = re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL)[0].splitlines()
+HOW = ["--eval", "5%", "--lr", "5e-3", "--batch", "4", "--seq", "64"]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a user begins: a folder with a model, and a file of data."""
+    """Where a user begins: an empty folder, in which the first line of the document makes a model and data."""
     path = tmp_path_factory.mktemp("place")
-    tiny.folder(path / "qwen")
-    tiny.write(path / "chats.jsonl", tiny.chats(200))
+    made, _ = DOCUMENTED
+    assert made == "python examples/tiny_qwen3.py"
+    subprocess.run([sys.executable, tiny.EXAMPLE], cwd=path, check=True, capture_output=True)
     return path
 
 
@@ -58,22 +61,21 @@ def fit(*arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(place: Path) -> Path:
-    """The one command, as a user types it."""
-    arguments = command("qwen", "--data", "chats.jsonl", "--epochs", "3", *HOW, "--report-to", "tensorboard", "--folder", "run")
-    done = subprocess.run(arguments, cwd=place, capture_output=True, text=True, timeout=300)
+    """The one command, as the document has it."""
+    _, line = DOCUMENTED
+    done = subprocess.run([sys.executable, "-m", *line.split()], cwd=place, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (place / "said").write_text(done.stdout)
-    return place / "run"
+    return place / "runs" / "chats"
 
 
-def test_the_export_is_loaded_by_transformers_and_answers_as_the_data_does(whole: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(whole / "weights")
-    model = transformers.AutoModelForCausalLM.from_pretrained(whole / "weights", dtype=torch.float32)
-    asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "3 green?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    answer = model.generate(**asked, max_new_tokens=16, do_sample=False)[0, asked["input_ids"].shape[1] :]
-    assert tokenizer.decode(answer, skip_special_tokens=True).strip() == "GREEN"
+def test_the_export_is_loaded_by_transformers_and_answers_as_the_data_does(
+    whole: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    [block] = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    exec(block, {})
+    assert capsys.readouterr().out.endswith("<|im_start|>assistant\nGREEN<|im_end|>\n")
 
 
 def work_of(folder: Path) -> Work:
@@ -97,7 +99,7 @@ def test_every_loss_is_that_of_a_plain_loop_over_the_same_batches(whole: Path) -
         scheduler.step()
         optimizer.zero_grad()
     trained = lines.read(whole / "metrics.jsonl")
-    assert [each["loss"] for each in trained] == pytest.approx(losses, rel=1e-4)
+    assert [each["loss"] for each in trained] == pytest.approx(losses, rel=1e-4)  # logits in slices round in another way
     assert len(losses) == options.steps
 
 
@@ -121,7 +123,7 @@ def test_the_evaluation_is_the_mean_loss_of_the_answers_one_by_one(whole: Path) 
 def test_samples_are_written_at_every_look(whole: Path) -> None:
     found = lines.read(whole / "samples.jsonl")
     last = work_of(whole).options.steps
-    assert sorted({each["step"] for each in found}) == sorted({*range(0, last or 0, 10), last})
+    assert sorted({each["step"] for each in found}) == sorted({*range(0, last or 0, 7), last})
     assert len(found) == 3 * len({each["step"] for each in found})
     at_the_end = [each for each in found if each["step"] == last]
     assert [each["written"].strip() for each in at_the_end] == [each["data"].strip() for each in at_the_end]
@@ -163,12 +165,12 @@ def test_a_run_that_died_between_a_step_and_its_look_goes_on_exactly(
     look = Looks.look
 
     def dies(self: Looks) -> None:
-        if self._run.steps == 20:
+        if self._run.steps == 21:
             raise RuntimeError("the machine died")
         look(self)
 
     monkeypatch.setattr(Looks, "look", dies)
-    arguments = [place / "qwen", "--data", place / "chats.jsonl", "--epochs", "3", *HOW, "--folder", tmp_path / "run"]
+    arguments = [place / "tiny-qwen3", "--data", place / "chats.jsonl", *HOW, "--folder", tmp_path / "run"]
     with pytest.raises(RuntimeError, match="the machine died"):
         fit(*arguments)
     monkeypatch.undo()
@@ -182,7 +184,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_bits(
     whole: Path, place: Path, tmp_path: Path, moment: int
 ) -> None:
     folder = tmp_path / "run"
-    arguments = command(place / "qwen", "--data", place / "chats.jsonl", "--epochs", "3", *HOW, "--folder", folder)
+    arguments = command(place / "tiny-qwen3", "--data", place / "chats.jsonl", *HOW, "--folder", folder)
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None and len(lines.read(folder / "metrics.jsonl")) < moment:
         time.sleep(0.005)
@@ -215,7 +217,7 @@ def test_other_data_than_the_run_began_with_is_refused(whole: Path, place: Path,
 )
 def test_instructions_and_text_train_too(rows: Any, arguments: Sequence[str], place: Path, tmp_path: Path) -> None:
     tiny.write(tmp_path / "data.jsonl", rows)
-    fit(place / "qwen", "--data", tmp_path / "data.jsonl", "--epochs", "1", "--folder", tmp_path / "run", *arguments)
+    fit(place / "tiny-qwen3", "--data", tmp_path / "data.jsonl", "--epochs", "1", "--folder", tmp_path / "run", *arguments)
     losses = [each["loss"] for each in lines.read(tmp_path / "run" / "metrics.jsonl")]
     assert losses
     assert all(math.isfinite(loss) for loss in losses)
@@ -248,7 +250,7 @@ def test_a_model_that_lets_packed_samples_see_each_other_is_refused(family: str)
 @pytest.mark.full
 def test_two_ranks_have_the_losses_and_evaluations_of_one(whole: Path, place: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    asked = command(place / "qwen", "--data", place / "chats.jsonl", "--epochs", "3", *HOW, "--folder", folder, "--ranks", "2")
+    asked = command(place / "tiny-qwen3", "--data", place / "chats.jsonl", *HOW, "--folder", folder, "--ranks", "2")
     done = subprocess.run(asked, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     for name, key in (("metrics.jsonl", "loss"), ("logged.jsonl", "evaluation_loss")):
@@ -262,7 +264,7 @@ def test_wandb_gets_the_numbers_of_a_run(place: Path, tmp_path: Path, monkeypatc
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     asked = command(
-        place / "qwen",
+        place / "tiny-qwen3",
         "--data",
         place / "chats.jsonl",
         "--epochs",
@@ -286,31 +288,34 @@ def test_wandb_gets_the_numbers_of_a_run(place: Path, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["qwen"], "qwen is a folder; say what to train it on: --data data.jsonl"),
+        (["tiny-qwen3"], "tiny-qwen3 is a folder; say what to train it on: --data data.jsonl"),
         (["missing", "--data", "chats.jsonl"], "no folder missing; a model on the hub is fetched first: hf download missing"),
         (["--data", "chats.jsonl"], "--data is for a Hugging Face folder; name it: anyfit fit FOLDER --data data.jsonl"),
         (["--lr", "1e-3"], "--lr is for a Hugging Face folder"),
         (["--epochs", "2", "script.py"], "--epochs is an option of a folder; give your script its own arguments after its name"),
-        (["qwen", "--data", "chats.jsonl", "--steps", "3"], "a folder is trained for --epochs"),
-        (["qwen", "more", "--data", "chats.jsonl"], "'more' is no option"),
-        (["qwen", "--data", "none.jsonl"], "none.jsonl"),
-        (["qwen", "--data", "chats.jsonl", "--eval", "half"], "--eval half: give a share such as 5%"),
-        (["qwen", "--data", "chats.jsonl", "--eval", "200"], "leaves none of the 200 rows"),
-        (["qwen", "--data", "chats.jsonl", "--schedule", "cosin"], "--schedule cosin is not known; did you mean 'cosine'?"),
-        (["qwen", "--data", "chats.jsonl", "--warmup", "slow"], "--warmup slow: give a share"),
-        (["qwen", "--data", "chats.jsonl", "--lr", "0"], "--lr 0.0: give a learning rate above 0"),
-        (["qwen", "--data", "chats.jsonl", "--seq", "512"], "--seq 512 is more than the 256 positions of the model"),
-        (["qwen", "--data", "chats.jsonl", "--batch", "9999"], "make no batch of 9999; use --batch"),
-        (["qwen", "--data", "chats.jsonl", "--samples", "0", "--eval-every", "5"], "there is nothing to look at"),
-        (["qwen", "--data", "chats.jsonl", "--report-to", "tensorbord"], "--report-to tensorbord is not known; did you mean"),
-        (["qwen", "--data", "chats.jsonl", "--optimizer", "adamv"], "torch.optim has no 'adamv'"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--steps", "3"], "a folder is trained for --epochs"),
+        (["tiny-qwen3", "more", "--data", "chats.jsonl"], "'more' is no option"),
+        (["tiny-qwen3", "--data", "none.jsonl"], "none.jsonl"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--eval", "half"], "--eval half: give a share such as 5%"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--eval", "200"], "leaves none of the 200 rows"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--schedule", "cosin"], "--schedule cosin is not known; did you mean 'cosine'?"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--warmup", "slow"], "--warmup slow: give a share"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--lr", "0"], "--lr 0.0: give a learning rate above 0"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--seq", "512"], "--seq 512 is more than the 256 positions of the model"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--batch", "9999"], "make no batch of 9999; use --batch"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--samples", "0", "--eval-every", "5"], "there is nothing to look at"),
+        (
+            ["tiny-qwen3", "--data", "chats.jsonl", "--report-to", "tensorbord"],
+            "--report-to tensorbord is not known; did you mean",
+        ),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--optimizer", "adamv"], "torch.optim has no 'adamv'"),
         (["empty", "--data", "chats.jsonl"], "empty"),
         (["pickled", "--data", "chats.jsonl"], "only safetensors are read"),
         (["t5", "--data", "chats.jsonl"], "t5 is a T5ForConditionalGeneration, and fine-tuning is for causal language models"),
         (["mamba", "--data", "chats.jsonl", "--packing"], "MambaForCausalLM takes no position_ids"),
         (["wordless", "--data", "chats.jsonl"], "wordless holds no tokenizer: none of tokenizer.json"),
-        (["run", "--resume", "run", "--data", "chats.jsonl"], "a resumed run keeps its folder and data"),
-        (["--resume", "run", "--lr", "1e-3"], "a resumed run keeps its options; leave --lr out"),
+        (["runs/chats", "--resume", "runs/chats", "--data", "chats.jsonl"], "a resumed run keeps its folder and data"),
+        (["--resume", "runs/chats", "--lr", "1e-3"], "a resumed run keeps its options; leave --lr out"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(
@@ -332,7 +337,7 @@ def refusable(place: Path) -> Callable[[], None]:
         (place / "script.py").write_text("")
         for name in ("empty", "pickled", "wordless"):
             (place / name).mkdir()
-        (place / "run").mkdir(exist_ok=True)
+        (place / "runs" / "chats").mkdir(parents=True, exist_ok=True)
         config = tiny.config().to_json_string()
         (place / "pickled" / "config.json").write_text(config)
         (place / "pickled" / "pytorch_model.bin").write_bytes(b"")
@@ -350,4 +355,4 @@ def test_a_missing_reporter_is_refused_with_what_to_install(place: Path, monkeyp
     (place / "wandb").mkdir()  # as wandb itself leaves behind: no package
     monkeypatch.setattr(sys, "path", [str(place)])
     with pytest.raises(ImportError, match=re.escape("--report-to wandb needs wandb: pip install 'anyfit[wandb]'")):
-        fit("qwen", "--data", "chats.jsonl", "--report-to", "wandb")
+        fit("tiny-qwen3", "--data", "chats.jsonl", "--report-to", "wandb")
