@@ -95,7 +95,7 @@ class Run(Parts, Hooks):
     ) -> None:
         super().__init__()
         engine, progress = Engine(job, plan, placed), Progress(placed.ranks.index)
-        self.job, self.model, self.ranks, self.device = job, engine.model, engine.ranks, engine.device
+        self.job, self.model, self.ranks = job, engine.model, engine.ranks
         self.optimizer: Optimizer = engine.optimizer
         self.scheduler: LRScheduler | None = _scheduler(job, self.optimizer)
         self._engine, self._progress, self._counting = engine, progress, Counting(engine)
