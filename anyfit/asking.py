@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from .planning import searched
-from .planning.answers import answered, at_limits, change_to, no_plan, shortfall
+from .planning.answers import answered, as_options, at_limits, change_to, no_plan, shortfall
 from .planning.enough import are_enough, needed_of
 from .planning.fastest import Found, fastest, may_fit, quickly
 from .planning.reasons import explained, settled
@@ -143,10 +143,10 @@ def planned(question: Question, machine: Machine) -> Plan:
 def _flags(machine: Machine, name: str | None, limits: Mapping[str, str]) -> str | None:
     """Sizes by tier as options to type. A machine that is only described may be planned for with more; of the one that is here,
     what more would do can be asked, of one tier at a time."""
-    there = {"device": machine.device.memory_bytes.value, "host": machine.host.memory_bytes.value}
-    more = [tier for tier, size in limits.items() if name is None and parse_bytes(size) > there[tier]]
-    said = [f"--what-if {tier}-memory={size}" if tier in more else f"--{tier}-memory {size}" for tier, size in limits.items()]
-    return " ".join(said) if len(more) < 2 else None
+    more = machine.lacks(limits) if name is None else []
+    asked = [f"--what-if {tier}-memory={limits[tier]}" for tier in more]
+    rest = as_options({tier: size for tier, size in limits.items() if tier not in more})
+    return " ".join(filter(None, (rest, *asked))) if len(more) < 2 else None
 
 
 def nearest_changes(question: Question, traced: Traced, machine: Machine, profile: Profile, verdict: NoPlan) -> Iterator[Change]:

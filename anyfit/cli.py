@@ -229,6 +229,7 @@ def check(
     """A few real steps: predicted beside measured, and beside plain PyTorch. Later plans use what was measured."""
     from . import profile as make_profile
     from .planning import search
+    from .planning.answers import as_options
     from .probing.cache import keep_correction, keep_pace
     from .running.check import check as run_check
     from .targets import job_for, machine_for
@@ -238,7 +239,8 @@ def check(
     given = None if plan is None else Plan.load(plan)
     machine = machine_for(None, None, None, device_memory, host_memory)
     made_of = make_profile(job, machine, ranks=1)
-    found = run_check(job, given or search(made_of), made_of, machine, steps, kinds_of)
+    chosen = given or search(made_of, typed=lambda sizes: None if machine.lacks(sizes) else as_options(sizes))
+    found = run_check(job, chosen, made_of, machine, steps, kinds_of)
     if found.pace is not None:
         keep_pace(machine, found.pace)
     if found.correction is not None:

@@ -30,6 +30,7 @@ from .placing.ranks import ALONE, HANG_SECONDS, Ranks
 from .placing.stock import LEAST_BYTES, Stock
 from .placing.weights import Opened, opened
 from .planning import search
+from .planning.answers import as_options
 from .probing import host
 from .probing.cache import cached, compiler_versions, keep_clipped_steps, keep_compiled, keep_correction
 from .probing.memory import gpus_before_use
@@ -162,7 +163,7 @@ class Start:
         ranks = 1 if team is None else ranks_on_first_node(team.places)
         kept = sum(each.nbytes for each in model.parameters() if each.is_cpu) if isinstance(model, nn.Module) else 0
         beside = self._machine.device.calibration.beside_bytes
-        self._planned_from, found = profile, search(profile, self._steps)
+        self._planned_from, found = profile, search(profile, self._steps, self._typed)
         needed = found.forecast.peak_bytes["host"] + beside(found.forecast.peak_bytes["host"])
         free = int(host.left_memory_bytes()) // ranks + min(max(host.own_memory_bytes() - kept, 0), beside(0)) + kept
         if needed <= free:
@@ -172,7 +173,15 @@ class Start:
             f"of which {show_bytes(free)} are free: planning anew"
         )
         self._profile = self._planned_from = replace(self._known_profile(), host_limit_bytes=free)
-        return search(self._profile, self._steps)
+        return search(self._profile, self._steps, self._typed)
+
+    def _typed(self, limits: Mapping[str, str]) -> str | None:
+        """Memory that would be enough, as whoever starts this would ask for it; None where this machine has less."""
+        if self._machine.lacks(limits):
+            return None
+        if self._launch is not None:
+            return as_options(limits)
+        return f"machine.with_limits({', '.join(f'{tier}_memory={size!r}' for tier, size in limits.items())})"
 
     def _refuse_for_another_job(self, plan: Plan) -> None:
         job = self._job

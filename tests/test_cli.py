@@ -294,6 +294,14 @@ def test_each_remedy_of_a_card_that_is_too_small_can_be_typed_and_works(anyfit: 
     assert said == f"l4 is described with 3.00 GiB of host memory; planning for {size.replace('GiB', ' GiB')} as you asked\n"
 
 
+def test_the_memory_that_a_run_lacks_can_be_typed_and_is_enough(anyfit: Command) -> None:
+    asked = ("fit", "--batch", "1", "--seq", "16", "--dtype", "fp32", "--steps", "1")
+    done = anyfit(*asked, "--device-memory", "1MiB", "--folder", "little")
+    assert done.status == 3
+    (size,) = re.findall(r"^  --device-memory (\S+): ", done.err, re.MULTILINE)
+    assert anyfit(*asked, "--device-memory", size, "--folder", "enough").status == 0
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_each_remedy_of_llama_8b_on_an_rtx_4090_can_be_typed_and_works(anyfit: Command) -> None:

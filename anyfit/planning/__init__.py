@@ -19,19 +19,19 @@ from anyfit.values.doing import doing
 from anyfit.values.plan import Plan
 from anyfit.values.profile import Profile
 
-from .answers import no_plan
+from .answers import Typed, in_python, no_plan
 from .compiling import chosen_of, compiled, measured, worth_compiling
 from .fastest import Found
 from .reasons import explained
 from .replaying import best_launched
 
 
-def search(profile: Profile, steps: int | None = None) -> Plan:
+def search(profile: Profile, steps: int | None = None, typed: Typed = in_python) -> Plan:
     """The best plan for this profile, or NoPlan with the smallest shortfall. `steps`: of the run, where that is known: so many
-    have to win back what compiling takes."""
+    have to win back what compiling takes. `typed`: how whoever asks types the memory that would be enough."""
     found = searched(profile, explained, steps)
     if found is None:
-        raise no_plan(profile)
+        raise no_plan(profile, typed)
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from anyfit.values.plan import Change, Decision, NoPlan, Plan
 from anyfit.values.profile import Profile
@@ -104,14 +104,21 @@ def change_to(what: str, profile: Profile) -> Change | None:
 # ---------------------------------------------------------------------- when nothing fits
 
 
+Typed: TypeAlias = Callable[[Mapping[str, str]], str | None]  # of sizes by tier, the words to type; None: nobody can
+
+
 def in_python(limits: Mapping[str, str]) -> str | None:
     """Memory that is enough, as a script says it."""
     return f"machine.as_if({', '.join(f'{tier}_memory={size!r}' for tier, size in limits.items())})"
 
 
-def no_plan(profile: Profile, typed: Callable[[Mapping[str, str]], str | None] = in_python) -> NoPlan:
-    """The verdict on a profile of which nothing fits, with the memory that was found to be enough; `typed` makes words to type of
-    sizes by tier, or None where nobody could type it."""
+def as_options(limits: Mapping[str, str]) -> str:
+    """The same, as the command line has it."""
+    return " ".join(f"--{tier}-memory {size}" for tier, size in limits.items())
+
+
+def no_plan(profile: Profile, typed: Typed = in_python) -> NoPlan:
+    """The verdict on a profile of which nothing fits, with the memory that was found to be enough."""
     if profile.divisions:  # the most that can be sharded is what needs least
         profile = profile.sharded(profile.divisions[-1])
     verdict = shortfall(profile)

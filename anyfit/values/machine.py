@@ -267,6 +267,11 @@ class Machine(Record):
             known = replace(known, free_bytes=_at_least(known.free_bytes, parse_bytes(disk)))
         return replace(self, device=device, host=host, disk=known).with_limits(device_memory, host_memory, disk)
 
+    def lacks(self, sizes: Mapping[str, str]) -> list[str]:
+        """Tiers ("device", "host") of which it has less, whatever its limits."""
+        there = {"device": self.device.memory_bytes.value, "host": self.host.memory_bytes.value}
+        return [tier for tier, size in sizes.items() if parse_bytes(size) > there[tier]]
+
     def beyond(self, described: Machine) -> list[str]:
         """Where this one, as if it had more, has more than it is described with; for people."""
         tiers = {
