@@ -37,8 +37,8 @@ def samples_of(loader: Any, rows: int, device: torch.device) -> tuple[Mapping[st
 
 
 def uneven(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Its first row with one label alone, where labels are ignored at all: so that a loss which is taken for a mean over rows, and is
-    one over labels, is seen not to add up."""
+    """Its first row with one label alone, where labels are ignored at all: so that a loss which is taken for a mean over rows,
+    and is one over labels, is seen not to add up."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 2 or not (labels == IGNORED).any():
         return batch
