@@ -7,6 +7,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from anyfit.values.precision import PRECISIONS
+from anyfit.values.record import nearest
+
 from .schedule import part_of, refuse_unknown
 
 EPOCHS = 3
@@ -48,6 +51,8 @@ class Options:
     def __post_init__(self) -> None:
         refuse_unknown(self.schedule)
         part_of(100, self.warmup, "--warmup")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"--dtype {self.precision} is not known{nearest(self.precision, PRECISIONS)}")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ValueError(f"--lr {self.learning_rate}: give a learning rate above 0, such as {LEARNING_RATE}")
         if self.evaluation is not None and self.evaluation_file is None:

@@ -48,7 +48,10 @@ class Work:
         table, parts = _parts(options)
         encoded = [samples_of(rows, indices, tokenizer) for rows, indices in parts]
         length = _length(options, config, [sample for samples, _ in encoded for sample in samples])
-        kept = [shortened(samples, length, counted, is_text=table.kind == "text") for samples, counted in encoded]
+        kept = [
+            shortened(samples, length, counted, is_text=rows.kind == "text")
+            for (samples, counted), (rows, _) in zip(encoded, parts, strict=True)
+        ]
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         made = [(Packed.of if packing else Unpacked)(samples, length, padding) for samples in kept]
         for samples, (rows, _) in zip(kept, parts, strict=True):

@@ -248,6 +248,18 @@ def test_a_model_that_lets_packed_samples_see_each_other_is_refused(family: str)
 
 
 @pytest.mark.full
+def test_in_little_memory_it_has_the_same_losses_evaluations_and_samples(whole: Path, place: Path, tmp_path: Path) -> None:
+    asked = [place / "tiny-qwen3", "--data", place / "chats.jsonl", *HOW, "--folder", tmp_path / "run"]
+    fit(*asked, "--device-memory", "1.4MiB")
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert any(chunk["weights"] == "host" for chunk in plan["chunks"]) or plan["micro_batch"] < 4
+    for name, key in (("metrics.jsonl", "loss"), ("logged.jsonl", "evaluation_loss")):
+        found, expected = ([each[key] for each in lines.read(where / name)] for where in (tmp_path / "run", whole))
+        assert found == pytest.approx(expected, rel=1e-2)
+    assert lines.read(tmp_path / "run" / "samples.jsonl")[-3:] == lines.read(whole / "samples.jsonl")[-3:]
+
+
+@pytest.mark.full
 def test_two_ranks_have_the_losses_and_evaluations_of_one(whole: Path, place: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     asked = command(place / "tiny-qwen3", "--data", place / "chats.jsonl", *HOW, "--folder", folder, "--ranks", "2")
@@ -301,6 +313,7 @@ def test_wandb_gets_the_numbers_of_a_run(place: Path, tmp_path: Path, monkeypatc
         (["tiny-qwen3", "--data", "chats.jsonl", "--schedule", "cosin"], "--schedule cosin is not known; did you mean 'cosine'?"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--warmup", "slow"], "--warmup slow: give a share"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--lr", "0"], "--lr 0.0: give a learning rate above 0"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--dtype", "fp8"], "--dtype fp8 is not known; known: bf16, fp32"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--seq", "512"], "--seq 512 is more than the 256 positions of the model"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--batch", "9999"], "make no batch of 9999; use --batch"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--samples", "0", "--eval-every", "5"], "there is nothing to look at"),
