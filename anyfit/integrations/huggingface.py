@@ -150,6 +150,7 @@ class AnyfitMixin(Base):
             precision="bf16" if args.bf16 else "fp32",
             seed=args.seed,
             split=cut,
+            compile=False,  # the numbers are the Trainer's
         )
 
     def _started(self, job: anyfit.Job) -> anyfit.Run:

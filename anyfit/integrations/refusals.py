@@ -12,7 +12,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "fp16": ((False,), "use bf16=True (bf16 weights with exact fp32 masters), or neither for fp32"),
     "fp16_full_eval": ((False,), "leave it out: evaluation is in the precision of training"),
     "bf16_full_eval": ((False,), "leave it out: evaluation is in the precision of training"),
-    "torch_compile": ((False, None), "leave it out: the plan compiles where that was measured to pay (anyfit probe --job)"),
+    "torch_compile": ((False, None), "leave it out: the numbers are those of the Trainer without it"),
     "auto_find_batch_size": ((False,), "leave it out: the plan cuts a batch that does not fit, with the same result"),
     "use_liger_kernel": ((False,), "leave it out: its kernels are not known to give the same numbers"),
     "torch_empty_cache_steps": ((None,), "leave it out: memory is taken once, as planned"),
