@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,12 +120,10 @@ def job_for(
         size = SIZES[target]
         options = {**size.options, size.positions: max(size.options[size.positions], seq or 0)}
         config = _quiet_transformers().AutoConfig.for_model(size.kind, **options)
-        job = _job_of_config(config, batch or BATCH * ranks, seq or size.seq, dtype)
+        job = _job_of_config(config, batch or BATCH * ranks, seq or size.seq, dtype, lora)
     else:
-        job = _job_of_config(_config_named(target), batch or BATCH * ranks, seq, dtype)
+        job = _job_of_config(_config_named(target), batch or BATCH * ranks, seq, dtype, lora)
     job = replace(job, real_run=real_run, agree=tuple(agree or ()), compile=False if no_compile else None)
-    if lora is not None:
-        job = with_optimizer(replace(job, model=Adapted(job.model, lora)), "adamw")
     return job if optimizer is None else with_optimizer(job, optimizer)
 
 
@@ -135,25 +132,13 @@ def name_of(target: str) -> str:
     return "" if ":" in target else Path(target).resolve().name if Path(target).exists() else target
 
 
-@dataclass(frozen=True)
-class Adapted:
-    """Makes a Hugging Face model whose weights are frozen, with trained LoRA adapters of this rank on every linear layer but the
-    head, as PEFT puts them there."""
-
-    model: Any  # makes the model
-    rank: int
-
-    def __call__(self) -> nn.Module:
-        try:
-            from peft import LoraConfig
-        except ImportError:
-            raise ImportError("--lora needs PEFT: pip install peft") from None
-        made: Any = self.model()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "fan_in_fan_out")  # that PEFT sees itself how a layer lays out its weights
-            made.add_adapter(LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules="all-linear"))
-        adapted: nn.Module = made
-        return adapted
+def _adapter(rank: int) -> Any:
+    """LoRA of this rank on every linear layer but the head."""
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise ImportError("--lora needs PEFT: pip install 'anyfit[peft]'") from None
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
 
 
 def _quiet_transformers() -> Any:
@@ -194,7 +179,7 @@ def _config_named(target: str) -> Any:
         raise ValueError(f"{target} holds no configuration that transformers can read: {first}") from error
 
 
-def _job_of_config(config: Any, batch: int, seq: int | None, dtype: str | None) -> Job:
+def _job_of_config(config: Any, batch: int, seq: int | None, dtype: str | None, lora: int | None) -> Job:
     from .values.huggingface import longest_sample, reads_text
 
     longest = longest_sample(config)
@@ -205,8 +190,10 @@ def _job_of_config(config: Any, batch: int, seq: int | None, dtype: str | None) 
     if seq is not None and longest is not None and seq > longest:
         raise ValueError(f"--seq {seq} is more than the {longest} positions of {type(config).__name__}; --seq {longest} fits")
     length = seq or min(SEQ, longest or SEQ)
-    precision: dict[str, Any] = {} if dtype is None else {"precision": dtype}
-    return Job.from_huggingface(config, batch_size=batch, length=length, **precision)
+    options: dict[str, Any] = {} if dtype is None else {"precision": dtype}
+    if lora is not None:
+        options["adapter"] = _adapter(lora)
+    return Job.from_huggingface(config, batch_size=batch, length=length, **options)
 
 
 def optimizer_class(name: str) -> Any:
