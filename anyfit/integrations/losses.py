@@ -21,11 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .windows import IGNORED, Piece, Shares, Window
 
 GATHERS = ("gather", "gather_for_metrics", "reduce")  # of an accelerator
-MEANS_OVER_LABELS = (functional.cross_entropy, functional.nll_loss)
+MEANS_OVER_LABELS = (torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward)  # each cross-entropy ends in one
+MEAN = 1  # as torch numbers reductions
 PLAIN = (bool, int, float, str, type(None))
 MOST_PLAIN = 1000  # entries of a nest of lists and dicts that are copied
 TAKEN_FOR_NUMBERS: Mapping[Any, Any] = {
@@ -80,25 +82,23 @@ class TrainerOptimizer:
             trainer.optimizer = before
 
 
-class Means(TorchFunctionMode):
-    """Sees what the loss of a piece is a mean over."""
+class Means(TorchDispatchMode):
+    """Sees what the loss of a piece is a mean over. By ops: whoever recomputes a block looks at its arguments, and reads none."""
 
     def __init__(self, items: Tensor | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._items, self.divides_by_items = items, False
         self._targets: list[Tensor | None] = []  # of means over labels; None for one that weighs them
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        self.divides_by_items |= self._items is not None and any(each is self._items for each in (*args, *given.values()))
-        if func in MEANS_OVER_LABELS:
-            bound = inspect.signature(func).bind(*args, **given)
-            bound.apply_defaults()
-            options = bound.arguments
-            if options["reduction"] == "mean":
-                is_plain = options["weight"] is None and options["ignore_index"] == IGNORED
-                self._targets.append(options["target"] if is_plain else None)
-        return func(*args, **given)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func._overloadpacket
+        is_read = self._items is not None and any(each is self._items for each in args)
+        self.divides_by_items |= is_read and packet is not torch.ops.aten.detach
+        if packet in MEANS_OVER_LABELS:
+            _, target, weight, reduction, ignored = args
+            if reduction == MEAN:
+                self._targets.append(target if weight is None and ignored == IGNORED else None)
+        return func(*args, **(kwargs or {}))
 
     def share(self, piece: Piece, shares: Shares) -> float:
         """Of a piece in its batch's loss: by the labels that a cross-entropy was given, or by rows where there is none."""

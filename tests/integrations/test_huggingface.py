@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, BertConfig, BertForTokenClassification, Trainer, TrainingArguments
 
 import anyfit
 from anyfit.integrations.huggingface import AnyfitMixin, AnyfitTrainer
@@ -100,6 +100,21 @@ class MeanOfLabels(Trainer):
 
 class MeanOfLabelsPlanned(Planned, MeanOfLabels):
     pass
+
+
+def tagger() -> BertForTokenClassification:
+    """It takes `num_items_in_batch`, hands it to all of its layers, and its loss is a mean without it."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForTokenClassification(BertConfig(**sizes, **drops, max_position_embeddings=32, num_labels=64))
+
+
+def test_a_model_that_does_not_use_the_number_of_items_is_cut_by_its_labels(tmp_path: Path) -> None:
+    small = anyfit.probe().with_limits(device_memory="200KiB")
+    found = trained(Planned, tmp_path, options={"model": tagger(), "machine": small}, **SHORT)
+    assert found.plan.micro_batch < 4
+    assert_close(logged(found), logged(trained(Trainer, tmp_path, options={"model": tagger()}, **SHORT)))
 
 
 @pytest.mark.parametrize("kinds", [(Planned, Trainer), (MeanOfLabelsPlanned, MeanOfLabels)])
