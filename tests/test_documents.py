@@ -29,7 +29,14 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("block", blocks("python") + blocks("python", "docs/using.md") + blocks("python", "docs/trainer.md"))
+@pytest.mark.parametrize(
+    "block",
+    [
+        block
+        for file in ("README.md", "docs/using.md", "docs/trainer.md", "docs/lightning.md")
+        for block in blocks("python", file)
+    ],
+)
 def test_every_python_block_of_a_document_runs(block: str, tmp_path: Path) -> None:
     run([sys.executable, "-W", "error", "-c", block], tmp_path)
 

@@ -86,6 +86,7 @@ def test_what_two_ranks_train_from_a_folder_gives_the_same_logits_in_transformer
     assert torch.equal(logits, mine["logits"])
 
 
+@pytest.mark.full
 def test_an_adapter_that_two_ranks_train_on_a_base_from_a_folder_is_the_one_that_peft_loads(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     folder, lora = saved_llama(tmp_path / "first"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
