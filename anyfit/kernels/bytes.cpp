@@ -249,3 +249,12 @@ extern "C" int32_t anyfit_populate(uint8_t* memory, int64_t count, int64_t at_on
 #endif
     return populated;
 }
+
+// Writes to each page of these bytes, and changes none of them: others may write there meanwhile. Until `*ends` is not 0. Unlike
+// `anyfit_populate` it keeps nobody else in this process from getting memory.
+extern "C" void anyfit_touch(uint8_t* memory, int64_t count, int64_t page, const volatile int32_t* ends) {
+    for (int64_t at = 0; at < count && !*ends; at += page) {
+        uint8_t none = 0;
+        __atomic_compare_exchange_n(memory + at, &none, 0, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    }
+}

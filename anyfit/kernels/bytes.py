@@ -107,6 +107,15 @@ def populate(memory: Tensor, at_once: int, *, nice: int, ends: ctypes.c_int32) -
     return run is not None and bool(run.anyfit_populate(memory.data_ptr(), len(memory), at_once, nice, ctypes.byref(ends)))
 
 
+def touch(memory: Tensor, page_bytes: int, ends: ctypes.c_int32) -> bool:
+    """Gets memory for each page of these bytes, which stay as they are, until `ends` is not 0; whether it can. They must be there
+    all the time. Nobody else of this process waits for memory meanwhile, as beside `populate`."""
+    run = _library()
+    if run is not None:
+        run.anyfit_touch(memory.data_ptr(), len(memory), page_bytes, ctypes.byref(ends))
+    return run is not None
+
+
 _lock = threading.Lock()
 _libraries: list[Any] = []  # one entry, once it has been tried: None where it is not built
 
@@ -129,5 +138,6 @@ def _built() -> Any:
     found.anyfit_crc32.argtypes, found.anyfit_crc32.restype = [pointer, size, ctypes.c_uint32], ctypes.c_uint32
     found.anyfit_move_all.argtypes, found.anyfit_move_all.restype = [pointer, size, number, number], None
     found.anyfit_split.argtypes, found.anyfit_split.restype = [pointer, pointer, pointer, size], None
+    found.anyfit_touch.argtypes, found.anyfit_touch.restype = [pointer, size, size, pointer], None
     found.anyfit_populate.argtypes, found.anyfit_populate.restype = [pointer, size, size, number, pointer], number
     return found

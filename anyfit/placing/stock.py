@@ -12,13 +12,14 @@ import threading
 
 from torch import Tensor
 
-from ..kernels.bytes import populate
+from anyfit.values.graph import PAGE_BYTES
+
+from ..kernels.bytes import touch
 from ..kernels.pages import HUGE_PAGE_BYTES, MADV_POPULATE_WRITE, Mapped, advise
 
 LEAST_BYTES = 2**26  # what is less is touched in no time
 TAKEN_AT_ONCE = 2**26  # by a thread
-TOUCHED_AT_ONCE = HUGE_PAGE_BYTES  # while the kernel is at them, whoever else wants memory of this process waits
-NICE = 10  # the model is built, and its weights are written, first
+POPULATED_AT_ONCE = HUGE_PAGE_BYTES  # while the kernel is at them, whoever else wants memory of this process waits
 ADDRESSES = 1.02  # times what is planned: slabs are not full to the end
 
 
@@ -30,6 +31,7 @@ class Stock:
         size = int(planned_bytes * ADDRESSES) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES + HUGE_PAGE_BYTES
         self._mapped: Mapped | None = Mapped.reserve(size)
         self._bytes = self._mapped.bytes()
+        self._given: list[Tensor] = []  # to be there as long as threads may touch them
         self._cut = self._claimed = 0  # from the beginning: given out, and in the hands of threads or touched by them
         self.touched_bytes = 0
         self._change = threading.Condition()
@@ -52,6 +54,7 @@ class Stock:
             if slab is None:
                 return None
             self._cut += size
+            self._given.append(slab.bytes())
             return slab.bytes()
 
     def close(self) -> None:
@@ -62,6 +65,7 @@ class Stock:
             thread.join()
         with self._change:
             self._mapped, self._bytes = None, self._bytes[:0].clone()
+            self._given.clear()
 
     def _touch(self) -> None:
         while (part := self._next_part()) is not None and self._is_touched(part):
@@ -81,7 +85,7 @@ class Stock:
 
     def _is_touched(self, part: Tensor) -> bool:
         """By the kernel; False where it cannot."""
-        if populate(part, TOUCHED_AT_ONCE, nice=NICE, ends=self._ends):
+        if touch(part, PAGE_BYTES, self._ends):
             return True
-        pieces = part.split(TOUCHED_AT_ONCE)  # without a C++ compiler
+        pieces = part.split(POPULATED_AT_ONCE)  # without a C++ compiler
         return all(not self._ends.value and advise(each, MADV_POPULATE_WRITE) for each in pieces)

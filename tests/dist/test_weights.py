@@ -54,7 +54,8 @@ def test_starting_from_a_folder_takes_little_more_than_a_ranks_share(tmp_path: P
     for found in pool_of(2).run(start_and_measure, small, large, AWAY, 2**24):
         assert found["everything"] > 2 * 10**8
         assert found["share"] < 0.51 * found["everything"]
-        assert found["share"] < found["peak"] < 1.3 * found["share"], found
+        # Low halves, which are half of the share, are zero where a file has bf16, and nothing is written there.
+        assert 0.5 * found["share"] < found["peak"] < 1.3 * found["share"], found
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anyfit.kernels import bytes as module
-from anyfit.kernels.bytes import Move, copy, crc32, move_all, populate, split
+from anyfit.kernels.bytes import Move, copy, crc32, move_all, populate, split, touch
 from anyfit.kernels.pages import in_huge_pages
 from anyfit.kernels.split import merge as merge_in_torch
 from anyfit.kernels.split import split as split_in_torch
@@ -187,3 +187,19 @@ def test_any_bits_are_taken_apart_as_torch_does_and_nothing_beside_them_changes(
     whole = torch.empty(count)
     merge(*found, whole)
     assert torch.equal(whole.view(torch.int32), exact.view(torch.int32))
+
+
+@pytest.mark.usefixtures("kind")
+def test_bytes_that_are_touched_stay_as_they_are_and_have_memory() -> None:
+    size, ends = 2**25, ctypes.c_int32()
+    memory, fresh, unwanted = in_huge_pages(size), in_huge_pages(size), in_huge_pages(size)
+    memory[::5000] = 7
+    expected = memory.clone()
+    if not touch(memory, 4096, ends):
+        pytest.skip("no C++ compiler here")
+    touch(fresh, 4096, ends)
+    assert resident_bytes(fresh) == size
+    assert torch.equal(memory, expected)
+    assert not fresh.any()
+    touch(unwanted, 4096, ctypes.c_int32(1))
+    assert resident_bytes(unwanted) == 0
