@@ -16,6 +16,7 @@ from anyfit import NoPlan, Plan
 from anyfit.planning import search
 from anyfit.values.mesh import AXES
 from anyfit.values.plan import Change, Clipping, Placement
+from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
 from tests.planning.profiles import GIB, small_profile
 
@@ -175,6 +176,15 @@ def test_a_saved_plan_is_the_same_plan(plan: Plan, tmp_path: Path) -> None:
     for each in (plan, plan.unbound()):
         each.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json") == each
+
+
+def test_files_from_before_jobs_were_described_are_read(plan: Plan) -> None:
+    document = plan.to_json()
+    del document["described"]
+    assert Plan.from_json(document) == replace(plan, described="")
+    profile = small_profile()
+    older = {key: value for key, value in profile.to_json().items() if key not in ("name", "limited")}
+    assert Profile.from_json(json.loads(json.dumps(older))) == profile
 
 
 def rename(document: dict[str, Any], old: str, new: str) -> None:
