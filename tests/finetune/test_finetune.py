@@ -212,7 +212,11 @@ def test_other_data_than_the_run_began_with_is_refused(whole: Path, place: Path,
             [{"prompt": f"{n} and 1 is", "completion": f" {n + 1}"} for n in range(40)],
             ["--no-packing", "--eval", "3", "--samples", "1"],
         ),
-        ([{"text": "once upon a time there was " * 9} for _ in range(8)], ["--optimizer", "sgd", "--eval-every", "99"]),
+        pytest.param(
+            [{"text": "once upon a time there was " * 9} for _ in range(8)],
+            ["--optimizer", "sgd", "--eval-every", "99"],
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_instructions_and_text_train_too(rows: Any, arguments: Sequence[str], place: Path, tmp_path: Path) -> None:

@@ -66,6 +66,17 @@ def test_what_is_logged_goes_to_whoever_asked_with_the_step_it_belongs_to(run: a
     assert heard == [(1, {"accuracy": 0.5, "rate": 1.0})]
 
 
+def test_a_model_that_is_read_evaluates_without_gradients_and_trains_as_before_afterwards(run: anyfit.Run) -> None:
+    with run.reading() as model:
+        assert not model.training
+        read = model(BATCH["x"])
+        assert not read.requires_grad
+    assert run.model.training
+    weights = run.state_dict()
+    torch.testing.assert_close(read, BATCH["x"] @ weights["weight"].T + weights["bias"])
+    run.step(BATCH)
+
+
 @pytest.mark.parametrize(
     ("log", "says"),
     [
