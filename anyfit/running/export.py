@@ -85,6 +85,12 @@ def export(
     """Writes the weights of a checkpoint to a new folder, in the dtypes of the run, or all of them in one. Of a model that PEFT
     adapted, these are the adapters."""
     tensors, facts = _opened(folder)
+    for name, adapter in facts.get("adapters", {}).items():
+        if "unknown" in adapter:
+            raise ValueError(
+                f"how PEFT saves the adapter {name!r} is not known ({adapter['unknown']}); save it by PEFT itself: "
+                "with run.weights() as model: model.save_pretrained(folder)"
+            )
     write = _write_adapters if facts.get("adapters") else _write
     return _to_folder(output, lambda aside: write(aside, _in_dtypes(tensors, facts, dtype), facts, shard_bytes), replaces)
 

@@ -113,18 +113,20 @@ def saved_names(model: Any, adapter: str = DEFAULT) -> dict[str, str]:
     finally:
         config.base_model_name_or_path = source
     if any(id(tag) not in name_of for tag in found.values()):
-        raise ValueError(
-            f"PEFT's {config.peft_type.value} saves other tensors than the model has; save it by PEFT itself: "
-            "with run.weights() as model: model.save_pretrained(folder)"
-        )
+        raise ValueError(f"PEFT's {config.peft_type.value} saves other tensors than the model has")
     return {saved: name_of[id(tag)] for saved, tag in found.items()}
 
 
 def adapters_of(model: Any) -> dict[str, dict[str, Any]]:
-    """By name of an adapter, what PEFT saves of it: its configuration as JSON, and its tensors as (saved name, name)."""
-    if not is_adapted(model):
-        return {}
-    return {name: {"config": _document(model, name), "names": saved_names(model, name)} for name in model.peft_config}
+    """By name of an adapter, what PEFT saves of it: its configuration as JSON, and the names of its tensors, saved and own; or
+    why it is not known, for whoever wants to export it."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in model.peft_config if is_adapted(model) else ():
+        try:
+            found[name] = {"config": _document(model, name), "names": saved_names(model, name)}
+        except Exception as error:  # of PEFT's own code, for a kind that works in another way
+            found[name] = {"config": {}, "names": {}, "unknown": f"{type(error).__name__}: {error}"}
+    return found
 
 
 def _document(model: Any, adapter: str) -> dict[str, Any]:

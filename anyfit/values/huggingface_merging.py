@@ -27,7 +27,8 @@ def merging_recipes(base: nn.Module | None, facts: Mapping[str, Any]) -> tuple[l
     """What makes the tensors of the plain model of those in a checkpoint; and by plain name, that of the tensor it was before.
     `base` is on the meta device."""
     names: Mapping[str, str] = facts["names"]
-    model = None if base is None else _adapted(base, facts["adapters"])
+    is_known = base is not None and not any("unknown" in each for each in facts["adapters"].values())
+    model = None if base is None or not is_known else _adapted(base, facts["adapters"])
     if model is None or set(model.state_dict()) != set(names):
         raise ValueError(f"the adapted model is not one that transformers and PEFT make of its configurations; {BY_PEFT}")
     of_model = names_of(model)

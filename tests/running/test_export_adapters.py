@@ -179,6 +179,24 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_other_kinds_of_adapters_are_exported_or_refused_and_always_saved(tmp_path: Path) -> None:
+    saved(tmp_path / "base", "llama")
+    scaled = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    plain = trained(tmp_path / "base", tmp_path / "scaled", scaled)
+    export(tmp_path / "scaled", tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert_bit_equal(peft.PeftModel.from_pretrained(base, tmp_path / "adapter").state_dict(), plain.state_dict())
+    export_merged(tmp_path / "scaled", tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert_bit_equal(merged.state_dict(), plain.merge_and_unload().state_dict())
+
+    trained(tmp_path / "base", tmp_path / "prompts", peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match=r"PROMPT_TUNING saves other tensors.*model\.save_pretrained\(folder\)"):
+        export(tmp_path / "prompts", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"merge_and_unload\(\)"):
+        export_merged(tmp_path / "prompts", tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["../up", "a.b", "a/b"])
 def test_an_adapter_is_written_inside_of_its_folder_alone(tmp_path: Path, name: str) -> None:
     saved(tmp_path / "base", "llama")

@@ -179,7 +179,7 @@ def test_a_saved_plan_is_the_same_plan(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_files_from_before_jobs_were_described_are_read(plan: Plan) -> None:
-    document = plan.to_json()
+    document = plan.to_json() | {"version": 5}
     del document["described"]
     assert Plan.from_json(document) == replace(plan, described="")
     profile = small_profile()
