@@ -268,6 +268,7 @@ def fit(
     warmup: fit_options.Warmup = None,
     packing: fit_options.Packing = None,
     samples: fit_options.Samples = None,
+    lora: fit_options.Lora = None,
     report_to: fit_options.ReportTo = None,
     folder: fit_options.Folder = None,
     resume: fit_options.Resume = None,

@@ -31,6 +31,7 @@ class Fit:
     warmup: str | None
     packing: bool | None
     samples: int | None
+    lora: int | None
     report_to: str | None
     folder: Path | None
     resume: Path | None
@@ -93,7 +94,7 @@ class Fit:
         return {
             "--data": self.data, "--eval": self.evaluation, "--eval-every": self.eval_every, "--epochs": self.epochs,
             "--lr": self.lr, "--schedule": self.schedule, "--warmup": self.warmup, "--packing": self.packing,
-            "--samples": self.samples, "--optimizer": self.optimizer,
+            "--samples": self.samples, "--lora": self.lora, "--optimizer": self.optimizer,
         }  # fmt: skip
 
     @property
@@ -197,12 +198,13 @@ class Fit:
             packing=self.packing,
             precision=self.dtype or demo.default_precision(),
             seed=self.seed or 0,
-            learning_rate=finetune.LEARNING_RATE if self.lr is None else self.lr,
+            learning_rate=finetune.usual_learning_rate(self.lora) if self.lr is None else self.lr,
             schedule=self.schedule or finetune.SCHEDULE,
             warmup=self.warmup or finetune.WARMUP,
             optimizer=self.optimizer or finetune.OPTIMIZER,
             eval_every=self.eval_every,
             samples=finetune.SAMPLES if self.samples is None else self.samples,
+            lora=self.lora,
             report_to=tuple(self._report_names),
             save_every=self.save_every,
             keep=self.keep or KEEP,

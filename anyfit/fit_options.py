@@ -45,6 +45,8 @@ Packing = Annotated[
 ]
 Samples = Annotated[int | None, Option("--samples", min=0, help="of a folder: answers written at every evaluation; 3")]
 
+Lora = Annotated[int | None, Option("--lora", min=1, help="of a folder: train adapters of this rank alone; its weights stay")]
+
 ReportTo = Annotated[str | None, Option("--report-to", help="tensorboard, wandb, or both with a comma between")]
 Folder = Annotated[Path | None, Option("--folder", help="the run folder; runs/<time> when not given")]
 Resume = Annotated[Path | None, Option("--resume", help="go on exactly where the run in this folder stopped")]

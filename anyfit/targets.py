@@ -132,15 +132,6 @@ def name_of(target: str) -> str:
     return "" if ":" in target else Path(target).resolve().name if Path(target).exists() else target
 
 
-def _adapter(rank: int) -> Any:
-    """LoRA of this rank on every linear layer but the head."""
-    try:
-        from peft import LoraConfig
-    except ImportError:
-        raise ImportError("--lora needs PEFT: pip install 'anyfit[peft]'") from None
-    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-
-
 def _quiet_transformers() -> Any:
     """transformers, which from now on logs errors alone."""
     try:
@@ -181,6 +172,7 @@ def _config_named(target: str) -> Any:
 
 def _job_of_config(config: Any, batch: int, seq: int | None, dtype: str | None, lora: int | None) -> Job:
     from .values.huggingface import longest_sample, reads_text
+    from .values.huggingface_adapters import lora_config
 
     longest = longest_sample(config)
     if seq is not None and not reads_text(config):
@@ -192,7 +184,7 @@ def _job_of_config(config: Any, batch: int, seq: int | None, dtype: str | None, 
     length = seq or min(SEQ, longest or SEQ)
     options: dict[str, Any] = {} if dtype is None else {"precision": dtype}
     if lora is not None:
-        options["adapter"] = _adapter(lora)
+        options["adapter"] = lora_config(lora)
     return Job.from_huggingface(config, batch_size=batch, length=length, **options)
 
 

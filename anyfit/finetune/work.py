@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyfit.values.huggingface import config_of, factory, longest_sample
+from anyfit.values.huggingface_adapters import lora_config
 from anyfit.values.job import Job
 from anyfit.values.tensor_files import TensorFolder
 from anyfit.values.units import show_count
@@ -83,6 +84,7 @@ class Work:
             clip_norm=CLIP_NORM,
             precision=options.precision,
             seed=options.seed,
+            adapter=None if options.lora is None else lora_config(options.lora),
         )
 
     @property

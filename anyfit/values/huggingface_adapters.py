@@ -145,6 +145,15 @@ def _document(model: Any, adapter: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- given to a job
 
 
+def lora_config(rank: int) -> Any:
+    """LoRA of this rank on every linear layer but the head: what --lora stands for."""
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise ImportError("--lora needs PEFT: pip install 'anyfit[peft]'") from None
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+
+
 def adapter_config(given: Any) -> Any:
     """A configuration of PEFT to train with: as it is given, or that of a folder with a saved adapter."""
     try:

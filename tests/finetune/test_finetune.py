@@ -103,6 +103,25 @@ def test_every_loss_is_that_of_a_plain_loop_over_the_same_batches(whole: Path) -
     assert len(losses) == options.steps
 
 
+def test_adapters_alone_are_trained_and_exported_as_peft_saves_them(place: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    fit(place / "tiny-qwen3", "--data", place / "chats.jsonl", *HOW, "--lora", "4", "--epochs", "1", "--folder", folder)
+    losses = [each["loss"] for each in lines.read(folder / "metrics.jsonl")]
+    assert losses[-1] < losses[0]
+    plan = anyfit.Plan.load(folder / "plan.json")
+    assert 0 < (plan.trainable or 0) < (plan.frozen or 0)
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(place / "tiny-qwen3")
+    adapted: Any = transformers.AutoModelForCausalLM.from_pretrained(folder / "weights")  # of its base, by name
+    trained = {name: each for name, each in adapted.named_parameters() if ".lora_" in name}
+    assert sum(each.numel() for each in trained.values()) == plan.trainable
+    assert any(each.abs().max() > 0 for name, each in trained.items() if ".lora_B." in name)
+    for name, weight in base.named_parameters():
+        known = dict(adapted.named_parameters())
+        assert torch.equal(known.get(name, known.get(name.replace(".weight", ".base_layer.weight"))), weight), name
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "weights")
+    assert adapted.generate(**tokenizer("3 green?", return_tensors="pt"), max_new_tokens=4, do_sample=False).shape[1] > 4
+
+
 def test_the_evaluation_is_the_mean_loss_of_the_answers_one_by_one(whole: Path) -> None:
     work = work_of(whole)
     assert work.evaluation is not None
