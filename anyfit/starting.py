@@ -104,7 +104,8 @@ class Start:
             placed = self._rehearsed(placed, rehearsal, found)
         if team is not None:
             torch.manual_seed(launching.seed_of(job.seed, ranks.index))
-        rescue = None if self._is_given or team is not None else rescue_for(job, self._machine, self._profile, placed)
+        known = self._profile, self._planned_from
+        rescue = None if self._is_given or team is not None else rescue_for(job, self._machine, *known, placed)
         watch = HostWatch(host.left_memory_bytes, self._plan.limit_bytes["host"])
         tuner = None if deterministic or rescue is None else self._tuner(device)
         run = Run(job, self._plan, placed, rescue, watch, team, rehearsal, self._keep_clipped(), tuner)
@@ -403,14 +404,17 @@ def _facts(job: Job, plan: Plan, resume: str | Path | None) -> dict[str, str]:
     }
 
 
-def rescue_for(job: Job, machine: Machine, known: Profile | None, placed: Placed) -> Rescue:
-    """What a run with a plan of the planner's does when memory runs out."""
+def rescue_for(job: Job, machine: Machine, known: Profile | None, planned_from: Profile | None, placed: Placed) -> Rescue:
+    """What a run with a plan of the planner's does when memory runs out. `known` is of all micro-batches, where they were traced,
+    and `planned_from` of those that the plan was chosen from."""
     stays = placed.demands.reason
     mirrored = mirrored_bytes(placed.demands, [each.chunk for each in placed.state.chunks])  # `made` must not hold what is placed
 
-    def made() -> Profile:
-        own = known or profile_of(job, machine, machine.rank_grid(1))
+    def staying(own: Profile) -> Profile:
         return own if stays is None or own.state_stays else own.staying(stays, mirrored)
+
+    def made() -> Profile:
+        return staying(known or profile_of(job, machine, machine.rank_grid(1)))
 
     return Rescue(
         make_profile=made,
@@ -418,4 +422,5 @@ def rescue_for(job: Job, machine: Machine, known: Profile | None, placed: Placed
         keep=lambda correction: keep_correction(machine, correction),
         context_bytes=int(machine.device.context_bytes.value),
         beside_bytes=machine.device.calibration.beside_bytes,
+        planned_from=None if known is not None or planned_from is None else staying(planned_from),
     )

@@ -47,15 +47,16 @@ SMALL_BYTES = 2**20  # of a buffer
 class Rescue:
     """What a run asks for another plan. Only one whose plan the planner made has it: what was planned by hand is not changed."""
 
-    make_profile: Callable[[], Profile]  # of the job; called when first needed
+    make_profile: Callable[[], Profile]  # of the job, with all micro-batches; called when first needed
     search: Callable[[Profile], Plan]  # the planner
     keep: Callable[[Correction], None]  # takes what was learnt about the forecast, for later plans
     context_bytes: int = 0  # of the device, outside torch's allocator
     beside_bytes: Callable[[int], int] = lambda _host_bytes: 0  # of host memory, counted besides the plan's so many
+    planned_from: Profile | None = None  # with the micro-batches alone that the plan was chosen from
 
     @functools.cached_property
     def profile(self) -> Profile:
-        return self.make_profile()
+        return self.planned_from or self.make_profile()
 
     def with_less_device(self, plan: Plan, short: Shortfall, rescues: int) -> Plan:
         """A plan with room for what was needed, after so many rescues of the same step; NoPlan where there is none."""
@@ -101,8 +102,18 @@ class Rescue:
         return self._first(plan, [findings.restrict(self.profile)])
 
     def _first(self, plan: Plan, profiles: Sequence[Profile]) -> Plan:
-        """The plan for the first of these profiles that has one; with the same micro-batch if any has, since another rounds
-        otherwise and draws other random numbers."""
+        """The plan for the first of these profiles that has one; with smaller micro-batches than were profiled where none has."""
+        try:
+            return self._first_of(plan, profiles)
+        except NoPlan:
+            if self.planned_from is None:
+                raise
+        self.planned_from, known = None, {each.micro_batch for each in profiles[0].passes}
+        more = tuple(each for each in self.make_profile().passes if each.micro_batch not in known)
+        return self._first_of(plan, [replace(each, passes=(*each.passes, *more)) for each in profiles])
+
+    def _first_of(self, plan: Plan, profiles: Sequence[Profile]) -> Plan:
+        """With the same micro-batch if any has one, since another rounds otherwise and draws other random numbers."""
         why = NoPlan(f"micro-batches of {plan.micro_batch} were not profiled", 0)
         for is_asked_for in (operator.eq, operator.lt):
             for profile in profiles:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 import json
 import os
 import socket
@@ -104,7 +105,9 @@ class Factory:
         if self.adapter is not None:
             import peft
 
-            model = peft.get_peft_model(model, copy.deepcopy(self.adapter))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "fan_in_fan_out")  # PEFT sees itself how a layer lays out its weights
+                model = peft.get_peft_model(model, copy.deepcopy(self.adapter))
         made: nn.Module = model.train()
         return made
 

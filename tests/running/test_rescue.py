@@ -329,7 +329,7 @@ def run_of(job: anyfit.Job, machine: anyfit.Machine, delay: Any = None, watch: H
     plan = search(profile)
     torch.manual_seed(job.seed)
     placed = place(job, plan, job.build(), torch.device("cpu"), delay)
-    return Run(job, plan, placed, rescue_for(job, machine, profile, placed), watch)
+    return Run(job, plan, placed, rescue_for(job, machine, profile, None, placed), watch)
 
 
 @given(
@@ -621,7 +621,7 @@ def test_a_start_takes_no_more_of_the_host_than_others_leave(
     assert "are free: planning anew" in capfd.readouterr().err
     assert_bit_equal(weights, train_plainly(job, batches)[1])
     monkeypatch.setattr("anyfit.probing.host.left_memory_bytes", lambda: 1000.0)
-    with pytest.raises(anyfit.NoPlan, match="1000 B are allowed"):
+    with pytest.raises(anyfit.NoPlan, match="the machine has 1000 B"):
         anyfit.start(job, machine=machine)
 
 
