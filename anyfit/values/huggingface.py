@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 import json
 import os
 import socket
@@ -15,6 +14,7 @@ import sys
 import threading
 import urllib.parse
 import urllib.request
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

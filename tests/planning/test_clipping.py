@@ -108,6 +108,7 @@ def test_a_job_that_does_not_clip_is_planned_as_if_none_did() -> None:
     assert never.forecast.step_seconds == plan.forecast.step_seconds
 
 
+@pytest.mark.full
 def test_the_more_steps_clip_the_more_a_plan_is_made_for_them() -> None:
     never, even, always = (planned_with(SEEN[share]).forecast for share in (0.0, 0.5, 1.0))
     assert never.step_seconds <= even.step_seconds * 1.005

@@ -132,6 +132,7 @@ def test_what_fits_stays_on_the_device_however_many_passes_are_wanted(precision:
     assert set(plan.activations.values()) <= {"keep"}
 
 
+@pytest.mark.full
 def test_the_less_memory_the_less_stays_on_the_device() -> None:
     profile = anyfit.profile(job_for("gpt", "fp32"), small_machine())
     least = search(profile).forecast.needed_bytes

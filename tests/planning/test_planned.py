@@ -245,6 +245,7 @@ def chunks_apart(row: Row, routes: Counter[str]) -> int:
     return sum(abs(there[route] - routes[route]) for route in ("resident", "streamed", "host"))
 
 
+@pytest.mark.full
 def test_the_plans_that_are_compared_are_different_and_fit() -> None:
     job = planned.JOBS["llama-1b batch 4 cap 12"]
     found = planned.plans_of(job, RECORDINGS[0].machine, 4)
@@ -330,6 +331,7 @@ def test_updates_in_two_parts_shorten_a_step_that_waits_for_the_norm(monkeypatch
     assert parted < 0.9 * at_once
 
 
+@pytest.mark.full
 def test_more_host_memory_is_never_slower() -> None:
     """GPT-2 of 10 billion parameters with 16 samples on an H200 held to 24 GiB, whose host has just enough."""
     machine, graph = BEFORE_TWO_PHASES.machine, traced("10b", 16, 16)

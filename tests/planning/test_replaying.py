@@ -122,6 +122,7 @@ def test_memory_of_recordings_is_counted() -> None:
     assert replays[0].running_bytes > kept
 
 
+@pytest.mark.full
 def test_trees_of_all_plans_end_however_many_blocks_could_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve of them make 4096 trees, and only the first are worth their time."""
     job, machine = job_for(20, 16, layers=12), anyfit.Machine.load("h200")

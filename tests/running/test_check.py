@@ -335,6 +335,7 @@ def job():
 """
 
 
+@pytest.mark.full
 def test_a_machine_whose_rates_are_wrong_is_forecast_right_after_a_check_and_a_second_is_not_put_on_top(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,7 @@ def test_told_to_stop_it_saves_says_where_and_ends_with_the_signals_status(
     assert_same_run(folder, uninterrupted)
 
 
+@pytest.mark.full
 def test_two_deterministic_runs_are_bit_equal_and_a_plan_file_serves(uninterrupted: Path, tmp_path: Path) -> None:
     options = ["--steps", str(STEPS), *SMALL, "--deterministic", "--plan", uninterrupted / "plan.json"]
     for name in ("a", "b"):

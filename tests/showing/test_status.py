@@ -89,6 +89,7 @@ def test_an_error_leaves_nothing_under_way() -> None:
     assert heard == ["building", None]
 
 
+@pytest.mark.full
 def test_plan_on_a_terminal_shows_what_it_does_and_prints_the_same() -> None:
     shown, written = pty.openpty()
     command = [sys.executable, "-m", "anyfit", "plan", "gpt2-small", "--machine", "h200", "--batch", "1"]
