@@ -140,6 +140,7 @@ def test_the_profiles_have_all_kinds_of_plans() -> None:
     assert {each.offer.uses_host for each in found if each is not None and each.offer is not None} == {True, False}
 
 
+@pytest.mark.full
 @settings(max_examples=25)
 @given(st.integers(700 * MIB, 6 * GIB), st.sampled_from([(2, 1), (8, 1), (2, 2), (8, 4)]), st.sampled_from([1.0, 30.0, 1000.0]))
 def test_the_choice_is_the_best_of_all_divisions_and_keeps_every_limit(

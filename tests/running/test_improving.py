@@ -48,6 +48,7 @@ def _as_before() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    torch.use_deterministic_algorithms(False)
 
 
 def job_for(**options: Any) -> anyfit.Job:
