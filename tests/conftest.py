@@ -56,3 +56,9 @@ def same_randomness() -> None:
 def root() -> Path:
     """The repository."""
     return Path(__file__).parent.parent
+
+
+# torch notes once which functions make tensors, for `torch.device("meta")`. Were transformers first to ask, while it replaces
+# torch.linspace to load a model, torch would not know its own from then on.
+with torch.device("meta"):
+    torch.empty(0)
