@@ -148,17 +148,14 @@ class Job:
         return hashlib.sha256(self.name.encode()).digest()[0] % 2 == 0
 
 
-JOBS = {
-    job.name: job
-    for family in FAMILIES
-    for job in (
-        Job(family),
-        Job(family, capped=True),
-        Job(family, capped=True, clips=True),
-        Job(family, compiles=True),
-        Job(family, capped=True, compiles=True),
-    )
-}
+KINDS: tuple[dict[str, bool], ...] = (
+    {},
+    {"capped": True},
+    {"capped": True, "clips": True},
+    {"compiles": True},
+    {"capped": True, "compiles": True},
+)
+JOBS = {job.name: job for kind in KINDS for job in (Job(family, **kind) for family in FAMILIES)}
 
 
 def traced_family(name: str) -> list[Graph]:
