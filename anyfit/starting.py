@@ -99,9 +99,10 @@ class Start:
             ranks = ALONE if team is None else Ranks.of_process_group(self._waits + MARGIN_SECONDS)
             rehearsal = Rehearsal(job, kinds_of(found.model), hooks_on_gradients(found.model))
             with doing("placing the model"):
-                placed = self._placed(found, device, ranks, stock)
+                self.placed = self._placed(found, device, ranks, stock)
         with doing("rehearsing the plan"):
-            placed = self._rehearsed(placed, rehearsal, found)
+            self._rehearse(rehearsal, found)
+        placed = self._here
         if team is not None:
             torch.manual_seed(launching.seed_of(job.seed, ranks.index))
         known = self._profile, self._planned_from
@@ -307,40 +308,51 @@ class Start:
         planned = functools.partial(search, profile, self._steps)
         self._plan = planned() if team is None else team.from_first(planned, "another plan")
 
-    def _plan_without(self, findings: Findings, placed: Placed) -> None:
-        """Plans anew without what was found to change the result; where nothing is left, the model is plain again."""
+    @property
+    def _here(self) -> Placed:
+        assert self.placed is not None
+        return self.placed
+
+    def _place_without(self, findings: Findings, found: Opened) -> None:
+        """By another plan, without what was found to change the result; where there is none, the model is plain again."""
         try:
             self._plan_for(findings.restrict(self._known_profile()))
         except BaseException:
-            placed.close()
+            self._here.close()
             raise
+        placed, self.placed = self._here, None  # nobody else may hold it: its memory is needed
+        if placed.ranks.are_several:
+            self.placed = _placed_from_whole(self._job, self._plan, placed, found)
+            return
+        device, model, carried = placed.device, placed.model, placed.lift()
+        del placed
+        free(device)
+        self.placed = place(self._job, self._plan, model, device, carried=carried)
 
-    def _rehearsed(self, placed: Placed, rehearsal: Rehearsal, found: Opened) -> Placed:
-        """Placed by the plan, or by one without what was found to change the result."""
+    def _rehearse(self, rehearsal: Rehearsal, found: Opened) -> None:
+        """By the plan, or by one without what was found to change the result."""
         if self._plan.loss is None and self._plan.cuts:  # one that was made by hand, or before losses were looked at
-            graphs = traced(self._job, placed.device.type, self._count)  # type: ignore[arg-type]
+            graphs = traced(self._job, self._here.device.type, self._count)  # type: ignore[arg-type]
             self._plan = replace(self._plan, loss=graphs[0].loss)
-        findings = rehearsal.of(self._plan, placed)
+        findings = rehearsal.of(self._plan, self._here)
         unlike = set(findings.eager) & set(self._plan.compiled) or set(findings.op_by_op) & set(self._plan.replayed)
         if not self._is_given and unlike:  # planned as if they were compiled, or replayed
-            for line in (*placed.compiled.news(), *placed.replayed.news()):
-                self._say(line)
-            self._plan_without(findings, placed)
-            placed = _placed_again(self._job, self._plan, placed, found)
-            findings = rehearsal.of(self._plan, placed)
+            self._say_news()
+            self._place_without(findings, found)
+            findings = rehearsal.of(self._plan, self._here)
         while (against := findings.against(self._plan)) is not None:
             if self._is_given:
-                placed.close()
+                self._here.close()
                 raise ValueError(f"{against}; {findings.ways_out(self._plan)}")
-            self._plan_without(findings, placed)
-            placed = _placed_again(self._job, self._plan, placed, found)
-            findings = rehearsal.of(self._plan, placed)
+            self._place_without(findings, found)
+            findings = rehearsal.of(self._plan, self._here)
         self._plan = replace(self._plan, loss=findings.loss if self._plan.cuts else self._plan.loss, rehearsed=True)
         self._plan = self._plan.without_compiled(findings.eager).without_replayed(findings.op_by_op)
-        self.placed = placed
-        for line in (*placed.compiled.news(), *placed.replayed.news()):
+        self._say_news()
+
+    def _say_news(self) -> None:
+        for line in (*self._here.compiled.news(), *self._here.replayed.news()):
             self._say(line)
-        return placed
 
 
 def machine_of_first_rank(machine: Machine, places: Sequence[str]) -> Machine:
@@ -367,14 +379,9 @@ def rank_grid_of(places: Sequence[str]) -> tuple[tuple[int, int], int]:
     return rank_grid, max(Counter(places).values())
 
 
-def _placed_again(job: Job, plan: Plan, placed: Placed, found: Opened) -> Placed:
-    """The same weights by another plan; over several ranks, which shard them, from whole ones."""
+def _placed_from_whole(job: Job, plan: Plan, placed: Placed, found: Opened) -> Placed:
+    """The same weights by another plan, over ranks that shard them."""
     device, ranks, model = placed.device, placed.ranks, placed.model
-    if not ranks.are_several:
-        carried = placed.lift()
-        del placed
-        free(device)
-        return place(job, plan, model, device, carried=carried)
     whole = {} if job.weights is not None else placed.state.state_dict()
     placed.close()
     for name, parameter in model.named_parameters():

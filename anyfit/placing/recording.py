@@ -359,6 +359,17 @@ def described(returned: Any, given: Sequence[Tensor]) -> tuple[TreeSpec, tuple[A
     return form, tuple(places.get(id(each)) or Output(next(numbers)) if isinstance(each, Tensor) else each for each in leaves)
 
 
+def unfit_within(module: nn.Module) -> str | None:
+    """Why a module cannot be given other weights for a recording, if it cannot."""
+    for each in module.modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            return "part of it is scripted"
+        beside = [value for key, value in vars(each).items() if key not in ("_parameters", "_buffers", "_modules")]
+        if any(isinstance(value, nn.Parameter) for value in tree_leaves(beside)):
+            return f"{type(each).__name__} holds its weights in a list too"
+    return None
+
+
 def _refuse_unfit(outputs: Sequence[Tensor], values: Sequence[Any], wanted: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     if not wanted or not any(each.requires_grad for each in outputs):
         raise ValueError("nothing in it learns")

@@ -40,8 +40,9 @@ from .fixed import Arena, fresh
 from .forward_state import ForwardState
 from .gradients import Gradients
 from .recompute import Recomputed, may_be_recomputed, own_forward
-from .recording import Call, Hooks, Ops, Pool, Recorder, Tape, Used, described, made_in
+from .recording import Call, Hooks, Ops, Pool, Recorder, Tape, Used, described, made_in, unfit_within
 from .residency import Residency
+from .severing import Severing
 from .watched import Watched, is_plain_kind
 from .why_not import WhyNot
 
@@ -51,6 +52,7 @@ Facts = list[tuple[str, Any]]  # by name
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SAME = 1e-6  # relative: replayed ops are eager's own
 MOST_TRIALS = 4  # of both, to see how far apart the results of either may be
+NO_ROOM = "there was no room to record it"
 AS_FAR = 2.0  # times as far from eager as either from itself, where kernels do not always add up in one order
 
 
@@ -66,6 +68,7 @@ class ReplayedBlocks(WhyNot):
         self.recorded = 0  # distinct blocks, so far
         self.failed: list[tuple[Any, str]] = []  # what such blocks have in common, and why they cannot be recorded
         self.arena = Arena(self.device)
+        self.severing = Severing(self.device)
 
     @functools.cached_property
     def pool(self) -> Pool:
@@ -90,8 +93,11 @@ class ReplayedBlocks(WhyNot):
         return any(block.is_changed for block in self.blocks.values())
 
     def close(self) -> None:
+        """Their memory is free, whoever still holds this."""
         self.tapes.clear()
         self.blocks.clear()
+        self.arena = Arena(self.device)
+        vars(self).pop("pool", None)
 
 
 class Replayed:
@@ -119,10 +125,12 @@ class Replayed:
         self._reads_there = self._is_kept and not self._chunks  # its weights, which never move
         self._addresses: list[int] = []
         self._open: weakref.WeakSet[Used] = weakref.WeakSet()  # calls whose backward is to come
-        self._served = self._missed = 0  # calls in training
-        self._retrials = 0
+        self._served = self._missed = self._retrials = 0  # calls in training, and trials of changed state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._of.severing.of(self._called(args, kwargs))
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
         if not self.is_tried and self._may_be_replayed():
             self.is_tried = True
             self._try(args, kwargs)
@@ -197,7 +205,7 @@ class Replayed:
             with self.ready():
                 reason = self._reason_against(args, kwargs)
         except torch.OutOfMemoryError:
-            reason = "there was no room to record it"
+            reason = NO_ROOM
         except Exception as error:
             reason = _cannot(error)
         if reason is not None:
@@ -296,12 +304,8 @@ class Replayed:
             return f"it reads {others[0]}, which is neither its own nor given to it"
         if self._state.iterators:
             return f"it holds an iterator ({self._state.iterators[0]})"
-        for module in self.module.modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                return "part of it is scripted"
-            beside = [value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")]
-            if any(isinstance(each, nn.Parameter) for each in tree_leaves(beside)):
-                return f"{type(module).__name__} holds its weights in a list too"
+        if (reason := unfit_within(self.module)) is not None:
+            return reason
         if any(self._of.residency.is_gathered(index) for index in self._chunks):
             return "its weights are sharded over ranks"
         odd = next((each for each in self.parameters if not is_plain_kind(type(each))), None)

@@ -201,6 +201,8 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
     ]
     for_good = {index: replay for index, (_, choice, replay) in enumerate(triples) if replay is not None and choice == "keep"}
     kept = sum(keeps[index] + replay.own_bytes for index, replay in for_good.items())
+    if any(replay is not None for replay in candidate.replays):
+        yield kept + each.recorded_bytes  # before the first step, when a block runs op by op beside its recording
     held = set(for_good)  # blocks
     back: dict[int, int] = {}  # by block: bytes that are on the device again
     for segment, leaving, unsummed in zip(each.segments, going, waiting, strict=True):

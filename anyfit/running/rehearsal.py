@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from anyfit.placing import Placed
 from anyfit.placing.compiled_figures import figures_of
+from anyfit.placing.replayed import NO_ROOM
 from anyfit.placing.trial import rehearsing
 from anyfit.values.compiled import BlockFigures
 from anyfit.values.job import Batch, Job
@@ -142,12 +143,15 @@ def _prepare(job: Job, placed: Placed, batch: Batch) -> None:
     """Has each block compiled or recorded, and tried, at its first call, and tried again where the first loss changes what it can
     reach. A loss that takes gradients itself may want second ones, which compiled code and recordings have not."""
     try:
-        _run_forward(job, placed, batch)
-        placed.replayed.heed_untried()
-        if placed.replayed.are_changed:
+        with placed.replayed.severing.on():
             _run_forward(job, placed, batch)
+            placed.replayed.heed_untried()
+            if placed.replayed.are_changed:
+                _run_forward(job, placed, batch)
     except torch.OutOfMemoryError:
-        raise
+        if not placed.replayed.blocks:
+            raise
+        placed.replayed.stay_eager(dict.fromkeys(placed.replayed.blocks, NO_ROOM))
     except Exception as error:
         said = f"the loss does not run with it ({' '.join(str(error).split()):.150})"
         placed.compiled.stay_eager(dict.fromkeys(placed.compiled.blocks, said))
