@@ -150,7 +150,7 @@ def update_seconds(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) ->
         if is_in_one_pass(rule, device):
             passed = chunk.elements * ONE_PASS_BYTES_PER_ELEMENT[chunk.dtype]
             seconds += passed / device.memory.at(passed) * fitted.curve_slowdown.value
-            seconds += fitted.update_calls.value * parameters * device.host_seconds.value
+            seconds += fitted.one_pass_calls.value * parameters * device.host_seconds.value
             continue
         own = fitted.split_update_bytes.value if chunk.precision.is_split else WHOLE_BYTES_PER_ELEMENT
         moved = chunk.elements * (rule.bytes_per_element + own)

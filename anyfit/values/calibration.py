@@ -37,6 +37,7 @@ class Calibration(Record):
     selective_call_factor: Figure  # host calls that selective recomputation adds to every call, as it looks at each
     accumulation_calls: Figure  # host calls to add up one parameter's gradient over micro-batches
     update_calls: Figure  # host calls to update one parameter
+    one_pass_calls: Figure  # the same where a chunk is updated in one pass: those that the device waits for
     launch_slowdown_share: Figure  # of what the probe finds launches slowed by, beside updates and copies without a pause
     # What the engine has the host do, in host calls
     watched_calls: Figure  # for an op that takes a parameter whose weights are fetched

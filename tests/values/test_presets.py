@@ -87,7 +87,7 @@ def test_the_h200_is_the_machine_that_forecasts_are_held_to() -> None:
     measured = record.recordings("profiler")[0].machine
     assert machine.device.measured == {}, "the calls of models are measured where they are planned"
     assert measured.device.processors.value == machine.device.processors.value, "which files from before do not say"
-    added = {name: getattr(machine.device, name) for name in ("processors", "launch_slowdown")}
+    added = {name: getattr(machine.device, name) for name in ("processors", "launch_slowdown", "calibration")}
     device = dataclasses.replace(measured.device, measured={}, **added)
     without_calls = dataclasses.replace(measured, device=device)
     assert dataclasses.replace(machine, name=measured.name, collectives=(), comment=measured.comment) == without_calls
