@@ -101,7 +101,7 @@ class Start:
             with doing("placing the model"):
                 self.placed = self._placed(found, device, ranks, stock)
         with doing("rehearsing the plan"):
-            self._rehearse(rehearsal, found)
+            self._rehearse_or_close(rehearsal, found)
         placed = self._here
         if team is not None:
             torch.manual_seed(launching.seed_of(job.seed, ranks.index))
@@ -314,12 +314,8 @@ class Start:
         return self.placed
 
     def _place_without(self, findings: Findings, found: Opened) -> None:
-        """By another plan, without what was found to change the result; where there is none, the model is plain again."""
-        try:
-            self._plan_for(findings.restrict(self._known_profile()))
-        except BaseException:
-            self._here.close()
-            raise
+        """By another plan, without what was found to change the result."""
+        self._plan_for(findings.restrict(self._known_profile()))
         placed, self.placed = self._here, None  # nobody else may hold it: its memory is needed
         if placed.ranks.are_several:
             self.placed = _placed_from_whole(self._job, self._plan, placed, found)
@@ -328,6 +324,16 @@ class Start:
         del placed
         free(device)
         self.placed = place(self._job, self._plan, model, device, carried=carried)
+
+    def _rehearse_or_close(self, rehearsal: Rehearsal, found: Opened) -> None:
+        """Where it fails, the model is plain again, and no lane holds memory."""
+        try:
+            self._rehearse(rehearsal, found)
+        except BaseException:
+            placed, self.placed = self.placed, None
+            if placed is not None:
+                placed.close()
+            raise
 
     def _rehearse(self, rehearsal: Rehearsal, found: Opened) -> None:
         """By the plan, or by one without what was found to change the result."""
@@ -342,7 +348,6 @@ class Start:
             findings = rehearsal.of(self._plan, self._here)
         while (against := findings.against(self._plan)) is not None:
             if self._is_given:
-                self._here.close()
                 raise ValueError(f"{against}; {findings.ways_out(self._plan)}")
             self._place_without(findings, found)
             findings = rehearsal.of(self._plan, self._here)

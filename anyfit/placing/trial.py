@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from .cells import equal
 from .chunks import quietly
-from .forward_state import ForwardState
+from .forward_state import ForwardState, Note
 from .kept_results import Keeping, Kept, Verifying
 from .recompute import Inputs, Recomputed, may_be_recomputed, reason_against, stand_in
 
@@ -77,19 +77,30 @@ class Trial:
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._name, self._module, self._forward = name, module, forward
         self._state = ForwardState(module, name, _device_of(module), forward)
-        self._kept = Kept()
+        self._not_in_part: str | None = None
 
     def first(self, args: Any, kwargs: Any) -> Any:
         self._inputs = Inputs((args, kwargs), lambda tensor: tensor, lambda packed: packed)
         self._note = self._state.note(self._inputs.objects)
-        sums = self._sums()
-        with Keeping(self._kept):
+        sums, kept = self._sums(), Kept()
+        with Keeping(kept):
             result = self._forward(*args, **kwargs)
         self._after = self._note.now()
         self._result = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), _opened(result))
         edited = self._note.edited() or next((key for key, value in self._sums().items() if sums[key] != value), None)
         self._reason = reason_against(self._inputs, edited, self._state)
+        verifying = Verifying(kept)  # at once: what is kept of the blocks of all kinds may be more than there is room for
+        with suppress(Exception), verifying:  # at the end it fails again, and says so
+            self._again()
+        self._not_in_part = verifying.reason
         return result
+
+    def _again(self) -> tuple[Any, Note]:
+        """What it gives when it is run again, and the state that it leaves."""
+        args, kwargs = self._inputs.give()
+        with self._note.again(), torch.enable_grad():
+            result = self._forward(*args, **kwargs)
+            return _opened(result), self._note.now()
 
     def _sums(self) -> dict[str, int]:
         """Of the bits of each parameter, which is fetched for it: edits through `.data` leave no other trace."""
@@ -106,13 +117,8 @@ class Trial:
             return self._reason, None
         if self._inputs.are_changed:
             return "its input is written into in place, after it was called", None
-        verifying = Verifying(self._kept)
         try:
-            args, kwargs = self._inputs.give()
-            with self._note.again(), verifying, torch.enable_grad():
-                result = self._forward(*args, **kwargs)
-                after = self._note.now()
-                again = _opened(result)
+            again, after = self._again()
         except Exception as error:
             return f"it fails when it is run again: {type(error).__name__}: {error}", None
         if not equal(self._result, again):
@@ -120,7 +126,7 @@ class Trial:
         changed = self._after.differences(after)
         if changed:
             return f"it leaves another state when it is run again ({', '.join(changed[:3])})", None
-        return None, verifying.reason
+        return None, self._not_in_part
 
 
 def _opened(result: Any) -> Any:
