@@ -195,10 +195,6 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
     waiting = _adding_up(candidate) if candidate.division.is_alone else _waiting(candidate)
     # What a recording holds while it runs is in the pools. What the recording of a kept block saves is held all along.
     triples = list(zip(each.blocks, candidate.activations, candidate.replays, strict=True))
-    recorded = [
-        0 if replay is None or choice == "keep" else min(block.choices["keep"].kept_bytes, replay.running_bytes)
-        for block, choice, replay in triples
-    ]
     for_good = {index: replay for index, (_, choice, replay) in enumerate(triples) if replay is not None and choice == "keep"}
     kept = sum(keeps[index] + replay.own_bytes for index, replay in for_good.items())
     if any(replay is not None for replay in candidate.replays):
@@ -218,11 +214,12 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
                 back[block] = choices["offload"].moved_bytes - own
                 if (before := candidate.before.get(block)) is not None:
                     back.setdefault(before, each.blocks[before].choices["offload"].moved_bytes)
+        replay = candidate.replays[block]
+        own = segment.work_bytes if replay is None else replay.outside_bytes
         yield (
             kept
-            - (keeps[block] if block in held else 0)
-            + segment.work_bytes
-            - (recorded[block] if segment.phase == "backward" else 0)
+            - (keeps[block] if block in held and block not in for_good else 0)
+            + own
             + gradients
             + unsummed
             + leaving

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from anyfit.values.plan import Clipping, Forecast
 from anyfit.values.profile import Pass, Profile
+from anyfit.values.timing import shared_bytes
 
 from .candidate import add_seconds
 from .evaluation import Offer
@@ -41,8 +42,9 @@ def forecast(profile: Profile, each: Pass) -> Forecast:
     if each.recorded_bytes:
         launches = passes * (each.replayed.alone_seconds - each.replayed.device_seconds)
         compute = passes * (each.replayed.device_seconds - each.seconds_recompute)
-        own = sum(block.replays["keep"].own_bytes for block in each.blocks if block.replays)
-        recorded = each.recorded_bytes + own + min(state.gradients, each.kept_for_good_bytes)
+        replays = [block.replays["keep"] for block in each.blocks if block.replays]
+        recorded = shared_bytes(replays) + sum(replay.own_bytes for replay in replays)
+        recorded += min(state.gradients, each.kept_for_good_bytes)
         peak += recorded
     recompute = passes * each.seconds_recompute
     updated = update.seconds + (accumulation > 1) * accumulation * profile.trainable * add_seconds(profile)

@@ -14,12 +14,13 @@ So plans are compared by what they take if launching takes what it is forecast t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from anyfit.values.plan import Decision, Plan
 from anyfit.values.precision import ELEMENT_BYTES, PRECISIONS
 from anyfit.values.profile import BlockCost, ChoiceCost, Pass, Profile, Replay, Timing
+from anyfit.values.timing import shared_bytes
 from anyfit.values.units import show_seconds
 
 from .fastest import Found, fastest
@@ -27,9 +28,9 @@ from .simulation import simulate
 
 LAUNCH_DOUBT = 2.0
 LEAST_GAIN = 0.03  # of a step, to be worth its memory and what can go wrong
-RUNNING = 1.25  # of what a block keeps for backward: the same, and what its ops have besides
+RUNNING = 1.15  # of what a block has live at its fullest: what the allocator adds
 WORTH_RECORDING = 0.5  # times what replaying it takes of the host: a block's launches op by op, which may take longer
-WORKSPACE_BYTES = 2**26  # of matrix products, whose memory is the recordings' own too
+OWN_BYTES = 84 * 2**20  # of the recordings' stream: workspaces of matrix products, and ends of segments
 
 
 def best_launched(profile: Profile, finish: Callable[[Found], Plan]) -> Plan | None:
@@ -86,38 +87,35 @@ def with_recordings(profile: Profile) -> Profile:
     weight_bytes = ELEMENT_BYTES[PRECISIONS[profile.precision].weight]
     seconds, rate = profile.host.launching.replay_seconds, profile.memory_bytes_per_second
 
-    def block_of(block: BlockCost, launched: float) -> BlockCost:
+    def block_of(block: BlockCost, launched: float, work: int) -> BlockCost:
         again = block.choices.get("recompute")
         if again is None or not block.may_be_replayed or launched < WORTH_RECORDING * 2 * seconds:
             return block
         weights, inputs, keeps = weight_bytes * block.parameters, again.kept_bytes, block.choices["keep"].kept_bytes
         # Of one recording: in and out of fixed memory, half of them with gradients.
         moved, moved_kept = 3 * weights + 4 * inputs, 2 * weights + 6 * inputs
-        fixed, running = 2 * weights + 4 * inputs, int(RUNNING * keeps) + weights + WORKSPACE_BYTES
+        fixed, outside = 2 * weights + 4 * inputs, weights + 4 * inputs
+        running, running_kept = (int(RUNNING * max(each, 0)) + OWN_BYTES for each in (work, work - keeps))
         replays = {
-            "recompute": Replay(seconds, moved / rate, fixed, running),
-            "keep": Replay(seconds, moved_kept / rate, fixed, running, 2 * inputs),
+            "recompute": Replay(seconds, moved / rate, fixed, running, 0, outside),
+            "keep": Replay(seconds, moved_kept / rate, fixed, running_kept, 2 * inputs, outside),
         }
         alone = Timing.on_device(again.device_seconds)
         choices = {**block.choices, "recompute": ChoiceCost(inputs, 0, again.device_seconds, alone)}
         return replace(block, replays=replays, choices=choices)
 
     def pass_of(each: Pass) -> Pass:
-        launched = [0.0] * len(each.blocks)
+        launched, work = [0.0] * len(each.blocks), [0] * len(each.blocks)
         for segment in each.segments:
             launched[segment.block] += segment.played.launch_seconds
+            work[segment.block] = max(work[segment.block], segment.work_bytes)
         launched[each.segments[0].block] = 0.0  # it also waits for the batch, which is no part of a recording
-        blocks = tuple(map(block_of, each.blocks, launched))
-        return replace(each, blocks=blocks, recorded_bytes=_recorded_bytes(blocks))
+        blocks = tuple(map(block_of, each.blocks, launched, work))
+        # They count however few blocks are replayed: a plan that replays one more never takes more of them.
+        recorded = shared_bytes(block.replays["recompute"] for block in blocks if block.replays)
+        return replace(each, blocks=blocks, recorded_bytes=recorded)
 
     return replace(profile, passes=tuple(map(pass_of, profile.passes)))
-
-
-def _recorded_bytes(blocks: Sequence[BlockCost]) -> int:
-    """What the largest recording reads and writes, and what the largest has while it runs. They count however few blocks are
-    replayed: a plan that replays one more never takes more of them."""
-    found = [each for block in blocks for each in block.replays.values()]
-    return max((each.fixed_bytes for each in found), default=0) + max((each.running_bytes for each in found), default=0)
 
 
 def _decided(plan: Plan, profile: Profile, gain: float) -> Plan:

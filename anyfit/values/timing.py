@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 REPLAY_LAUNCHES = 8  # of the driver, for a recording with what is copied before and after it
@@ -56,7 +57,20 @@ class Replay:
     fixed_bytes: int  # of that memory; all share it
     running_bytes: int  # that a recording has while it runs; all share it too
     own_bytes: int = 0  # that stay this block's: a kept one's inputs and results, besides what it keeps
+    outside_bytes: int = 0  # that a call has besides: inputs, results and gradients, as autograd has them
 
     def timing(self, device_seconds: float) -> Timing:
         device = device_seconds + self.copy_seconds
         return Timing(REPLAY_LAUNCHES, self.launch_seconds, device, self.launch_seconds + device)
+
+
+def shared_bytes(replays: Iterable[Replay]) -> int:
+    """Of recordings, in the order of their blocks: what all share while they run, and the memory that they read and write, which
+    is taken anew for one that needs more than those before."""
+    fixed = largest = running = 0
+    for each in replays:
+        if each.fixed_bytes > largest:
+            largest = each.fixed_bytes
+            fixed += largest
+        running = max(running, each.running_bytes)
+    return fixed + running
