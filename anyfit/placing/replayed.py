@@ -31,7 +31,6 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from . import slots
 from .cells import alike, generator_of
 from .chunks import quietly
 from .compiled import distinct
@@ -43,6 +42,7 @@ from .recompute import Recomputed, may_be_recomputed, own_forward
 from .recording import Call, Hooks, Ops, Pool, Recorder, Tape, Used, described, made_in, unfit_within
 from .residency import Residency
 from .severing import Severing
+from .slots import is_saved_for_another
 from .watched import Watched, is_plain_kind
 from .why_not import WhyNot
 
@@ -189,13 +189,20 @@ class Replayed:
             reason = f"{self._missed} of its calls in training had other shapes, or other facts, than it was recorded with"
             self._of.stay_eager({self.name: reason})
 
+    def _learned(self) -> list[str]:
+        """Names of parameters that learn."""
+        with quietly():
+            return [name for name, each in zip(self._names, self.parameters, strict=True) if each.requires_grad]
+
     def _read_at(self) -> list[int]:
         """Addresses of weights that are read where they are."""
         return [each.data_ptr() for each in self.parameters] if self._reads_there else []
 
     def _may_be_replayed(self) -> bool:
         is_seen = torch._C._len_torch_dispatch_stack() or _get_current_function_mode_stack() or _has_any_global_hook()
-        return self.module.training and may_be_recomputed() and not is_seen and not any(self._hooks) and not _is_saved_for()
+        return (
+            self.module.training and may_be_recomputed() and not is_seen and not any(self._hooks) and not is_saved_for_another()
+        )
 
     # ------------------------------------------------------------------ before the first step
 
@@ -234,7 +241,8 @@ class Replayed:
         try:
             with trial.inside():  # its random numbers are nobody's
                 recorder = Recorder(self.module, self.run, self.device, self._of.pool.handle, self._of.arena)
-                self._tape = made = recorder.record(call, is_kept=self._is_kept, stays=self._reads_there)
+                owns = self._is_kept and all(map(self._of.gradients.keeps, self._learned()))
+                self._tape = made = recorder.record(call, is_kept=self._is_kept, stays=self._reads_there, owns_gradients=owns)
                 self._addresses = self._read_at()
         except Exception as error:
             self._of.failed.append(((kind, call.signature), _cannot(error)))
@@ -376,12 +384,11 @@ class Replayed:
         once, where nobody else waits for them."""
         inputs, may_take = sum(facts[-1] for facts in tape.signature.inputs), self._of.gradients.may_take
         with quietly():
-            learning = [name for name, each in zip(self._names, self.parameters, strict=True) if each.requires_grad]
-            pairs = list(zip(learning, found[inputs:], strict=True))
+            pairs = list(zip(self._learned(), found[inputs:], strict=True))
             given = {} if used.is_one_of_several else {name: each for name, each in pairs if each is not None}
             taken = {name: each for name, each in given.items() if may_take(name)}
         if taken:
-            self._of.gradients.take(taken)
+            self._of.gradients.take(taken, stays=tape.owns_gradients)
         left = [*found[:inputs], *(None if name in taken else each for name, each in pairs)]
         made = iter(fresh([each for each in left if each is not None]))
         return [None if each is None else next(made) for each in left]
@@ -397,12 +404,6 @@ class Replayed:
             wanted = [each for each in (*given, *self.parameters) if each.requires_grad]
             ends, starts = [each for each, _ in pairs], [slope for _, slope in pairs]
             return torch.autograd.grad(ends, wanted, starts, allow_unused=True, create_graph=again)
-
-
-def _is_saved_for() -> bool:
-    """Whether somebody else looks at what is saved, such as a checkpoint of the user's around this block."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and getattr(top[0], "__module__", None) != slots.__name__
 
 
 def _are_same(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:

@@ -199,6 +199,9 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
     kept = sum(keeps[index] + replay.own_bytes for index, replay in for_good.items())
     if any(replay is not None for replay in candidate.replays):
         yield kept + each.recorded_bytes  # before the first step, when a block runs op by op beside its recording
+    for index in {index for block in for_good for index in staying[block]}:  # in memory of the recording's own
+        begun.add(index)
+        gradients += candidate.chunks[index].gradient_bytes
     held = set(for_good)  # blocks
     back: dict[int, int] = {}  # by block: bytes that are on the device again
     for segment, leaving, unsummed in zip(each.segments, going, waiting, strict=True):

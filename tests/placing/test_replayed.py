@@ -538,9 +538,9 @@ def test_gradients_of_a_replayed_block_go_together_unless_somebody_waits_for_the
     taken: list[int] = []
     take = local_gradients.LocalGradients.take
 
-    def counted(self: Any, given: Any) -> None:
+    def counted(self: Any, given: Any, *, stays: bool) -> None:
         taken.append(len(given))
-        take(self, given)
+        take(self, given, stays=stays)
 
     monkeypatch.setattr(local_gradients.LocalGradients, "take", counted)
 
@@ -582,3 +582,25 @@ def test_gradients_of_a_replayed_block_go_together_unless_somebody_waits_for_the
     if case != "penalty":  # which is added in another order at first
         assert found[0][0] == found[1][0]
         assert_bit_equal(found[0][1], found[1][1])
+
+
+class Shifted(nn.Module):
+    """Its parameters have the very gradient of its result, all the same one."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.scale = 1.5 - index
+        length = byte_batches(1, ROWS)[0].shape[1] - 1
+        self.one, self.other, self.turned = (nn.Parameter(torch.randn(ROWS, length, WIDTH) / 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x + self.one + self.other + self.turned.flip(0)
+
+
+@pytest.mark.parametrize("placement", [RESIDENT, STREAMED], ids=["resident", "streamed"])
+def test_gradients_in_memory_of_their_own_are_apart_from_each_other(placement: Placement) -> None:
+    job = job_for(lambda: Stack(Shifted), clip_norm=0.05, precision="bf16", optimizer=lambda m: torch.optim.AdamW(m.parameters()))
+    batches, plan = byte_batches(STEPS, ROWS), plan_for(job, placement, choice="keep")
+    replayed, plain = (trained(job, each, batches) for each in (plan, plan.without_replayed(BLOCKS)))
+    assert replayed[0] == plain[0]
+    assert_bit_equal(replayed[1], plain[1])
