@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -27,9 +28,14 @@ CALLS_SECONDS = 8.0  # for timing the ops of a model that is planned for this ma
 
 def profile_of(job: Job, machine: Machine, rank_grid: tuple[int, int], *, for_plan: bool = False) -> Profile:
     """`rank_grid`: (ranks per node, nodes). `for_plan`: with the micro-batches alone that the best plan may have."""
+    seconds = CALLS_SECONDS  # that are left for timing ops
 
     def made_of(graphs: Sequence[Graph]) -> Profile:
-        return profiled(job, graphs, machine, rank_grid, job.batch_size)
+        nonlocal machine, seconds
+        began = time.perf_counter()
+        machine = with_calls(machine, graphs, seconds)
+        seconds = max(seconds - (time.perf_counter() - began), 0.0)
+        return profiled(job, graphs, machine, rank_grid, job.batch_size, 0.0)
 
     enough = (lambda graphs: are_enough(made_of(graphs))) if for_plan else None
     return made_of(traced(job, machine.device.kind, math.prod(rank_grid), enough))
@@ -63,9 +69,17 @@ def traced(job: Job, kind: Literal["cpu", "cuda"], ranks: int = 1, are_enough: A
         return _with_rests_that_run(trace_all(job, sizes, kind, free_memory_bytes(), are_enough), sizes, share)
 
 
-def profiled(job: Job, graphs: Sequence[Graph], machine: Machine, rank_grid: tuple[int, int], batch_size: int) -> Profile:
-    """What the job's passes cost on a machine, with what runs on it have shown, and without what the job does not allow."""
-    made = cost(graphs, with_calls(machine, graphs), batch_size, rank_grid)
+def profiled(
+    job: Job,
+    graphs: Sequence[Graph],
+    machine: Machine,
+    rank_grid: tuple[int, int],
+    batch_size: int,
+    calls_seconds: float = CALLS_SECONDS,
+) -> Profile:
+    """What the job's passes cost on a machine, with what runs on it have shown, and without what the job does not allow.
+    `calls_seconds`: for timing ops of it that nobody has timed."""
+    made = cost(graphs, with_calls(machine, graphs, calls_seconds), batch_size, rank_grid)
     known, key = cache.corrections_of(machine), (made.model, made.parameters, made.precision)
     clipped = None if job.clip_norm is None else known.clipped_steps_of(*key, float(job.clip_norm))
     paced = made.corrected(known.of(made.model)).paced(known.pace_of(*key))
@@ -73,17 +87,19 @@ def profiled(job: Job, graphs: Sequence[Graph], machine: Machine, rank_grid: tup
     return found.replayable() if job.replay and job.max_sample is None else found  # recordings are of one size
 
 
-def with_calls(machine: Machine, graphs: Sequence[Graph]) -> Machine:
+def with_calls(machine: Machine, graphs: Sequence[Graph], seconds: float = CALLS_SECONDS) -> Machine:
     """The machine with the seconds of the calls that the graphs make, where it is this one and has a GPU: measured once."""
+    if seconds == 0.0:
+        return machine
 
     @functools.cache
     def say_once() -> None:
         make_way()
-        said = f"timing the ops of {graphs[0].model} on {machine.device.name}, once: at most {CALLS_SECONDS:.0f} s"
+        said = f"timing the ops of {graphs[0].model} on {machine.device.name}, once: at most {seconds:.0f} s"
         print(said, file=sys.stderr, flush=True)
 
     with doing("timing the model's ops"):
-        return cache.with_calls(machine, call_weights(graphs, machine.device), CALLS_SECONDS, lambda _op, _done: say_once())
+        return cache.with_calls(machine, call_weights(graphs, machine.device), seconds, lambda _op, _done: say_once())
 
 
 def _micro_batches(job: Job, most: int) -> list[int]:

@@ -37,6 +37,7 @@ from torch.nn.utils import clip_grad_norm_
 import anyfit
 from anyfit.measuring import measure_blocks
 from anyfit.planning import search
+from anyfit.planning.enough import are_enough
 from anyfit.profiling import profile_of, profiled, traced
 from anyfit.values.batches import map_tensors
 from anyfit.values.graph import Graph
@@ -169,6 +170,15 @@ def traced_families(names: Sequence[str]) -> dict[str, list[Graph]]:
         return dict(zip(names, tracers.map(traced_family, names), strict=True))
 
 
+def profile_for(training: anyfit.Job, graphs: list[Graph], machine: Machine) -> anyfit.Profile:
+    """With the micro-batches alone that the best plan may have, as `anyfit.start` does it."""
+
+    def of_first(count: int) -> anyfit.Profile:
+        return profiled(training, graphs[:count], machine, (1, 1), training.batch_size)
+
+    return next(filter(are_enough, map(of_first, range(1, len(graphs)))), None) or of_first(len(graphs))
+
+
 def all_on_device_bytes(training: anyfit.Job, graphs: list[Graph], machine: Machine) -> int:
     """Of a plan with all state and all activations on the device, in one pass, op by op."""
     job = replace(training, replay=False)
@@ -208,7 +218,7 @@ def row_of(job: Job, graphs: list[Graph], machine: Machine) -> Row:
         measure_blocks(training, machine)
     cap = None if not job.capped else all_on_device_bytes(eager, graphs, machine) // 3
     limited = machine.with_limits(device_memory=cap)
-    profile = profiled(training, graphs, limited, (1, 1), training.batch_size)
+    profile = profile_for(training, graphs, limited)
     torch.cuda.set_per_process_memory_fraction(1.0 if cap is None else min(1.0, max(cap - CONTEXT_BYTES, 0) / total))
     warm_up = CLIPPED_WARM_UP if job.clips else WARM_UP
     real, plan = measured(training, family.batch_for(training), profile, limited, warm_up)
@@ -368,7 +378,7 @@ def main() -> None:
     asked = (name for name in (FAMILIES if options.plain else JOBS) if any(word in name for word in options.jobs))
     names = [name for name in asked if name not in known]
     traces = {} if options.plain else traced_families(list(dict.fromkeys(JOBS[name].family for name in names)))
-    machine = anyfit.probe("full")
+    machine = anyfit.probe()
     for name in names:
         if time.perf_counter() - began > options.seconds:
             print(f"{name} and those after it were not begun: {options.seconds:.0f} s are over", flush=True)
