@@ -197,8 +197,9 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
     triples = list(zip(each.blocks, candidate.activations, candidate.replays, strict=True))
     for_good = {index: replay for index, (_, choice, replay) in enumerate(triples) if replay is not None and choice == "keep"}
     kept = sum(keeps[index] + replay.own_bytes for index, replay in for_good.items())
-    if any(replay is not None for replay in candidate.replays):
-        yield kept + each.recorded_bytes  # before the first step, when a block runs op by op beside its recording
+    for segment in each.segments:  # before the first step, when a block runs op by op beside its recording
+        if (tried := candidate.replays[segment.block]) is not None:
+            yield kept + segment.work_bytes + tried.outside_bytes
     for index in {index for block in for_good for index in staying[block]}:  # in memory of the recording's own
         begun.add(index)
         gradients += candidate.chunks[index].gradient_bytes
