@@ -128,12 +128,8 @@ class Gradients:
         """Whether `take` may be given the gradient of this parameter, past autograd."""
         return False
 
-    def keeps(self, name: str) -> bool:
-        """Whether the gradient of this parameter stays as it is until the update."""
-        return False
-
-    def take(self, gradients: Mapping[str, Tensor], *, stays: bool = False) -> None:
-        """Those of a block, all at once. Nobody reads them later: their memory is written over, unless it `stays`."""
+    def take(self, gradients: Mapping[str, Tensor]) -> None:
+        """Those of a block, all at once. Nobody reads them later: their memory is written over."""
         raise NotImplementedError
 
     def begin_backward(self, *, is_last: bool, is_weighted: bool) -> None:

@@ -204,10 +204,7 @@ class LocalGradients(Gradients):
             return False
         return len(parameter._post_accumulate_grad_hooks or ()) == (name in self._hooks)
 
-    def keeps(self, name: str) -> bool:
-        return not self.adds_up and name in self._homes and self._homes[name][0].index not in self._on_host
-
-    def take(self, gradients: Mapping[str, Tensor], *, stays: bool = False) -> None:
+    def take(self, gradients: Mapping[str, Tensor]) -> None:
         by_chunk: dict[int, dict[str, Tensor]] = {}
         own: dict[str, Tensor] = {}
         self._parted |= self._taken & gradients.keys()  # of a block that is called twice
@@ -225,18 +222,17 @@ class LocalGradients(Gradients):
                     self._sums[next(iter(given))].add(given)
                     self._moved.update(given)
             if own:
-                self._keep(own, stays=stays)
+                self._keep(own)
 
     def _heed_part(self, name: str) -> None:
         """Autograd has a gradient of it."""
         if name in self._taken:
             self._parted.add(name)
 
-    def _keep(self, given: Mapping[str, Tensor], *, stays: bool) -> None:
+    def _keep(self, given: Mapping[str, Tensor]) -> None:
         """As autograd does: each is its parameter's gradient, or is added to that."""
         first = [name for name in given if self._parameters[name].grad is None]
-        made = [given[name] for name in first]
-        for name, gradient in zip(first, made if stays else fresh(made), strict=True):
+        for name, gradient in zip(first, fresh([given[name] for name in first]), strict=True):
             self._parameters[name].grad = gradient
         for name in given.keys() - set(first):
             self._parameters[name].grad.add_(given[name])  # type: ignore[union-attr]

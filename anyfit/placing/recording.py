@@ -2,8 +2,7 @@
 
 Two recordings make all of a block. Where it is recomputed, it saves nothing: they are forward; and backward, which is the forward
 again and the gradients of it. Where it is kept, backward is the gradients alone, of what the recorded forward saved, in memory
-that is this block's own for as long as the recordings are there. So are its results then, and, where they stay on the device
-until the update, its gradients, which nobody has to copy.
+that is this block's own for as long as the recordings are there. So are its results then.
 
 On a CPU nothing is launched: there a recording runs its ops again, so that all else can be tried where there is no GPU.
 """
@@ -32,6 +31,7 @@ from .fixed import Arena, Fixed
 from .forward_state import Settings
 
 ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+FAILED: list[Any] = []  # recordings, which torch's allocator may ask again
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -156,6 +156,7 @@ class Recording:
                     wrong.append(error)  # what ends the recording says less
                     raise
         except RuntimeError as error:
+            FAILED.append(graph)
             _leave(device, pool, stream)
             raise (wrong[0] if wrong else error) from None
         self.replay = graph.replay
@@ -197,7 +198,7 @@ class Tape:
     state: Fixed  # parameters, and buffers; without those that are read where they are
     outputs: Fixed | Made
     slopes: Fixed  # gradients of the outputs that learn
-    gradients: Fixed | Made
+    gradients: Fixed
     has_gradient: tuple[bool, ...]  # of the inputs and parameters that learn
     form: TreeSpec  # of what the block returns
     values: tuple[Any, ...]  # of it
@@ -206,10 +207,6 @@ class Tape:
     forward: Recording
     backward: Recording
     _used: Any = None  # a reference to the last use
-
-    @property
-    def owns_gradients(self) -> bool:
-        return isinstance(self.gradients, Made)
 
     @property
     def is_busy(self) -> bool:
@@ -231,8 +228,7 @@ class Tape:
         return [each.clone() for each in self.outputs.tensors]
 
     def gradients_for(self, inputs: Sequence[Tensor], state: Sequence[Tensor], slopes: Sequence[Tensor]) -> list[Tensor | None]:
-        """Of the inputs and parameters that learn, in this order, in memory that the next recording writes to, or this one, where
-        it has its own."""
+        """Of the inputs and parameters that learn, in this order, in memory that the next recording writes to."""
         if not self.is_kept:
             self.inputs.take(inputs)
         self.state.take(state)
@@ -255,9 +251,8 @@ class Recorder:
         self._module, self._forward, self._device, self._pool, self._arena = module, forward, device, pool, arena
         self._parameters, self._buffers = list(module.parameters()), list(module.buffers())
 
-    def record(self, call: Call, *, is_kept: bool = False, stays: bool = False, owns_gradients: bool = False) -> Tape:
-        """Of a block that is kept, or recomputed. `stays`: its weights never leave their memory, and are read there.
-        `owns_gradients`: they have memory of their own."""
+    def record(self, call: Call, *, is_kept: bool = False, stays: bool = False) -> Tape:
+        """Of a block that is kept, or recomputed. `stays`: its weights never leave their memory, and are read there."""
         signature = call.signature
         with quietly():
             there = [each.detach() for each in self._parameters] if stays else []
@@ -276,12 +271,11 @@ class Recorder:
             has_gradient = tuple(each is not None for each in gradients_like)
             given = [each for each in gradients_like if each is not None]
             shared = [] if is_kept else [[each.detach() for each in found], call.inputs]
-            fixed = iter(self._arena.fixed(own, slopes_like, *shared, *([] if owns_gradients else [given])))
+            fixed = iter(self._arena.fixed(own, slopes_like, given, *shared))
             del returned, leaves, wanted, found, learning, slopes_like, gradients_like, given, shared
-        state, slopes = next(fixed), next(fixed)
+        state, slopes, gradients = next(fixed), next(fixed), next(fixed)
         outputs: Fixed | Made = Made() if is_kept else next(fixed)
         held = Fixed.alone(call.inputs, self._device) if is_kept else next(fixed)
-        gradients: Fixed | Made = Made() if owns_gradients else next(fixed)
         learned: list[Tensor] = []  # outputs of the last forward that learn: what it saved is theirs
         wanting: list[Tensor] = []  # what has a gradient
 
@@ -303,11 +297,7 @@ class Recorder:
             if not is_kept:
                 run()
             made = torch.autograd.grad(learned, wanting, slopes.tensors, retain_graph=is_kept, allow_unused=True)
-            results = [each for each in made if each is not None]
-            if isinstance(gradients, Made):
-                gradients.tensors = _apart(results, slopes.tensors)
-            else:
-                gradients.take(results)
+            gradients.take([each for each in made if each is not None])
             if not is_kept:
                 learned.clear()
 
@@ -346,21 +336,6 @@ class Recorder:
         finally:
             for part, key, each in homes:
                 part[key] = each
-
-
-def _apart(made: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Each in memory that none of the others has a part of, without holes."""
-    seen = {each.untyped_storage()._cdata for each in others}
-    found = []
-    for each in made:
-        own = each.untyped_storage()._cdata
-        found.append(
-            each.detach()
-            if each.is_contiguous() and own not in seen
-            else each.detach().clone(memory_format=torch.contiguous_format)
-        )
-        seen.add(own)
-    return found
 
 
 def made_in(returned: Any, given: Sequence[Tensor]) -> list[Tensor]:

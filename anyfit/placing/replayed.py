@@ -69,10 +69,16 @@ class ReplayedBlocks(WhyNot):
         self.failed: list[tuple[Any, str]] = []  # what such blocks have in common, and why they cannot be recorded
         self.arena = Arena(self.device)
         self.severing = Severing(self.device)
+        self._left: list[Pool] = []
 
     @functools.cached_property
     def pool(self) -> Pool:
         return Pool(self.device)
+
+    def leave_pool(self) -> None:
+        """After a recording that failed, and for which torch may hold the pool to be in use: the next have another."""
+        if "pool" in vars(self):
+            self._left.append(vars(self).pop("pool"))
 
     def add(self, name: str, module: nn.Module, recomputed: Recomputed | None = None) -> Replayed:
         """`recomputed`: its forward where it is recomputed; without, it is kept."""
@@ -96,7 +102,7 @@ class ReplayedBlocks(WhyNot):
         """Their memory is free, whoever still holds this."""
         self.tapes.clear()
         self.blocks.clear()
-        self.arena = Arena(self.device)
+        self.arena, self._left = Arena(self.device), []
         vars(self).pop("pool", None)
 
 
@@ -189,11 +195,6 @@ class Replayed:
             reason = f"{self._missed} of its calls in training had other shapes, or other facts, than it was recorded with"
             self._of.stay_eager({self.name: reason})
 
-    def _learned(self) -> list[str]:
-        """Names of parameters that learn."""
-        with quietly():
-            return [name for name, each in zip(self._names, self.parameters, strict=True) if each.requires_grad]
-
     def _read_at(self) -> list[int]:
         """Addresses of weights that are read where they are."""
         return [each.data_ptr() for each in self.parameters] if self._reads_there else []
@@ -241,11 +242,11 @@ class Replayed:
         try:
             with trial.inside():  # its random numbers are nobody's
                 recorder = Recorder(self.module, self.run, self.device, self._of.pool.handle, self._of.arena)
-                owns = self._is_kept and all(map(self._of.gradients.keeps, self._learned()))
-                self._tape = made = recorder.record(call, is_kept=self._is_kept, stays=self._reads_there, owns_gradients=owns)
+                self._tape = made = recorder.record(call, is_kept=self._is_kept, stays=self._reads_there)
                 self._addresses = self._read_at()
         except Exception as error:
             self._of.failed.append(((kind, call.signature), _cannot(error)))
+            self._of.leave_pool()
             raise
         off = self._off(trial, eager)
         if off > 0.0:
@@ -384,11 +385,12 @@ class Replayed:
         once, where nobody else waits for them."""
         inputs, may_take = sum(facts[-1] for facts in tape.signature.inputs), self._of.gradients.may_take
         with quietly():
-            pairs = list(zip(self._learned(), found[inputs:], strict=True))
+            learning = [name for name, each in zip(self._names, self.parameters, strict=True) if each.requires_grad]
+            pairs = list(zip(learning, found[inputs:], strict=True))
             given = {} if used.is_one_of_several else {name: each for name, each in pairs if each is not None}
             taken = {name: each for name, each in given.items() if may_take(name)}
         if taken:
-            self._of.gradients.take(taken, stays=tape.owns_gradients)
+            self._of.gradients.take(taken)
         left = [*found[:inputs], *(None if name in taken else each for name, each in pairs)]
         made = iter(fresh([each for each in left if each is not None]))
         return [None if each is None else next(made) for each in left]

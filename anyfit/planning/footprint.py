@@ -200,9 +200,6 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
     for segment in each.segments:  # before the first step, when a block runs op by op beside its recording
         if (tried := candidate.replays[segment.block]) is not None:
             yield kept + segment.work_bytes + tried.outside_bytes
-    for index in {index for block in for_good for index in staying[block]}:  # in memory of the recording's own
-        begun.add(index)
-        gradients += candidate.chunks[index].gradient_bytes
     held = set(for_good)  # blocks
     back: dict[int, int] = {}  # by block: bytes that are on the device again
     for segment, leaving, unsummed in zip(each.segments, going, waiting, strict=True):

@@ -92,13 +92,13 @@ def with_recordings(profile: Profile) -> Profile:
         if again is None or not block.may_be_replayed or launched < WORTH_RECORDING * 2 * seconds:
             return block
         weights, inputs, keeps = weight_bytes * block.parameters, again.kept_bytes, block.choices["keep"].kept_bytes
-        # Of one recording: in and out of fixed memory, half of them with gradients. A kept block's gradients may stay in place.
-        moved, moved_kept = 3 * weights + 4 * inputs, weights + 4 * inputs
+        # Of one recording: in and out of fixed memory, half of them with gradients.
+        moved, moved_kept = 3 * weights + 4 * inputs, 2 * weights + 5 * inputs
         fixed, outside = 2 * weights + 4 * inputs, weights + 4 * inputs
         running, running_kept = (int(RUNNING * max(each, 0)) + OWN_BYTES for each in (work, work - keeps))
         replays = {
             "recompute": Replay(seconds, moved / rate, fixed, running, 0, outside),
-            "keep": Replay(seconds, moved_kept / rate, fixed, running_kept, 3 * inputs, outside),
+            "keep": Replay(seconds, moved_kept / rate, fixed, running_kept, 2 * inputs, outside),
         }
         alone = Timing.on_device(again.device_seconds)
         choices = {**block.choices, "recompute": ChoiceCost(inputs, 0, again.device_seconds, alone)}

@@ -56,7 +56,7 @@ class Replay:
     copy_seconds: float  # of the device: weights and inputs to fixed memory, and results out of it
     fixed_bytes: int  # of that memory; all share it
     running_bytes: int  # that a recording has while it runs; all share it too
-    own_bytes: int = 0  # that stay this block's: a kept one's inputs, results and gradients of inputs, besides what it keeps
+    own_bytes: int = 0  # that stay this block's: a kept one's inputs and results, besides what it keeps
     outside_bytes: int = 0  # that a call has besides: inputs, results and gradients, as autograd has them
 
     def timing(self, device_seconds: float) -> Timing:

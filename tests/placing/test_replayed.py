@@ -538,9 +538,9 @@ def test_gradients_of_a_replayed_block_go_together_unless_somebody_waits_for_the
     taken: list[int] = []
     take = local_gradients.LocalGradients.take
 
-    def counted(self: Any, given: Any, *, stays: bool) -> None:
+    def counted(self: Any, given: Any) -> None:
         taken.append(len(given))
-        take(self, given, stays=stays)
+        take(self, given)
 
     monkeypatch.setattr(local_gradients.LocalGradients, "take", counted)
 
@@ -598,7 +598,7 @@ class Shifted(nn.Module):
 
 
 @pytest.mark.parametrize("placement", [RESIDENT, STREAMED], ids=["resident", "streamed"])
-def test_gradients_in_memory_of_their_own_are_apart_from_each_other(placement: Placement) -> None:
+def test_parameters_that_share_a_gradient_have_one_each(placement: Placement) -> None:
     job = job_for(lambda: Stack(Shifted), clip_norm=0.05, precision="bf16", optimizer=lambda m: torch.optim.AdamW(m.parameters()))
     batches, plan = byte_batches(STEPS, ROWS), plan_for(job, placement, choice="keep")
     replayed, plain = (trained(job, each, batches) for each in (plan, plan.without_replayed(BLOCKS)))
