@@ -17,6 +17,7 @@ from .fit_options import FitCommand
 from .options import (
     Agree,
     Batch,
+    Command,
     DeviceMemory,
     Dtype,
     Gpus,
@@ -67,7 +68,7 @@ def anyfit(
     """Any model, fit: says whether it fits, how fast it will be and why, and then trains it that way."""
 
 
-@app.command()
+@app.command(cls=Command)
 def profile(
     target: Target = "demo",
     machine: MachineName = None,
@@ -114,7 +115,7 @@ def profile(
     return show_profile(made, forecast(made, made.passes[0]), attention_flops, screen)
 
 
-@app.command()
+@app.command(cls=Command)
 def plan(
     target: Target = "demo",
     machine: MachineName = None,
@@ -210,7 +211,7 @@ def probe(
     return show_machine(machine, console())
 
 
-@app.command()
+@app.command(cls=Command)
 def check(
     target: Target = "demo",
     plan: Annotated[Path | None, Option("--plan", help="a plan file; made anew when not given")] = None,

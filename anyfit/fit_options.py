@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
-from typer.core import TyperCommand
 
-from .options import finite
+from .options import Command, finite
 
 
-class FitCommand(TyperCommand):
+class FitCommand(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        found = self.make_parser(ctx).parse_args(args=list(args))[0]
+        with self.naming_ours():
+            found = self.make_parser(ctx).parse_args(args=list(args))[0]
         named, after = found.get("script"), found.get("arguments") or ()
         if isinstance(named, str) and not Path(named).is_file():
             ctx.allow_interspersed_args = Path(named).is_dir() or "--data" in after

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
+from typer.core import TyperCommand
 
 from .values.precision import PRECISIONS
 from .values.units import parse_bytes
@@ -33,6 +36,69 @@ def finite(parameter: typer.CallbackParam, seconds: float | None) -> float | Non
     if seconds is not None and not math.isfinite(seconds):
         raise ValueError(f"{parameter.opts[0]} {seconds}: give a number of seconds, such as 600")
     return seconds
+
+
+# What other tools call an option that we have, or have no need of.
+ELSEWHERE = {
+    "--lr": ("learning-rate", "max-lr"),
+    "--epochs": ("num-train-epochs", "num-epochs", "n-epochs", "max-epochs"),
+    "--batch": ("batch-size", "train-batch-size", "global-batch-size", "per-device-train-batch-size", "micro-batch-size"),
+    "--seq": (
+        "max-seq-length", "max-seq-len", "seq-length", "seq-len", "sequence-len", "sequence-length", "max-length",
+        "model-max-length", "context-length", "block-size", "cutoff-len",
+    ),
+    "--data": ("dataset", "dataset-name", "dataset-path", "data-path", "train-file", "train-data", "train-dataset"),
+    "--eval": ("eval-file", "eval-dataset", "validation-file", "validation-split-percentage", "val-size", "val-set-size"),
+    "--eval-every": ("eval-steps", "eval-interval"),
+    "--save-every": ("save-steps", "save-interval"),
+    "--keep": ("save-total-limit",),
+    "--log-every": ("logging-steps", "log-interval"),
+    "--schedule": ("lr-scheduler", "lr-scheduler-type", "scheduler"),
+    "--warmup": ("warmup-ratio", "warmup-steps"),
+    "--optimizer": ("optim",),
+    "--dtype": ("bf16", "fp16", "fp32", "precision", "mixed-precision", "torch-dtype"),
+    "--lora": ("lora-r", "lora-rank", "use-lora", "use-peft"),
+    "--folder": ("output", "output-dir", "out-dir", "save-dir", "run-name"),
+    "--resume": ("resume-from-checkpoint",),
+    "--steps": ("max-steps", "num-steps", "max-iters"),
+    "--gpus": ("devices", "num-gpus", "num-processes", "nproc-per-node"),
+}  # fmt: skip
+NEEDLESS = {
+    "the plan decides that": (
+        "gradient-accumulation-steps", "gradient-checkpointing", "deepspeed", "fsdp", "zero-stage", "device-map", "offload",
+        "cpu-offload", "torch-compile",
+    ),
+    "name the folder itself: anyfit fit FOLDER": ("model", "model-name", "model-name-or-path", "base-model"),
+    "gradients are clipped to a norm of 1": ("max-grad-norm", "clip-norm", "gradient-clipping"),
+    "the optimizer has torch's own; for another, write a script": ("weight-decay",),
+    "anyfit runs no code of a folder": ("trust-remote-code",),
+}  # fmt: skip
+
+
+class Command(TyperCommand):
+    """A verb that knows what other tools call its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with self.naming_ours():
+            return super().parse_args(ctx, args)
+
+    @contextmanager
+    def naming_ours(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            refused: Any = error
+            hint = self._known_as(refused.option_name) if hasattr(error, "possibilities") else None  # no such option
+            if hint is not None:
+                refused.message, refused.possibilities = f"{refused.message}; {hint}", None
+            raise
+
+    def _known_as(self, option: str) -> str | None:
+        name, ours = option.lstrip("-").replace("_", "-"), {each: found for found in self.params for each in found.opts}
+        known = next((known for known, others in ELSEWHERE.items() if name in others), f"--{name}")
+        if known in ours:
+            return f"it is {known} here ({getattr(ours[known], 'help', '')})"
+        return next((f"leave it out: {why}" for why, others in NEEDLESS.items() if name in others), None)
 
 
 Target = Annotated[

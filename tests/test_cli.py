@@ -15,8 +15,10 @@ from xml.etree import ElementTree
 
 import pytest
 from torch import Tensor
+from typer.main import get_command
 
 from anyfit import Machine, Plan, cli
+from anyfit.options import ELSEWHERE, NEEDLESS
 from anyfit.planning import search
 from anyfit.planning.fastest import TIE
 from anyfit.running.run import Run
@@ -615,6 +617,11 @@ def test_a_small_model_that_needs_values_is_traced_by_a_real_run(anyfit: Command
 
 MISTYPED = [
     (("plan", "--devise-memory", "1GiB"), "No such option: --devise-memory"),
+    (("plan", "--batch-size", "4"), "No such option: --batch-size; it is --batch here (samples a step, of all GPUs together)"),
+    (("fit", "--learning-rate", "4"), "No such option: --learning-rate; it is --lr here"),
+    (("fit", "--save_every", "4"), "No such option: --save_every; it is --save-every here"),
+    (("fit", "--num-train-epochs=4"), "No such option: --num-train-epochs; it is --epochs here"),
+    (("fit", "--gradient-accumulation-steps", "4"), "leave it out: the plan decides that"),
     (("paln",), "No such command 'paln'"),
     (("plan", "demo", "--batch", "many"), "Invalid value for '--batch'"),
     (("plan", "demo", "--batch", "0"), "Invalid value for '--batch'"),
@@ -633,6 +640,14 @@ def test_what_was_typed_wrong_is_said_with_where_to_find_help(anyfit: Command, a
     assert says in done.err
     assert "--help" in done.err
     assert "Traceback" not in done.err
+
+
+def test_what_other_tools_call_an_option_leads_to_one_that_fit_has() -> None:
+    ours = {name for each in get_command(cli.app).commands["fit"].params for name in each.opts}  # type: ignore[attr-defined]
+    theirs = [name for names in (*ELSEWHERE.values(), *NEEDLESS.values()) for name in names]
+    assert set(ELSEWHERE) <= ours
+    assert len(set(theirs)) == len(theirs)
+    assert not ours & {f"--{name}" for name in theirs}
 
 
 @pytest.mark.parametrize("content", ["{", '{"steps": 3}'])
