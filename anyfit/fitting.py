@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -22,7 +22,7 @@ from rich.console import Console
 from .finetune.options import Options as FinetuneOptions
 from .running import claim
 from .showing import timeline as timelines
-from .showing.progress import Bar, Beat, Lines, Watcher
+from .showing.progress import Bar, Beat, Lines, Watcher, why_off
 from .showing.terminal import show_forecast_beside_measured, show_plan
 from .values.record import decode, write_atomically
 
@@ -329,6 +329,7 @@ class Report:
         self.run, self._watcher, self._steps, self._timeline = run, watcher, steps, timeline
         self.recorded: timelines.Timeline | None = None
         self.seconds: deque[float] = deque(maxlen=1000)
+        self._said_why = False
 
     def step(self, run: Run, alarms: list[str]) -> None:
         metrics = run.metrics
@@ -344,11 +345,22 @@ class Report:
             tokens_per_second=metrics.tokens_per_second * metrics.seconds / recent,
             compute_share=metrics.compute_share * metrics.seconds / recent,
             peak_bytes=metrics.peak_bytes["device"],
+            clipped_share=metrics.clipped_share,
             saved=None if run.saving is None or run.saving.is_done else run.saving.share,
         )
         self._watcher.beat(beat, run.plan)
+        if len(self.seconds) >= RECENT:
+            self.say_why(recent, self._watcher.say)
         if run.timeline is not None and run.timeline.is_done and self.recorded is None:
             self.write_timeline()  # as soon as it is there: nobody may wait for the end
+
+    def say_why(self, seconds: float, say: Callable[[str], None]) -> None:
+        """Once, where steps on a CPU are far from their forecast: GPUs are rarely shared, and held to it."""
+        plan, metrics = self.run.plan, self.run.metrics
+        why = why_off(seconds, metrics.clipped_share, plan.forecast) if self.run.device.type == "cpu" else None
+        if why is not None and not self._said_why:
+            say(why)
+            self._said_why = True
 
     def write_timeline(self) -> None:
         recorder, file = self.run.timeline, self._timeline
@@ -378,6 +390,7 @@ def finish(run: Run, launch: Launch, report: Report | None, console: Console) ->
         seconds = statistics.median(list(report.seconds)[3:] or report.seconds)  # the first steps were watched for memory
         metrics = run.metrics
         show_forecast_beside_measured(run.plan, seconds, metrics.clipped_share, metrics.peak_bytes["device"], console)
+        report.say_why(seconds, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
         console.print(f"loss {metrics.loss:.3f} after {run.steps} steps", highlight=False)
     if launch.timeline is not None:
         report.write_timeline()

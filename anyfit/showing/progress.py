@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from anyfit.values.doing import heard_by
-from anyfit.values.plan import Plan
+from anyfit.values.plan import Forecast, Plan
 from anyfit.values.units import show_bytes, show_count, show_seconds
+
+FAR_OFF = 2  # times a forecast's own error
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,11 @@ class Beat:
     tokens_per_second: float
     compute_share: float
     peak_bytes: int
+    clipped_share: float = 0.0  # of the steps so far
     saved: float | None = None  # share of the checkpoint that is being written
 
     def text(self, plan: Plan) -> str:
-        drift = self.seconds / plan.forecast.step_seconds - 1
+        drift = self.seconds / plan.forecast.seconds_with(self.clipped_share) - 1
         to_go = 0 if self.steps is None else self.steps - self.step
         left = f", {show_seconds(to_go * self.seconds)} left" if to_go else ""
         limit = show_bytes(plan.limit_bytes["device"])
@@ -37,6 +40,22 @@ class Beat:
             f"loss {self.loss:.3f}, {show_count(self.tokens_per_second)} tokens/s, {self.compute_share:.0%} of peak compute, "
             f"memory {show_bytes(self.peak_bytes)} of {limit}{left}, {drift:+.0%} against the forecast{saving}"
         )
+
+
+def why_off(seconds: float, clipped_share: float, forecast: Forecast) -> str | None:
+    """What steps on a CPU were to take, where that is far from what they do, and what may be the reason."""
+    times = seconds / forecast.seconds_with(clipped_share)
+    if times > 1 + FAR_OFF * forecast.step_error:
+        return (
+            f"a step takes {times:.1f}x its forecast: other work on this CPU slows it, or it is too short to forecast; "
+            "`anyfit check` times the job, and later plans account for it"
+        )
+    if times < 1 / (1 + FAR_OFF * forecast.step_error):
+        return (
+            f"a step takes {times:.2g}x its forecast: this CPU was measured while it did other work; `anyfit probe` measures it "
+            "anew"
+        )
+    return None
 
 
 class Watcher(Protocol):

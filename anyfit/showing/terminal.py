@@ -294,11 +294,11 @@ def show_check(check: Check, console: Console) -> None:
 
 
 def _beside_measured(rows: Sequence[Beside]) -> Table:
-    table = Table("", "predicted", "measured", "off by")
+    table = Table("", "forecast", "measured", "against forecast")
     for row in rows:
         band = "" if row.error is None else f" ± {row.error:.0%}"
         measured = "not measured" if row.measured is None else row.show(row.measured)
-        off = f"{row.predicted / row.measured - 1:+.0%}" if row.measured else ""
+        off = f"{row.measured / row.predicted - 1:+.0%}" if row.measured and row.predicted else ""
         table.add_row(row.name, f"{row.show(row.predicted)}{band}", measured, off)
     return table
 

@@ -10,7 +10,9 @@ from rich.console import Console
 
 from anyfit import Plan
 from anyfit.planning import search
-from anyfit.showing.progress import Bar, Beat, Lines
+from anyfit.showing.progress import Bar, Beat, Lines, why_off
+from anyfit.showing.terminal import show_forecast_beside_measured
+from anyfit.values.plan import Clipping
 from tests.planning.profiles import GIB, small_profile
 
 
@@ -32,6 +34,25 @@ def test_a_beat_says_loss_speed_memory_time_left_and_drift(plan: Plan) -> None:
 def test_a_run_of_unknown_length_has_no_time_left(plan: Plan) -> None:
     assert "left" not in replace(BEAT, steps=None).text(plan)
     assert "-40% against the forecast" in replace(BEAT, seconds=0.3).text(plan)
+
+
+def test_a_beat_and_the_table_at_the_end_compare_with_the_forecast_alike(plan: Plan) -> None:
+    """With the same sign and base, for as many clipped steps as there were."""
+    console = Console(file=StringIO(), width=100)
+    plan = replace(plan, forecast=replace(plan.forecast, clipping=Clipping(1.0, 1.0, 0.5)))
+    for seconds, share, said in ((14.1, 0.0, "+2720%"), (0.15, 0.0, "-70%"), (0.9, 0.5, "+20%")):
+        assert f"{said} against the forecast" in replace(BEAT, seconds=seconds, clipped_share=share).text(plan)
+        show_forecast_beside_measured(plan, seconds, share, 0, console)
+        assert isinstance(console.file, StringIO)
+        assert f"│ {said} " in console.file.getvalue()
+
+
+def test_steps_on_a_cpu_that_are_far_from_their_forecast_say_why_that_may_be(plan: Plan) -> None:
+    forecast = replace(plan.forecast, step_error=0.45)  # of half a second
+    assert why_off(0.9, 0.0, forecast) is None
+    assert why_off(0.3, 0.0, forecast) is None
+    assert str(why_off(5.0, 0.0, forecast)).startswith("a step takes 10.0x its forecast: other work on this CPU slows it")
+    assert str(why_off(0.1, 0.0, forecast)).startswith("a step takes 0.2x its forecast: this CPU was measured while it did other")
 
 
 def lines_of(plan: Plan, steps: range, total: int | None, every: int) -> list[str]:
