@@ -213,7 +213,7 @@ def _end_like(status: int) -> None:
 
 
 def fit_demo(options: DemoOptions, launch: Launch, log_every: int) -> None:
-    from . import demo, start
+    from . import demo
     from .running.launch import launched
 
     if launch.is_first:
@@ -224,12 +224,7 @@ def fit_demo(options: DemoOptions, launch: Launch, log_every: int) -> None:
     )
     with launched(launch):
         with _watcher(console, log_every) as watcher:
-            run = start(job)
-            report = Report(run, watcher, options.steps, launch.timeline)
-            launch.say, launch.on_step = watcher.say, report.step
-            show_plan(run.plan, console)
-            if launch.resume:
-                watcher.say(f"going on from step {run.steps}")
+            run, report = _started(job, options.steps, "start anew with more --steps", launch, watcher, console)
             dataset = demo.SourceCode(options.length)
             epochs = -(-options.steps * options.batch_size // len(dataset))
             for batch in run.loader(dataset, epochs=epochs):
@@ -245,7 +240,6 @@ def fit_demo(options: DemoOptions, launch: Launch, log_every: int) -> None:
 
 def fit_folder(work: Work, job: Job, launch: Launch, reports: Reports, log_every: int) -> None:
     """Fine-tunes a Hugging Face folder: evaluates, keeps the best checkpoint, writes samples, and exports that checkpoint."""
-    from . import start
     from .finetune.looks import Looks, refuse_leaks
     from .running.launch import launched
 
@@ -257,12 +251,7 @@ def fit_folder(work: Work, job: Job, launch: Launch, reports: Reports, log_every
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     with launched(launch):
         with _watcher(console, log_every) as watcher:
-            run = start(job)
-            report = Report(run, watcher, options.steps, launch.timeline)
-            launch.say, launch.on_step = watcher.say, report.step
-            show_plan(run.plan, console)
-            if launch.resume:
-                watcher.say(f"going on from step {run.steps}")
+            run, report = _started(job, options.steps, _train_further(launch.folder, options), launch, watcher, console)
             refuse_leaks(run, work.training)
             looks = Looks(run, launch, work, watcher.say, reports.text)
             for batch in run.loader(work.training, epochs=options.epochs, collate_fn=work.training.collate):
@@ -275,6 +264,28 @@ def fit_folder(work: Work, job: Job, launch: Launch, reports: Reports, log_every
                 f"\nasked   {sample['prompt']!r}\nwrites  {sample['written']!r}\ndata    {sample['data']!r}", markup=False
             )
         run.close()
+
+
+def _started(job: Job, steps: int | None, way_on: str, launch: Launch, watcher: Watcher, console: Console) -> tuple[Run, Report]:
+    """A run that is watched. One that is resumed and has nothing left to do says so, and how to go on."""
+    from . import start
+
+    run = start(job)
+    report = Report(run, watcher, steps, launch.timeline)
+    launch.say, launch.on_step = watcher.say, report.step
+    show_plan(run.plan, console)
+    if launch.resume and steps is not None and run.steps >= steps:
+        watcher.say(f"this run is finished, after {run.steps} of {steps} steps; to train more, {way_on}")
+    elif launch.resume:
+        watcher.say(f"going on from step {run.steps}")
+    return run, report
+
+
+def _train_further(folder: Path, options: FinetuneOptions) -> str:
+    fit = f"--data {options.data} --epochs {options.epochs}"
+    if options.lora is None:
+        return f"go on from its weights: anyfit fit {folder / 'weights'} {fit}"
+    return f"merge its adapter and go on from that: anyfit export --merge {folder} merged && anyfit fit merged {fit}"
 
 
 def resumed_options(folder: Path) -> DemoOptions | FinetuneOptions:

@@ -53,6 +53,17 @@ def same_randomness() -> None:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """With nothing compiled before, and nothing left."""
+    from anyfit.placing import compiled
+
+    compiled.backend_for.cache_clear()
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def root() -> Path:
     """The repository."""
     return Path(__file__).parent.parent

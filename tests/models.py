@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from anyfit import Job
 from anyfit.demo import GPT
 
 VOCABULARY = 256
@@ -71,6 +74,19 @@ def image_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def byte_batches(count: int, rows: int, length: int = 17, seed: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, VOCABULARY, (rows, length), generator=generator) for _ in range(count)]
+
+
+def byte_job(rows: int, length: int = 17, **options: Any) -> Job:
+    """Of the tiny GPT, in fp32 by SGD."""
+    return Job(
+        model=tiny_gpt,
+        loss=next_byte_loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+        sample=byte_batches(1, rows, length)[0],
+        batch_size=rows,
+        precision="fp32",
+        **options,
+    )
 
 
 def image_batches(count: int, rows: int, seed: int = 1) -> list[dict[str, Tensor]]:

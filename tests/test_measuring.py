@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,35 +14,16 @@ from anyfit.planning import search
 from anyfit.probing import cache
 from anyfit.profiling import profile_of
 from anyfit.values.compiled import BlockTime, PhaseTime, code_of
-from tests.models import byte_batches, next_byte_loss, tiny_gpt
+from tests.models import byte_batches, byte_job, tiny_gpt
 from tests.oracle import train_plainly
 
 pytestmark = [
     pytest.mark.skipif(compiled.no_compiler(torch.device("cpu")) is not None, reason="inductor needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore"),  # of torch's own, when it compiles
     pytest.mark.timeout(300),
+    pytest.mark.usefixtures("fresh_compiler"),
 ]
 ROWS = 4
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    compiled.backend_for.cache_clear()
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def job_for(**options: Any) -> anyfit.Job:
-    return anyfit.Job(
-        model=tiny_gpt,
-        loss=next_byte_loss,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
-        sample=byte_batches(1, ROWS, **options)[0],
-        batch_size=ROWS,
-        micro_batch=ROWS,
-        precision="fp32",
-    )
 
 
 def ten_times_as_fast(time: BlockTime) -> BlockTime:
@@ -55,7 +34,7 @@ def ten_times_as_fast(time: BlockTime) -> BlockTime:
 
 
 def test_blocks_are_measured_once_and_later_plans_compile_by_what_was_found() -> None:
-    job, machine = job_for(), anyfit.probe()
+    job, machine = byte_job(ROWS, micro_batch=ROWS), anyfit.probe()
     (found,) = measure_blocks(job, machine)  # both blocks of the model are alike
     assert found.why_not == ""
     assert found.eager is not None
@@ -64,7 +43,7 @@ def test_blocks_are_measured_once_and_later_plans_compile_by_what_was_found() ->
     assert 0 < found.compiled.saved_bytes < 2 * found.eager.saved_bytes
     known = profile_of(job, machine, (1, 1)).passes[0].blocks
     assert [block.figures for block in known if block.name] == [found] * 2
-    others = profile_of(job_for(length=9), machine, (1, 1)).passes[0].blocks
+    others = profile_of(byte_job(ROWS, length=9, micro_batch=ROWS), machine, (1, 1)).passes[0].blocks
     assert {block.figures for block in others} == {None}  # of another length
     cache.keep_compiled(machine, [replace(found, compiled=ten_times_as_fast(found.eager))])
     profile = profile_of(job, machine, (1, 1))

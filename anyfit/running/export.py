@@ -32,6 +32,7 @@ from anyfit.values.weights import Weights
 
 from .files import DTYPES
 
+Dtype = Literal["bf16", "fp32"]
 SHARD_BYTES = 5 * 10**9  # as transformers had it
 # What tells of a model's words and ways, and not of its weights.
 BESIDE = (
@@ -75,12 +76,7 @@ def facts_of(model: nn.Module, job: Job) -> dict[str, Any]:
 
 
 def export(
-    folder: Path,
-    output: Path,
-    shard_bytes: int = SHARD_BYTES,
-    dtype: Literal["bf16", "fp32"] | None = None,
-    *,
-    replaces: bool = False,
+    folder: Path, output: Path, shard_bytes: int = SHARD_BYTES, dtype: Dtype | None = None, *, replaces: bool = False
 ) -> Exported:
     """Writes the weights of a checkpoint to a new folder, in the dtypes of the run, or all of them in one. Of a model that PEFT
     adapted, these are the adapters."""
@@ -95,14 +91,7 @@ def export(
     return _to_folder(output, lambda aside: write(aside, _in_dtypes(tensors, facts, dtype), facts, shard_bytes), replaces)
 
 
-def export_merged(
-    folder: Path,
-    output: Path,
-    shard_bytes: int = SHARD_BYTES,
-    dtype: Literal["bf16", "fp32"] | None = None,
-    *,
-    replaces: bool = False,
-) -> Exported:
+def export_merged(folder: Path, output: Path, shard_bytes: int = SHARD_BYTES, dtype: Dtype | None = None) -> Exported:
     """The same of a model that PEFT adapted, as a plain one: its active adapters are added to the weights of their layers."""
     tensors, facts = _opened(folder)
     if not facts.get("adapters"):
@@ -113,10 +102,10 @@ def export_merged(
     held = {plain: dtypes[name] for plain, name in stored.items() if name in dtypes}
     made = _made(recipes, {name: tensors[each] for name, each in names.items()})
     found = {plain: _in_dtype(made[plain], _wanted(plain, made[plain], held, dtype)) for plain in stored}
-    return _to_folder(output, lambda aside: _write(aside, found, facts | {"names": stored}, shard_bytes), replaces)
+    return _to_folder(output, lambda aside: _write(aside, found, facts | {"names": stored}, shard_bytes))
 
 
-def _to_folder(output: Path, write: Callable[[Path], Exported], replaces: bool) -> Exported:
+def _to_folder(output: Path, write: Callable[[Path], Exported], replaces: bool = False) -> Exported:
     if output.exists() and not (replaces or (output.is_dir() and not any(output.iterdir()))):
         raise FileExistsError(f"{output} exists; choose a new folder, or remove it")
     aside = output.absolute().with_name(f".{output.name}.writing")

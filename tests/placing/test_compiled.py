@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,13 +31,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]  #
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
+def _as_before(fresh_compiler: None) -> None:
     """What one test has learnt of a block is nothing to the next; its code is found again in inductor's own cache."""
-    compiled.backend_for.cache_clear()
-    torch._dynamo.reset()
     counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Layer(nn.Module):

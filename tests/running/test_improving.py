@@ -20,7 +20,7 @@ from anyfit.running.run import Run
 from anyfit.values.compiled import BlockFigures, BlockTime, PhaseTime
 from anyfit.values.plan import Placement
 from tests import stacks
-from tests.models import byte_batches, next_byte_loss, tiny_gpt
+from tests.models import byte_batches, byte_job
 from tests.oracle import assert_bit_equal, train_plainly
 from tests.plans import AWAY, ON_HOST, RESIDENT, hand_written, placed_of, started
 from tests.stacks import WIDTH, Stack, stacked_job
@@ -43,24 +43,9 @@ class Dropping(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    compiled.backend_for.cache_clear()
-    torch._dynamo.reset()
+def _as_before(fresh_compiler: None) -> Iterator[None]:
     yield
-    torch._dynamo.reset()
     torch.use_deterministic_algorithms(False)
-
-
-def job_for(**options: Any) -> anyfit.Job:
-    return anyfit.Job(
-        model=tiny_gpt,
-        loss=next_byte_loss,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
-        sample=byte_batches(1, ROWS)[0],
-        batch_size=ROWS,
-        precision="fp32",
-        **options,
-    )
 
 
 @pytest.fixture
@@ -106,7 +91,7 @@ def test_a_run_compiles_its_blocks_between_two_steps_and_goes_on(
     memory: str | None, machine: anyfit.Machine, found_faster: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names, batches = found_faster(100.0), byte_batches(8, ROWS)
-    job = job_for(clip_norm=0.5)
+    job = byte_job(ROWS, clip_norm=0.5)
     with anyfit.start(job, machine=machine.with_limits(device_memory=memory)) as run:
         losses = losses_of(run, batches[:3])
         assert names == []
@@ -130,12 +115,12 @@ def test_a_run_goes_on_as_it_is_where_compiled_code_is_not_faster(
     machine: anyfit.Machine, found_faster: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names, batches = found_faster(0.5), byte_batches(8, ROWS)
-    with anyfit.start(job_for(), machine=machine) as run:
+    with anyfit.start(byte_job(ROWS), machine=machine) as run:
         losses = losses_of(run, batches)
         assert (run.plan.compiled, set(names)) == ((), set(BLOCKS))
     assert len(names) == len(BLOCKS)  # once
     assert "no block is compiled" in capsys.readouterr().err
-    assert losses == train_plainly(job_for(), batches)[0]  # to the bit: trying leaves no trace
+    assert losses == train_plainly(byte_job(ROWS), batches)[0]  # to the bit: trying leaves no trace
 
 
 def test_what_is_left_of_a_run_decides_or_else_what_was_made(machine: anyfit.Machine, found_faster: Any) -> None:
@@ -143,7 +128,7 @@ def test_what_is_left_of_a_run_decides_or_else_what_was_made(machine: anyfit.Mac
     data = [byte_batches(1, 1)[0][0] for _ in range(10 * ROWS)]
     for known, tried_after in ((True, [4]), (False, [6])):
         improving_at: list[int] = []
-        with anyfit.start(job_for(), machine=machine) as run:
+        with anyfit.start(byte_job(ROWS), machine=machine) as run:
             run._improving._least_steps = 6
             for step, batch in enumerate(run.loader(data) if known else byte_batches(10, ROWS), 1):
                 run.step(batch)
@@ -180,7 +165,7 @@ def test_measuring_blocks_leaves_a_run_as_it_was(placement: Placement, choice: A
 @pytest.mark.parametrize("case", ["compile=False", "deterministic", "a plan that was given", "a short run"])
 def test_nothing_is_compiled_where_it_is_not_wanted(case: str, machine: anyfit.Machine, found_faster: Any) -> None:
     names = found_faster(100.0)
-    job = job_for(compile=False) if case == "compile=False" else job_for()
+    job = byte_job(ROWS, compile=False) if case == "compile=False" else byte_job(ROWS)
     given = anyfit.plan(job, machine) if case == "a plan that was given" else None
     with anyfit.start(job, given, machine, deterministic=case == "deterministic") as run:
         if case == "a short run":
