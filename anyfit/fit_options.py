@@ -31,9 +31,9 @@ Arguments = Annotated[list[str] | None, Argument(help="the script's own argument
 Data = Annotated[
     Path | None, Option("--data", help="of a folder: a .jsonl or .parquet of messages, prompt and completion, or text")
 ]
-Evaluation = Annotated[str | None, Option("--eval", help="of a folder: a share such as 5%, so many rows, or another file")]
+Evaluation = Annotated[str | None, Option("--eval", help="of a folder: a share such as 5%, so many examples, or another file")]
 EvalEvery = Annotated[
-    int | None, Option("--eval-every", min=1, help="of a folder: steps between evaluations and samples; a tenth of the run")
+    int | None, Option("--eval-every", min=1, help="of a folder: steps between evaluations and samples; a tenth of a run, or 5")
 ]
 Epochs = Annotated[int | None, Option("--epochs", min=1, help="of a folder: times through the data; 3")]
 LearningRate = Annotated[float | None, Option("--lr", help="of a folder: the largest learning rate; 2e-5")]

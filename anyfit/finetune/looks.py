@@ -104,10 +104,16 @@ def written(run: Run, samples: Sequence[Sample], tokenizer: Any, end: list[int])
                 {
                     "prompt": tokenizer.decode(sample.ids[:asked]),
                     "written": tokenizer.decode(answer.tolist(), skip_special_tokens=True),
-                    "data": tokenizer.decode(sample.ids[asked:], skip_special_tokens=True),
+                    "data": tokenizer.decode(_answer(sample.ids[asked:].tolist(), end), skip_special_tokens=True),
                 }
             )
     return found
+
+
+def _answer(ids: list[int], end: list[int]) -> list[int]:
+    """As much of what the data has as the model may write: to the first end, and no longer."""
+    stop = next((index for index, each in enumerate(ids) if each in end), len(ids))
+    return ids[: min(stop, WRITTEN_TOKENS)]
 
 
 def ends_of(folder: Path, tokenizer: Any) -> list[int]:

@@ -30,7 +30,7 @@ def usual_learning_rate(lora: int | None) -> float:
 class Options:
     model: str  # the folder it starts from
     data: str  # a file
-    evaluation: str | None  # a share of the rows, a number of them, or another file
+    evaluation: str | None  # a share of the examples, a number of them, or another file
     epochs: int
     batch_size: int | None  # rows a step
     length: int | None  # tokens a row

@@ -1,4 +1,4 @@
-"""Rows to samples: tokens, and which of them are answers. Only answers are learnt.
+"""Examples to samples: tokens, and which of them are answers. Only answers are learnt.
 
 A chat goes through the tokenizer's own template. An answer is what the template adds for it to the prompt that asks for it: so a
 sample is, token by token, what the model will read and write when it is used. Some templates show earlier turns in another way
@@ -10,14 +10,14 @@ An instruction is a chat of one turn where the tokenizer has a template, and els
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-from .rows import Chat, Message, Plain, Rows
+from .examples import Chat, Examples, Plain, names_of
 
 Ids = NDArray[numpy.int32]
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
@@ -54,12 +54,13 @@ def _sample(ids: Sequence[int] | Ids, is_answer: Sequence[bool] | NDArray[numpy.
 
 @dataclass
 class Counted:
-    """What became of the rows."""
+    """What became of the examples."""
 
-    rows: int = 0
+    examples: int = 0
     split: int = 0  # chats of several samples
+    unanswered: int = 0  # examples that have nothing to learn
     shortened: int = 0  # samples that were longer than a row of a batch
-    without_answer: int = 0  # rows that have nothing to learn, or samples of which nothing was left
+    cut_off: int = 0  # samples whose answer is behind what is left of them
 
 
 def tokenizer_of(folder: Path) -> Any:
@@ -82,18 +83,18 @@ def tokenizer_of(folder: Path) -> Any:
     return tokenizer
 
 
-def samples_of(rows: Rows, indices: Sequence[int], tokenizer: Any) -> tuple[list[Sample], Counted]:
-    """The samples of these rows, as long as they are."""
+def samples_of(examples: Examples, indices: Sequence[int], tokenizer: Any) -> tuple[list[Sample], Counted]:
+    """The samples of these examples that have something to learn, as long as they are."""
     found: list[Sample] = []
-    counted = Counted(rows=len(indices))
+    counted = Counted(examples=len(indices))
     for index in indices:
-        row = rows[index]
+        example = examples[index]
         try:
-            samples = list(_samples(row, tokenizer))
+            samples = [each for each in _samples(example, tokenizer) if each.learnt]
         except ValueError as error:
-            raise ValueError(f"{rows.where(index)}: {error}") from None
+            raise ValueError(f"{examples.where(index)}: {error}") from None
         counted.split += len(samples) > 1
-        counted.without_answer += not samples
+        counted.unanswered += not samples
         found += samples
     return found, counted
 
@@ -105,23 +106,23 @@ def shortened(samples: Sequence[Sample], length: int, counted: Counted, *, is_te
         counted.shortened += not is_text and len(sample) > length
         pieces += [sample.part(start, start + length) for start in range(0, len(sample) if is_text else 1, length)]
     kept = [piece for piece in pieces if piece.learnt]
-    counted.without_answer += len(pieces) - len(kept)
+    counted.cut_off += len(pieces) - len(kept)
     return kept
 
 
-def _samples(row: Chat | Plain, tokenizer: Any) -> Iterator[Sample]:
-    if isinstance(row, Chat):
-        yield from _of_chat(row, tokenizer)
-    elif row.prompt and tokenizer.chat_template:
-        turns = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": row.completion}]
+def _samples(example: Chat | Plain, tokenizer: Any) -> Iterator[Sample]:
+    if isinstance(example, Chat):
+        yield from _of_chat(example, tokenizer)
+    elif example.prompt and tokenizer.chat_template:
+        turns = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.completion}]
         yield from _of_chat(Chat(turns), tokenizer)
     else:
-        yield _of_plain(row, tokenizer)
+        yield _of_plain(example, tokenizer)
 
 
-def _of_plain(row: Plain, tokenizer: Any) -> Sample:
-    text, end = row.prompt + row.completion, tokenizer.eos_token_id
-    ids, marks = _tokens(text, [(len(row.prompt), len(text))], tokenizer, special=True)
+def _of_plain(example: Plain, tokenizer: Any) -> Sample:
+    text, end = example.prompt + example.completion, tokenizer.eos_token_id
+    ids, marks = _tokens(text, [(len(example.prompt), len(text))], tokenizer, special=True)
     if not ids or ids[-1] != end:
         ids.append(end)
         marks.append(True)
@@ -133,20 +134,24 @@ def _of_chat(chat: Chat, tokenizer: Any) -> Iterator[Sample]:
     if not tokenizer.chat_template:
         raise ValueError(
             "it is a chat, and the tokenizer has no chat template; put the chat_template.jinja of a model that chats into the "
-            "folder, or give rows of prompt and completion"
+            "folder, or give examples of prompt and completion"
         )
     turns: list[tuple[int, str]] = []  # for each answer, the characters before it, and all up to its end
     for index, message in enumerate(chat.messages):
         if message["role"] == "assistant" and index >= chat.answers_from:
-            prompt, through = _shown(chat.messages[:index], tokenizer, asks=True), _shown(chat.messages[: index + 1], tokenizer)
+            prompt, through = _shown(chat, index, tokenizer, asks=True), _shown(chat, index + 1, tokenizer)
             if not through.startswith(prompt):
                 raise ValueError(
                     "the chat template shows an answer in another way than it asks for it (add_generation_prompt); mend the "
-                    "template, or give rows of text"
+                    "template, or give examples of text"
                 )
+            unshown = [name for name in names_of(message.get("tool_calls", ())) if name not in through[len(prompt) :]]
+            if unshown:
+                raise ValueError(_no_tools(f"the call of {unshown[0]}"))
             turns.append((len(prompt), through))
     if not turns:
         return
+    _refuse_unshown(chat, tokenizer)
     last = turns[-1][1]
     if all(last.startswith(through) for _, through in turns):
         yield _sample(*_tokens(last, [(start, len(through)) for start, through in turns], tokenizer))
@@ -155,12 +160,31 @@ def _of_chat(chat: Chat, tokenizer: Any) -> Iterator[Sample]:
             yield _sample(*_tokens(through, [(start, len(through))], tokenizer))
 
 
-def _shown(messages: Sequence[Message], tokenizer: Any, *, asks: bool = False) -> str:
+def _refuse_unshown(chat: Chat, tokenizer: Any) -> None:
+    """Tools and their answers, where a template leaves them out without a word."""
+    others = [each for each in chat.messages if each["role"] != "tool"]
+    without = {f"the tool {names_of(chat.tools)[0]}": replace(chat, tools=())} if chat.tools else {}
+    if len(others) < len(chat.messages):
+        without["what a tool answers"] = replace(chat, messages=others)
+    for what, other in without.items():
+        if _shown(other, None, tokenizer) == _shown(chat, None, tokenizer):
+            raise ValueError(_no_tools(what))
+
+
+def _no_tools(what: str) -> str:
+    return f"the chat template does not show {what}; use a model whose template has tools, or leave them out"
+
+
+def _shown(chat: Chat, count: int | None, tokenizer: Any, *, asks: bool = False) -> str:
+    """So many messages of a chat, or all."""
     from jinja2.exceptions import TemplateError
 
+    messages = [dict(each) for each in chat.messages[:count]]
     try:
-        text: str = tokenizer.apply_chat_template([dict(each) for each in messages], tokenize=False, add_generation_prompt=asks)
-    except TemplateError as error:
+        text: str = tokenizer.apply_chat_template(
+            messages, tools=list(chat.tools) or None, tokenize=False, add_generation_prompt=asks
+        )
+    except (TemplateError, TypeError, KeyError) as error:  # the latter where it takes a message for another kind
         raise ValueError(f"the chat template refuses it: {error}") from None
     return text
 

@@ -16,9 +16,9 @@ from anyfit.values.job import Job
 from anyfit.values.tensor_files import TensorFolder
 from anyfit.values.units import show_count
 
+from .examples import KINDS, Examples, read
 from .options import CLIP_NORM, Options
 from .packing import Packed, Unpacked, digest
-from .rows import Rows, read
 from .schedule import Schedule, part_of
 from .tokens import Counted, Sample, samples_of, shortened, tokenizer_of
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 MOST_LENGTH = 2048  # tokens a row, and …
 MOST_ROWS = 8  # … rows a step, where none are asked for
 LEAST_STEPS = 10  # an epoch, for which smaller batches are taken
-LOOKS = 10  # in a run
+LOOKS = 10  # in a run, and …
+LEAST_BETWEEN = 5  # … so many steps between two of them, at least
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,17 @@ class Work:
         config, packing = _checked(folder, options)
         tokenizer = tokenizer_of(folder)
         table, parts = _parts(options)
-        encoded = [samples_of(rows, indices, tokenizer) for rows, indices in parts]
+        encoded = [samples_of(examples, indices, tokenizer) for examples, indices in parts]
         length = _length(options, config, [sample for samples, _ in encoded for sample in samples])
         kept = [
-            shortened(samples, length, counted, is_text=rows.kind == "text")
-            for (samples, counted), (rows, _) in zip(encoded, parts, strict=True)
+            shortened(samples, length, counted, is_text=examples.kind == "text")
+            for (samples, counted), (examples, _) in zip(encoded, parts, strict=True)
         ]
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         made = [(Packed.of if packing else Unpacked)(samples, length, padding) for samples in kept]
-        for samples, (rows, _) in zip(kept, parts, strict=True):
+        for samples, (examples, _), (whole, _) in zip(kept, parts, encoded, strict=True):
             if not samples:
-                raise ValueError(f"{rows.file} has no answer to learn within {length} tokens a sample (--seq)")
+                raise ValueError(f"{examples.file} has no answer to learn: {_why_none(examples, whole, length)}")
         training, evaluation = made[0], made[1] if len(made) > 1 else None
         found = replace(options, length=length, packing=packing, digest=digest([each for samples in kept for each in samples]))
         found = _decided(found, len(training), ranks)
@@ -106,20 +107,29 @@ def _checked(folder: Path, options: Options) -> tuple[Any, bool]:
     return config, reads_positions if options.packing is None else options.packing
 
 
-def _parts(options: Options) -> tuple[Rows, list[tuple[Rows, Sequence[int]]]]:
-    """The rows, and which of them train; and those that evaluate, where some do."""
-    rows, file = read(Path(options.data)), options.evaluation_file
-    every = list(range(len(rows)))
+def _parts(options: Options) -> tuple[Examples, list[tuple[Examples, Sequence[int]]]]:
+    """The examples, and which of them train; and those that evaluate, where some do."""
+    examples, file = read(Path(options.data)), options.evaluation_file
+    every = list(range(len(examples)))
     if options.evaluation is None:
-        return rows, [(rows, every)]
+        return examples, [(examples, every)]
     if file is not None:
         others = read(file)
-        return rows, [(rows, every), (others, range(len(others)))]
-    count = max(part_of(len(rows), options.evaluation, "--eval"), 1)
-    if count >= len(rows):
-        raise ValueError(f"--eval {options.evaluation} leaves none of the {len(rows)} rows of {rows.file} to learn from")
+        return examples, [(examples, every), (others, range(len(others)))]
+    count = max(part_of(len(examples), options.evaluation, "--eval"), 1)
+    if count >= len(examples):
+        raise ValueError(
+            f"--eval {options.evaluation} leaves none of the {len(examples)} examples of {examples.file} to learn from"
+        )
     apart = set(random.Random(options.seed).sample(every, count))
-    return rows, [(rows, [each for each in every if each not in apart]), (rows, sorted(apart))]
+    return examples, [(examples, [each for each in every if each not in apart]), (examples, sorted(apart))]
+
+
+def _why_none(examples: Examples, samples: Sequence[Sample], length: int) -> str:
+    """Why nothing of what was read is left to learn."""
+    if samples:
+        return f"they all begin after {length} tokens, the first after {min(each.asked for each in samples)}; use a larger --seq"
+    return "it is all empty" if examples.kind == "text" else "no message in it has the role assistant"
 
 
 def _length(options: Options, config: Any, samples: Sequence[Sample]) -> int:
@@ -142,39 +152,38 @@ def _decided(options: Options, rows: int, ranks: int) -> Options:
             f"{options.epochs} epochs of {rows} rows of {options.length} tokens make no batch of {batch}; use --batch "
             f"{options.epochs * rows // ranks * ranks or ranks}, more --epochs or a shorter --seq"
         )
-    looks = options.eval_every or max(steps // LOOKS, 1)
+    looks = options.eval_every or max(steps // LOOKS, LEAST_BETWEEN)
     save_every = looks if options.save_every is None else options.save_every
     return replace(options, batch_size=batch, steps=steps, eval_every=looks, save_every=save_every)
 
 
-def _summary(options: Options, rows: Rows, counted: Sequence[Counted], made: Sequence[Packed | Unpacked]) -> tuple[str, ...]:
+def _summary(
+    options: Options, examples: Examples, counted: Sequence[Counted], made: Sequence[Packed | Unpacked]
+) -> tuple[str, ...]:
     samples = [sample for part in made for sample in part.samples]
     tokens, learnt = sum(map(len, samples)), sum(each.learnt for each in samples)
-    every, count = sum(map(len, made)), sum(each.rows for each in counted)
+    every, count = sum(map(len, made)), sum(each.examples for each in counted)
     how = f"{every} rows of {options.length} tokens, {tokens / (every * (options.length or 1)):.0%} full"
     how = f"packed into {how}" if options.packing else f"a row each, of at most {options.length} tokens"
     lines = [
-        f"data           {count} rows of {' and '.join(_columns(rows))}: {len(samples)} samples, {show_count(tokens)} tokens, "
-        f"{show_count(learnt)} of them learnt; {how}"
+        f"data           {count} examples of {' and '.join(KINDS[examples.kind])}: {len(samples)} samples, "
+        f"{show_count(tokens)} tokens, {show_count(learnt)} of them learnt; {how}"
     ]
     if len(made) > 1:
-        lines.append(f"evaluation     {counted[1].rows} rows, every {options.eval_every} steps; {counted[0].rows} rows train")
+        apart, trained = counted[1].examples, counted[0].examples
+        lines.append(f"evaluation     {apart} examples, every {options.eval_every} steps; {trained} examples train")
     lines.append(
         f"training       {options.steps} steps of {options.batch_size} rows, {options.epochs} "
         f"epoch{'s' * (options.epochs > 1)}; {options.optimizer}, learning rate {options.learning_rate:g}, {options.schedule}"
     )
-    total = {name: sum(getattr(each, name) for each in counted) for name in ("split", "shortened", "without_answer")}
-    notes = [f"columns that are not read: {', '.join(rows.unread)}"] if rows.unread else []
+    total = {name: sum(getattr(each, name) for each in counted) for name in ("split", "unanswered", "shortened", "cut_off")}
+    notes = [f"columns that are not read: {', '.join(examples.unread)}"] if examples.unread else []
     if total["split"]:
         notes.append(f"{total['split']} chats became several samples: the template shows earlier answers in another way")
+    if total["unanswered"]:
+        notes.append(f"{total['unanswered']} examples are left out: they have no answer to learn")
     if total["shortened"]:
         notes.append(f"{total['shortened']} samples end after {options.length} tokens; a larger --seq keeps more of them")
-    if total["without_answer"]:
-        notes.append(f"{total['without_answer']} samples are left out: they have no answer within {options.length} tokens")
+    if total["cut_off"]:
+        notes.append(f"{total['cut_off']} samples are left out: their answers begin after {options.length} tokens (--seq)")
     return (*lines, *(f"note           {note}" for note in notes))
-
-
-def _columns(rows: Rows) -> tuple[str, ...]:
-    from .rows import KINDS
-
-    return KINDS[rows.kind]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +147,7 @@ def test_samples_are_written_at_every_look(whole: Path) -> None:
     assert sorted({each["step"] for each in found}) == sorted({*range(0, last or 0, 7), last})
     assert len(found) == 3 * len({each["step"] for each in found})
     at_the_end = [each for each in found if each["step"] == last]
-    assert [each["written"].strip() for each in at_the_end] == [each["data"].strip() for each in at_the_end]
+    assert [each["written"] for each in at_the_end] == [each["data"] for each in at_the_end]
 
 
 def test_tensorboard_has_every_loss_the_evaluations_and_the_samples(whole: Path) -> None:
@@ -162,7 +164,7 @@ def test_tensorboard_has_every_loss_the_evaluations_and_the_samples(whole: Path)
 
 def test_it_says_what_became_of_the_data_and_where_the_best_weights_are(whole: Path, place: Path) -> None:
     said = (place / "said").read_text()
-    assert re.search(r"data +200 rows of messages: 200 samples, .* learnt; packed into \d+ rows of 64 tokens, \d+% full", said)
+    assert re.search(r"data +200 examples of messages: 200 samples, .* learnt; packed into \d+ rows of 64 tokens, 99% full", said)
     assert "the best by evaluation" in said
 
 
@@ -219,6 +221,20 @@ def test_other_data_than_the_run_began_with_is_refused(whole: Path, place: Path,
     changed = decode(Options, options | {"data": str(tmp_path / "chats.jsonl")}, "run.json")
     with pytest.raises(ValueError, match="is not the data that the run began with"):
         Work.of(changed)
+
+
+def test_a_finished_run_that_is_resumed_says_so_and_how_to_train_more(
+    whole: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    fit("--resume", tmp_path / "run")
+    (typed,) = re.findall(
+        r"this run is finished, after 71 of 71 steps; to train more, go on from its weights: anyfit fit (.*)",
+        capsys.readouterr().out,
+    )
+    assert_same(tmp_path / "run", whole)
+    fit(*typed.split(), *HOW, "--folder", tmp_path / "more")
+    assert lines.read(tmp_path / "more" / "logged.jsonl")[0]["evaluation_loss"] < 0.1
 
 
 # ---------------------------------------------------------------------- other data, other ways
@@ -317,6 +333,34 @@ def test_wandb_gets_the_numbers_of_a_run(place: Path, tmp_path: Path, monkeypatc
     assert b"evaluation_loss" in file.read_bytes()
 
 
+def decided(rows: Any, folder: Path, place: Path, **options: Any) -> Work:
+    """What is made of these, by options as they are when nothing is said."""
+    asked = decode(Options, json.loads((place / "runs" / "chats" / "run.json").read_text()), "run.json")
+    free: dict[str, Any] = dict.fromkeys(("batch_size", "length", "eval_every", "save_every", "steps", "digest", "evaluation"))
+    tiny.write(folder / "data.jsonl", rows)
+    return Work.of(replace(asked, **free | {"data": str(folder / "data.jsonl")} | options))
+
+
+def test_a_short_run_is_not_saved_and_evaluated_after_every_step(whole: Path, place: Path, tmp_path: Path) -> None:
+    options = decided(tiny.chats(12), tmp_path, place, epochs=1).options
+    assert (options.steps, options.eval_every, options.save_every) == (6, 5, 5)
+
+
+def test_chats_without_an_answer_are_told_from_answers_that_are_cut_off(whole: Path, place: Path, tmp_path: Path) -> None:
+    silent = [{"messages": chat["messages"][:1]} for chat in tiny.chats(3)]
+    assert "note           3 examples are left out: they have no answer to learn" in (
+        decided([*tiny.chats(40), *silent], tmp_path, place).summary
+    )
+    with pytest.raises(ValueError, match=r"data\.jsonl has no answer to learn: no message in it has the role assistant"):
+        decided(silent, tmp_path, place)
+    with pytest.raises(ValueError, match=r"they all begin after 8 tokens, the first after \d+; use a larger --seq"):
+        decided(tiny.chats(9), tmp_path, place, length=8)
+    long = [{"messages": [{"role": "user", "content": "why? " * 20}, *chat["messages"][1:]]} for chat in tiny.chats(2)]
+    assert "note           2 samples are left out: their answers begin after 64 tokens (--seq)" in (
+        decided([*tiny.chats(40), *long], tmp_path, place, length=64).summary
+    )
+
+
 # ---------------------------------------------------------------------- what is refused, and before anything slow
 
 
@@ -332,7 +376,7 @@ def test_wandb_gets_the_numbers_of_a_run(place: Path, tmp_path: Path, monkeypatc
         (["tiny-qwen3", "more", "--data", "chats.jsonl"], "'more' is no option"),
         (["tiny-qwen3", "--data", "none.jsonl"], "none.jsonl"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--eval", "half"], "--eval half: give a share such as 5%"),
-        (["tiny-qwen3", "--data", "chats.jsonl", "--eval", "200"], "leaves none of the 200 rows"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--eval", "200"], "leaves none of the 200 examples"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--schedule", "cosin"], "--schedule cosin is not known; did you mean 'cosine'?"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--warmup", "slow"], "--warmup slow: give a share"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--lr", "0"], "--lr 0.0: give a learning rate above 0"),

@@ -52,8 +52,10 @@ def _as_before(fresh_compiler: None) -> Iterator[None]:
 def machine() -> Iterator[anyfit.Machine]:
     """Of which nothing is known of compiled blocks."""
     machine = anyfit.probe()
+    file = cache._compiled_file(machine)
+    file.unlink(missing_ok=True)  # what a test of this process may have measured before
     yield machine
-    cache._compiled_file(machine).unlink(missing_ok=True)
+    file.unlink(missing_ok=True)
 
 
 @pytest.fixture

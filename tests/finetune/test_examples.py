@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
-from anyfit.finetune.rows import Chat, Plain, read
+from anyfit.finetune.examples import Chat, Plain, read
 from anyfit.finetune.tokens import Sample, samples_of, shortened
 from tests.finetune import tiny
 
@@ -50,21 +51,33 @@ def test_a_field_that_only_some_messages_have_is_not_given_to_the_others(tmp_pat
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ('{"text": "a"}\n{"text": \n', "data.jsonl, line 2: not JSON"),
+        ('{"text": "a"}\n\n{"text": \n', "data.jsonl, line 3: not JSON (column 9: Expecting value); every line is an object"),
+        ('{"text": ["a"]}\n\n{"text": "a"}\n', "data.jsonl, line 3: text is a string, and in line 1 it is a list"),
         ('{"text": "a"}\n["b"]\n', "line 2: every line is an object"),
         ("", "data.jsonl is empty"),
-        ('{"question": "a", "answer": "b"}\n', "has the columns question, answer, and rows are read by one of these: messages; "),
+        (
+            '{"question": "a", "answer": "b"}\n',
+            "has the columns question, answer, and examples are read by one of these",
+        ),
         ('{"message": []}\n', "did you mean 'messages'?"),
         ('{"prompt": "a", "response": "b"}\n', "'completion' is missing"),
-        ('{"text": "a"}\n{"text": 3}\n', "data.jsonl, row 2: text is a int, not a string"),
-        ('{"prompt": "a", "completion": "b"}\n{"text": "c"}\n', "row 2: it has no prompt"),
-        ('{"prompt": "a", "completion": []}\n', "row 1: prompt and completion are two strings, or two lists of messages"),
+        ('{"text": "a"}\n{"text": 3}\n', "data.jsonl, line 2: text is a int, not a string"),
+        ('{"prompt": "a", "completion": "b"}\n{"text": "c"}\n', "line 2: it has no prompt"),
+        ('{"prompt": "a", "completion": []}\n', "line 1: prompt and completion are two strings, or two lists of messages"),
         ('{"messages": [{"from": "human", "value": "a"}]}\n', "has no role, such as user or assistant; rename from and value"),
-        ('{"messages": []}\n', "row 1: messages is to be a list of messages, and is empty"),
-        ('{"messages": [{"role": "user", "content": "a"}], "tools": []}\n', "leave the column tools out"),
+        ('\n{"messages": []}\n', "line 2: messages is to be a list of messages, and is empty"),
+        ('{"messages": [{"role": "user"}], "tools": [{"type": "function"}]}\n', "tools[0] is to be an object with a function"),
+        ('{"messages": [{"role": "user"}], "tools": "none"}\n', "tools is a string, and no JSON of a list: 'none'"),
+        ('{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}\n', "messages[0].tool_calls is to be a list of objects"),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "2"}}]}]}\n',
+            "messages[0], arguments of f is a string, and no JSON of an object",
+        ),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_its_line_or_row(content: str, says: str, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_refused_by_its_line_and_nobody_else_speaks(
+    content: str, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(content)
 
@@ -74,6 +87,13 @@ def test_what_cannot_be_read_is_refused_by_its_line_or_row(content: str, says: s
 
     with pytest.raises(ValueError, match=re.escape(says)):
         read_all()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_example_of_a_parquet_file_is_named_by_its_number(tmp_path: Path) -> None:
+    datasets.Dataset.from_list([{"text": "a"}, {"text": None}]).to_parquet(tmp_path / "data.parquet")
+    with pytest.raises(ValueError, match=r"data\.parquet, example 2: it has no text"):
+        read(tmp_path / "data.parquet")[1]
 
 
 def test_other_files_and_missing_ones_are_refused_by_name(tmp_path: Path) -> None:
@@ -163,11 +183,94 @@ def test_a_long_text_is_cut_in_pieces_and_a_long_answer_ends_early(tmp_path: Pat
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (None, "row 1: it is a chat, and the tokenizer has no chat template"),
-        ("{{ raise_exception('roles must alternate') }}", "row 1: the chat template refuses it: roles must alternate"),
+        (None, "line 1: it is a chat, and the tokenizer has no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "line 1: the chat template refuses it: roles must alternate"),
         ("{% if add_generation_prompt %}A:{% else %}B:{% endif %}", "shows an answer in another way than it asks for it"),
     ],
 )
-def test_a_chat_that_cannot_be_shown_is_refused_by_its_row(template: str | None, says: str, tmp_path: Path) -> None:
+def test_a_chat_that_cannot_be_shown_is_refused_by_its_line(template: str | None, says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says):
         encoded({"messages": CHAT}, tmp_path, template=template)
+
+
+# ---------------------------------------------------------------------- tools
+
+TAKES = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": TAKES}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+CALLED = [
+    {"role": "user", "content": "hot?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "weather", "content": "31"},
+    {"role": "assistant", "content": "yes"},
+]
+# Marks itself what the assistant says, so that transformers knows too.
+WITH_TOOLS = (
+    "{% if tools %}tools {{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+    "{% for call in message.tool_calls %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+@pytest.mark.parametrize("is_text", [False, True], ids=["objects", "strings"])
+def test_of_chats_with_tools_calls_and_answers_are_learnt_as_transformers_marks_them(
+    format: str, is_text: bool, tmp_path: Path
+) -> None:
+    """Also beside a chat of other tools, whose fields a parquet file gives to all, and where JSON comes as a string."""
+    other = {"type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+    chats = [(CALLED, [WEATHER]), ([CALLED[0], {**CALLED[1], "tool_calls": [other]}], [])]
+    rows: list[Any] = [{"messages": messages, "tools": tools} for messages, tools in chats]
+    if is_text:
+        written = {"name": "weather", "arguments": json.dumps(CALL["function"]["arguments"])}  # type: ignore[index]
+        called = [CALLED[0], {**CALLED[1], "tool_calls": [{**CALL, "function": written}]}, *CALLED[2:]]
+        rows, chats = [{"messages": called, "tools": json.dumps([WEATHER])}], chats[:1]
+    file = tmp_path / f"data.{format}"
+    if format == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(file)
+    else:
+        tiny.write(file, rows)
+    tokenizer = tiny.tokenizer(WITH_TOOLS)
+    read_back = read(file)
+    samples, counted = samples_of(read_back, range(len(rows)), tokenizer)
+    assert read_back.unread == ()
+    assert counted.unanswered == 0
+    for sample, (messages, tools) in zip(samples, chats, strict=True):
+        known = tokenizer.apply_chat_template(messages, tools=tools or None, return_dict=True, return_assistant_tokens_mask=True)
+        assert sample.ids.tolist() == known["input_ids"]
+        assert sample.is_answer.tolist() == list(map(bool, known["assistant_masks"]))
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (
+            WITH_TOOLS.replace("{% if tools %}", "{% if false %}"),
+            "line 1: the chat template does not show the tool weather; use a",
+        ),
+        (
+            WITH_TOOLS.replace("in message.tool_calls", "in []"),
+            "line 1: the chat template does not show the call of weather; use",
+        ),
+        (
+            WITH_TOOLS.replace("in messages %}", "in messages if message.role != 'tool' %}"),
+            "line 1: the chat template does not show what a tool answers; use",
+        ),
+        (
+            WITH_TOOLS.replace("{{ message.content }}{% for", "{{ message.content + 1 }}{% for"),
+            "line 1: the chat template refuses",
+        ),
+    ],
+)
+def test_what_a_template_cannot_show_of_tools_is_refused_by_name(template: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        encoded({"messages": CALLED, "tools": [WEATHER]}, tmp_path, template=template)
+
+
+def test_an_instruction_with_tools_is_a_chat(tmp_path: Path) -> None:
+    (sample,) = encoded({"prompt": "hi", "completion": "yo", "tools": [WEATHER]}, tmp_path, template=WITH_TOOLS)
+    assert told(sample)[0].startswith("tools [")
+    assert told(sample)[1] == "yo<|im_end|>\n"
