@@ -22,7 +22,7 @@ from .planning.enough import are_enough, needed_of
 from .planning.fastest import Found, fastest, may_fit, quickly
 from .planning.reasons import explained, settled
 from .planning.space import space_of
-from .targets import job_for, name_of, optimizer_class, with_optimizer
+from .targets import job_for, name_of, optimizer_class, tell_of_default, with_optimizer
 from .values.answers import Outcome
 from .values.graph import Graph
 from .values.job import Job
@@ -120,13 +120,19 @@ class Question:
     machine_for: Callable[[str | None], Machine]  # by name, with the limits that were given
     machine_name: str | None = None  # None: the machine that is here
 
+    def traced_first(self, **more: Any) -> Traced:
+        """What the others are compared with. Of a kind of model that may be meant as a folder, it says so."""
+        made = self.traced(**more)
+        tell_of_default(self.target)
+        return made
+
     def traced(self, **changes: Any) -> Traced:
         return Traced(job_for(self.target, **{**self.options, **changes}), name_of(self.target))
 
 
 def planned(question: Question, machine: Machine) -> Plan:
     """The plan with what more memory is worth; or the verdict that nothing fits, with what would."""
-    traced = question.traced()
+    traced = question.traced_first()
     profile = traced.profile_to_plan(machine)
     found = searched(profile, answered)
     if found is not None:
@@ -356,5 +362,5 @@ def parse_tokens(text: str) -> int:
 def compared(question: Question, machines: list[str]) -> dict[str, Outcome]:
     """By machine, the plan on all its devices or the verdict that none fits."""
     found = {name: question.machine_for(name) for name in machines}  # all names are good before any work is done
-    traced = question.traced(ranks=math.lcm(*(math.prod(machine.rank_grid()) for machine in found.values())))
+    traced = question.traced_first(ranks=math.lcm(*(math.prod(machine.rank_grid()) for machine in found.values())))
     return {name: outcome(needed_of(traced.profile(machine))) for name, machine in found.items()}

@@ -89,10 +89,11 @@ def profile(
     """Parameters, FLOPs, seconds and bytes of every block, without running the model."""
     from . import profile as make_profile
     from .profiling import with_calls
-    from .targets import job_for, machine_for, module_costs, name_of
+    from .targets import job_for, machine_for, module_costs, name_of, tell_of_default
 
     on = machine_for(machine, gpus, nodes, device_memory, host_memory)
     job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, lora=lora, real_run=real_run, agree=agree)
+    tell_of_default(target)
     if as_json and depth is None:
         return print_json(make_profile(job, on, ranks=1).to_json())
     from .costing import cost
@@ -233,10 +234,11 @@ def check(
     from .planning.answers import as_options
     from .probing.cache import keep_correction, keep_pace
     from .running.check import check as run_check
-    from .targets import job_for, machine_for
+    from .targets import job_for, machine_for, tell_of_default
     from .tracing.blocks import kinds_of
 
     job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, lora=lora, real_run=real_run, agree=agree)
+    tell_of_default(target)
     given = None if plan is None else Plan.load(plan)
     machine = machine_for(None, None, None, device_memory, host_memory)
     made_of = make_profile(job, machine, ranks=1)

@@ -76,7 +76,7 @@ class Ask:
         question, machine = self._question, self._question.machine_for(self.machine)
         self._options["ranks"] = math.prod(machine.rank_grid())
         asking.refuse_changes(question, changes)
-        traced = question.traced()
+        traced = question.traced_first()
         made, others = asking.what_ifs(question, traced, traced.profile(machine), changes)
         if self.output is not None and not isinstance(made, NoPlan):
             made.save(self.output)

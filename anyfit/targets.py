@@ -127,6 +127,20 @@ def job_for(
     return job if optimizer is None else with_optimizer(job, optimizer)
 
 
+def tell_of_default(target: str) -> None:
+    """On stderr, where a target is a kind of model alone: it may be meant as a folder that is not here."""
+    if target == "demo" or target in SIZES or set(target) & set(":/.") or Path(target).exists():
+        return
+    kinds = _quiet_transformers().CONFIG_MAPPING
+    if target in kinds:
+        here = sorted(file.parent.name for file in Path().glob("*/config.json") if target in file.parent.name.lower())
+        print(
+            f"{target} is no folder here: this is about the default {kinds[target].__name__} of transformers; for another model, "
+            f"name its folder or config.json{f', such as {here[0]}' if here else ''}",
+            file=sys.stderr,
+        )
+
+
 def name_of(target: str) -> str:
     """What a target is called; "" for a function, whose model has a class of its own."""
     return "" if ":" in target else Path(target).resolve().name if Path(target).exists() else target

@@ -615,6 +615,23 @@ def test_a_small_model_that_needs_values_is_traced_by_a_real_run(anyfit: Command
     assert "a real run: on the CPU" in anyfit("plan", *asked).out
 
 
+@pytest.mark.parametrize("verb", ["plan", "profile"])
+def test_a_kind_of_model_that_may_be_meant_as_a_folder_is_said_to_be_a_default(
+    anyfit: Command, tmp_path: Path, verb: str
+) -> None:
+    (tmp_path / "my-gpt2").mkdir()
+    (tmp_path / "my-gpt2" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}')
+    asked = ("--machine", "h200", "--batch", "1", "--seq", "8", "--json")
+    done = anyfit(verb, "gpt2", *asked)
+    assert done.err == (
+        "gpt2 is no folder here: this is about the default GPT2Config of transformers; for another model, name its folder or "
+        "config.json, such as my-gpt2\n"
+    )
+    named = anyfit(verb, "my-gpt2", *asked)
+    assert (named.status, named.err) == (0, "")
+    assert len(named.out) < len(done.out)  # of one block, not of twelve
+
+
 MISTYPED = [
     (("plan", "--devise-memory", "1GiB"), "No such option: --devise-memory"),
     (("plan", "--batch-size", "4"), "No such option: --batch-size; it is --batch here (samples a step, of all GPUs together)"),
