@@ -25,6 +25,7 @@ from .showing import timeline as timelines
 from .showing.progress import Bar, Beat, Lines, Watcher, why_off
 from .showing.terminal import show_forecast_beside_measured, show_plan
 from .values.record import decode, write_atomically
+from .values.tokens import padding_share
 
 if TYPE_CHECKING:
     from .finetune.work import Work
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .running.team import Team
     from .values.job import Job
 
+MUCH_PADDING = 0.02  # of a batch, to be spoken of
 RECENT = 20  # steps that make up the speed shown
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals by which somebody stops a run
 SHUTDOWN_SECONDS = 600  # that ranks have to end a step and save it, once they were told to stop
@@ -273,12 +275,20 @@ def _started(job: Job, steps: int | None, way_on: str, launch: Launch, watcher: 
     run = start(job)
     report = Report(run, watcher, steps, launch.timeline)
     launch.say, launch.on_step = watcher.say, report.step
-    show_plan(run.plan, console)
+    _show_plan(run, console)
     if launch.resume and steps is not None and run.steps >= steps:
         watcher.say(f"this run is finished, after {run.steps} of {steps} steps; to train more, {way_on}")
     elif launch.resume:
         watcher.say(f"going on from step {run.steps}")
     return run, report
+
+
+def _show_plan(run: Run, console: Console) -> None:
+    show_plan(run.plan, console)
+    padding = padding_share(run.job.sample)
+    if padding >= MUCH_PADDING:
+        note = f"tokens/s of the plan count padding, {padding:.0%} of Job(sample=); those of the run do not"
+        console.print(f"note           {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _train_further(folder: Path, options: FinetuneOptions) -> str:
@@ -315,7 +325,7 @@ def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every
 
                 def step(run: Run, alarms: list[str]) -> None:
                     if id(run) not in reports:
-                        show_plan(run.plan, console)
+                        _show_plan(run, console)
                         reports[id(run)] = Report(run, watcher, None, (run.launch or launch).timeline)
                     reports[id(run)].step(run, alarms)
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from anyfit.values.tokens import IGNORED
+
 from .tokens import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-NOT_LEARNT = -100  # as a label, for torch and transformers
 
 
 def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
@@ -77,13 +77,13 @@ class Packed:
         import torch
 
         ids = numpy.full(self.length, self.padding, dtype=numpy.int64)
-        labels = numpy.full(self.length, NOT_LEARNT, dtype=numpy.int64)
+        labels = numpy.full(self.length, IGNORED, dtype=numpy.int64)
         positions = numpy.empty(self.length, dtype=numpy.int64)
         start = 0
         for sample in samples:
             stop = start + len(sample)
             ids[start:stop] = sample.ids
-            labels[start:stop] = numpy.where(sample.is_answer, sample.ids, NOT_LEARNT)
+            labels[start:stop] = numpy.where(sample.is_answer, sample.ids, IGNORED)
             positions[start:stop] = numpy.arange(len(sample))
             start = stop
         positions[start:] = numpy.arange(self.length - start)
@@ -140,10 +140,10 @@ class Unpacked:
 
         longest = max(map(len, samples))
         ids = numpy.full((len(samples), longest), self.padding, dtype=numpy.int64)
-        labels = numpy.full((len(samples), longest), NOT_LEARNT, dtype=numpy.int64)
+        labels = numpy.full((len(samples), longest), IGNORED, dtype=numpy.int64)
         for row, sample in enumerate(samples):
             ids[row, : len(sample)] = sample.ids
-            labels[row, : len(sample)] = numpy.where(sample.is_answer, sample.ids, NOT_LEARNT)
+            labels[row, : len(sample)] = numpy.where(sample.is_answer, sample.ids, IGNORED)
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
 

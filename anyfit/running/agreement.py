@@ -43,16 +43,18 @@ class Agreement:
         self._saves, self._host, self._data = saves, host, data
         self.signal = 0  # that some rank was sent, as all know after the step
 
-    def reach(self, loss: Tensor | None, weight: Tensor | None, rows: int) -> tuple[Tensor, Tensor, float]:
-        """The loss of the batch and the norm over all ranks, and what gradients still are to be scaled by. Takes this rank's sums
-        over `rows` samples. Raises where ranks went different ways."""
+    def reach(
+        self, loss: Tensor | None, weight: Tensor | None, tokens: Tensor | float, rows: int
+    ) -> tuple[Tensor, Tensor, Tensor, float]:
+        """The loss of the batch, the norm and the tokens over all ranks, and what gradients still are to be scaled by. Takes this
+        rank's sums over `rows` samples. Raises where ranks went different ways."""
         engine, ranks, is_mute = self._engine, self._engine.ranks, self._peers.is_mute
         gradients = engine.placed.gradients
         nothing = torch.zeros((), device=engine.device)
         is_weighted = weight is not None
         if is_mute:
             gradients.count_out()
-            loss = weight = None
+            loss, weight, tokens = None, None, 0.0
         missing = gradients.missing()
         data = {"kind of loss": "(sum, weight)" if is_weighted else "a mean"}
         data |= {} if self._data.loader is None else self._data.loader.facts
@@ -67,11 +69,12 @@ class Agreement:
             NOWHERE if is_mute else zlib.crc32(repr(data).encode()),
         ]
         squares = gradients.finish().squares(engine.device)
-        figures = [squares, *(nothing if each is None else each for each in (weight, loss))]
-        figures = [each.detach().to(engine.device, torch.float64).reshape(1) for each in figures]
         lanes = engine.placed.lanes
+        counted = lanes.send(torch.as_tensor(tokens, dtype=torch.float64).reshape(1))
+        figures = [squares, *(nothing if each is None else each for each in (weight, loss)), counted]
+        figures = [each.detach().to(engine.device, torch.float64).reshape(1) for each in figures]
         rows_of = lanes.reading(ranks.of_all(torch.cat([*figures, lanes.send(torch.tensor(known, dtype=torch.float64))])))()
-        squares, weights, losses, asked, missed, samples, signals, lacks, unsaved, settings, places = rows_of.unbind(1)
+        squares, weights, losses, counts, asked, missed, samples, signals, lacks, unsaved, settings, places = rows_of.unbind(1)
         self.signal = int(signals.max())
         self._host.lacking, self._saves.failed_on_some = lacks.tolist(), bool(unsaved.any())
         self._refuse_other_weights(asked)
@@ -83,7 +86,7 @@ class Agreement:
             wanted = set().union(*({*engine.placed.state.parameters} - set(each) for each in ranks.objects(missing)))
             gradients.count_in(sorted(wanted))
         scale = self._scale(weights if is_weighted else None, samples)
-        return (losses.sum() * scale).to(torch.float32), (squares.sum().sqrt() * scale).to(torch.float32), scale
+        return (losses.sum() * scale).to(torch.float32), (squares.sum().sqrt() * scale).to(torch.float32), counts.sum(), scale
 
     @contextmanager
     def reading(self) -> Iterator[nn.Module]:

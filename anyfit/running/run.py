@@ -65,7 +65,7 @@ class Metrics:
     learning_rates: tuple[float, ...]  # a parameter group each
     seconds: float  # from the end of the step before to the end of this one
     samples_per_second: float
-    tokens_per_second: float
+    tokens_per_second: float  # without padding; by the shape of Job(sample=) where a loop makes its own loss
     compute_share: float  # of the device's best matmul rate, by the plan's count of FLOPs
     peak_bytes: Mapping[str, int]  # by tier, the largest so far
     skipped: int  # steps left out so far because a gradient was not finite
@@ -275,7 +275,7 @@ class Run(Parts, Hooks):
         last, forecast = self._step.last, self.plan.forecast
         if last is None:
             raise RuntimeError("no step has been made yet")
-        speed = forecast.step_seconds / last.seconds
+        speed, tokens = forecast.step_seconds / last.seconds, float(last.tokens)
         return Metrics(
             step=self.steps,
             loss=math.nan if last.loss is None else float(last.loss),
@@ -283,7 +283,7 @@ class Run(Parts, Hooks):
             learning_rates=tuple(float(group["lr"]) for group in self.optimizer.param_groups),
             seconds=last.seconds,
             samples_per_second=self.job.batch_size / last.seconds,
-            tokens_per_second=forecast.tokens_per_second * speed,
+            tokens_per_second=forecast.tokens_per_second * speed if math.isnan(tokens) else tokens / last.seconds,
             compute_share=forecast.compute_share * speed,
             peak_bytes=self._counting.peaks,
             skipped=self.skipped,

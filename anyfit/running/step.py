@@ -22,6 +22,7 @@ from anyfit.placing.tiers import LiveBytes, peak_bytes_of_gpu
 from anyfit.values.batches import named_tensors, shape_of
 from anyfit.values.job import Batch, checked_loss
 from anyfit.values.loss_rule import MEAN, LossRule, divisors
+from anyfit.values.tokens import real_tokens
 
 from .acts import Kind
 from .agreement import Agreement
@@ -121,6 +122,7 @@ class Figures:
     loss: Tensor | None  # None where a loop of the user's own went backward without run.backward
     norm: Tensor
     seconds: float  # since the end of the step before
+    tokens: Tensor | float  # without padding, of all ranks; NaN where nobody knows
 
 
 @dataclass(eq=False)
@@ -137,6 +139,7 @@ class Step:
     rows: int = 0  # samples that went backward since the last update
     _weight: Tensor | None = None  # of those samples, where the loss gives weights
     _loss: Tensor | None = None  # of those samples, so far
+    _tokens: Tensor | float = 0.0  # of those samples, without padding
     _part: Batch | None = None  # the last micro-batch
     _forwards: list[tuple[int, int]] = field(default_factory=list)  # of the step: from which node of autograd to which
     last: Figures | None = None
@@ -167,12 +170,13 @@ class Step:
 
     def attempt(self, batch: Batch) -> Tensor:
         """All of it; the mean loss. An error leaves the state of the last completed step."""
-        engine = self._engine
+        engine, tokens = self._engine, real_tokens(batch)
         with self._counting.of(batch):
             try:
                 with self._peers.telling():
                     engine.begin()
                     self._loss = self._forward_backward(engine.job.cut(batch, engine.plan.micro_batches))
+                    self._tokens = tokens
                     loss = self.update().loss
                     assert loss is not None
             except BaseException as error:
@@ -247,6 +251,7 @@ class Step:
         if torch.is_grad_enabled():
             rows = engine.job.rows(batch, engine.plan.micro_batch) or engine.plan.micro_batch
             self._open.append(Open(shown, total, weight, rows, engine.plan.loss or MEAN))
+            self._tokens = self._tokens + real_tokens(batch)
         return shown
 
     def accept(self, loss: Tensor, samples: int, weight: Tensor | float | None) -> None:
@@ -265,6 +270,7 @@ class Step:
             )
         self._refuse_of_another_forward(loss)
         self._open.append(Open(loss, total, weight, samples, MEAN))
+        self._tokens = math.nan
 
     def _refuse_of_another_forward(self, loss: Tensor) -> None:
         """Raises unless the loss is made of the run's model, inside of `forward`, in this step."""
@@ -302,10 +308,10 @@ class Step:
                 f"run.update() after {self.rows} of {engine.plan.share} samples: run.backward every micro-batch first"
             )
         self._progress.enter(Phase.UPDATE)
-        loss = self._loss
+        loss, tokens = self._loss, self._tokens
         if engine.ranks.are_several:
             with placed.lanes.computing(Task.NORM):
-                loss, norm, scale = self._agreement.reach(self._loss, self._weight, self.rows)
+                loss, norm, tokens, scale = self._agreement.reach(self._loss, self._weight, tokens, self.rows)
         else:
             if self._loss is not None and self._weight is not None:
                 loss = self._loss / self._weight
@@ -317,7 +323,7 @@ class Step:
         if engine.timeline is not None:
             engine.timeline.end_step()
         now = time.perf_counter()
-        self.last, self._clock = Figures(loss, norm, now - self._clock), now
+        self.last, self._clock = Figures(loss, norm, now - self._clock, tokens), now
         return self.last
 
     def _norm(self) -> tuple[Tensor, float]:
@@ -364,7 +370,7 @@ class Step:
         placed.gradients.clear()
         self._open.clear()
         self._forwards.clear()
-        self.rows, self._weight, self._part, self._loss = 0, None, None, None
+        self.rows, self._tokens, self._weight, self._part, self._loss = 0, 0.0, None, None, None
 
 
 def _node_number() -> int:

@@ -22,6 +22,7 @@ from anyfit.values.graph import Graph, Parameter, UpdateRule, Value
 from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import LossRule
 from anyfit.values.memento import Memento
+from anyfit.values.tokens import tokens_by_shape
 from anyfit.values.units import show_bytes, show_seconds
 
 from .around import NeedsValues, TooDear, dense, leaving_no_mark, saying
@@ -305,7 +306,7 @@ def _written(
     return Graph(
         model=type(model).__name__,
         micro_batch=micro_batch,
-        tokens=tokens_in(batch, micro_batch),
+        tokens=tokens_by_shape(batch, micro_batch),
         batch_bytes=_host_bytes(job, batch),
         precision=job.precision,
         parameters=tuple(
@@ -359,11 +360,3 @@ def _host_bytes(job: Job, batch: Batch) -> int:
     """Bytes of a batch before it is cast: it goes to the device as the user made it."""
     given = dict(named_tensors(job.sample if job.max_sample is None else job.max_sample))
     return sum(tensor.numel() * given.get(name, tensor).element_size() for name, tensor in named_tensors(batch))
-
-
-def tokens_in(batch: Batch, rows: int) -> int:
-    """Tokens are the positions of the first integer tensor with a sequence dimension; without one, samples."""
-    for _, tensor in named_tensors(batch):
-        if tensor.dim() == 2 and not tensor.dtype.is_floating_point:
-            return tensor.shape[0] * tensor.shape[1]
-    return rows

@@ -91,10 +91,11 @@ def test_every_loss_is_that_of_a_plain_loop_over_the_same_batches(whole: Path) -
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     assert options.steps is not None
     scheduler = Schedule(options.schedule, options.steps, round(options.steps * 0.03))(optimizer)
-    losses = []
+    losses, tokens = [], []
     for batch in Loader(rows, 4, 0, 3, True, collate_fn=rows.collate):  # type: ignore[arg-type]
         loss = model(**batch, use_cache=False).loss  # with a cache, transformers would not see that rows are packed
         losses.append(float(loss.detach()))
+        tokens.append(int((batch["input_ids"] != work.tokenizer.pad_token_id).sum()))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -103,6 +104,7 @@ def test_every_loss_is_that_of_a_plain_loop_over_the_same_batches(whole: Path) -
     trained = lines.read(whole / "metrics.jsonl")
     assert [each["loss"] for each in trained] == pytest.approx(losses, rel=1e-4)  # logits in slices round in another way
     assert len(losses) == options.steps
+    assert [each["tokens_per_second"] * each["seconds"] for each in trained] == pytest.approx(tokens)  # without padding
 
 
 def test_adapters_alone_are_trained_and_exported_as_peft_saves_them(place: Path, tmp_path: Path) -> None:

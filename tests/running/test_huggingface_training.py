@@ -52,6 +52,10 @@ def assert_alike(mine: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
     assert (whole[0] - whole[1]).norm() <= 1e-6 * whole[1].norm()
 
 
+def counted_tokens(run: anyfit.Run) -> float:
+    return run.metrics.tokens_per_second * run.metrics.seconds
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_padded_batches_train_alike_for_every_size_of_micro_batch(name: str) -> None:
     head = HEADS[name]
@@ -61,8 +65,11 @@ def test_padded_batches_train_alike_for_every_size_of_micro_batch(name: str) -> 
         plan = replace(hand_written(job, chunk_bytes=2**14), micro_batch=size, accumulation=-(-ROWS // size))
         with started(job, plan) as run:
             for step in range(STEPS):
-                assert float(run.step(batch_of(head, step))) == pytest.approx(losses[step], rel=1e-6)
+                batch = batch_of(head, step)
+                assert float(run.step(batch)) == pytest.approx(losses[step], rel=1e-6)
                 assert run.metrics.gradient_norm == pytest.approx(norms[step], rel=1e-6)
+                if "attention_mask" in batch:
+                    assert counted_tokens(run) == pytest.approx(float(batch["attention_mask"].sum()))
             assert_alike(run.state_dict(), weights)
 
 
