@@ -122,7 +122,7 @@ class AnyfitMixin(Base):
         self.create_scheduler(num_training_steps=max_steps)
         if folder is not None:  # after the scheduler, which has set the learning rates of a first step
             with _random_numbers_untouched():  # which the Trainer restores when it has skipped the batches that were seen
-                self.run.resume(folder)
+                self.run.resume(folder, finds_place=True)
             self.lr_scheduler.load_state_dict(torch.load(folder.parent / SCHEDULER, weights_only=True))
         self.model_wrapped = self.model
         for name in ("model", "optimizer", "lr_scheduler"):

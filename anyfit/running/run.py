@@ -206,9 +206,10 @@ class Run(Parts, Hooks):
         """Waits for a checkpoint that is being written beside the steps, and raises what went wrong with it."""
         self.saves.finish()
 
-    def resume(self, folder: str | Path) -> None:
-        """Takes up weights, optimizer, scheduler, data position and random state from a checkpoint."""
-        self.saves.resume(folder)
+    def resume(self, folder: str | Path, *, finds_place: bool = False) -> None:
+        """Takes up weights, optimizer, scheduler, data position and random state from a checkpoint. A loop that finds its place
+        in its own data is not told which batch is next."""
+        self.saves.resume(folder, finds_place=finds_place)
 
     # ------------------------------------------------------------------ looking
 

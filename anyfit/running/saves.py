@@ -100,7 +100,7 @@ class Saves:
             self.copies.close()
         self.copies = None
 
-    def resume(self, folder: str | Path) -> None:
+    def resume(self, folder: str | Path, *, finds_place: bool = False) -> None:
         self.finish()
         engine, say = self._engine, self._progress.say
         found = load(Path(folder), engine.placed, self._settings, self._extra, self._peers.team)
@@ -116,7 +116,7 @@ class Saves:
             say(f"{folder}: {difference}")
         self._progress.steps, self._progress.skipped = found["steps"], found["skipped"]
         self._data.take_up(self._settings.position(found), found["loader_order"])
-        if self._data.is_of_no_loader and found["steps"]:
+        if self._data.is_of_no_loader and found["steps"] and not finds_place:
             say(f"{folder}: its batches were not from run.loader; the next one to hand over is number {found['steps'] + 1}")
         self._settings.load(found)
 

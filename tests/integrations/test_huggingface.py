@@ -68,6 +68,7 @@ def test_a_resumed_run_logs_the_same_as_one_that_was_not_stopped(runs: Runs, cap
     resumed = trained(AnyfitTrainer, runs.folder / "anyfit", resume="checkpoint-4", dropout=0.1)
     assert logged(resumed)[:-1] == logged(runs.plain)[:-1]  # the last is a mean over the steps since
     assert all(map(torch.equal, weights_of(resumed), weights_of(runs.plain)))
+    assert "run.loader" not in capfd.readouterr().err  # the Trainer skips what it has seen
 
 
 def test_after_training_the_model_is_the_users_again(runs: Runs) -> None:
