@@ -19,10 +19,10 @@ from typing import Any, Literal
 from .planning import searched
 from .planning.answers import answered, as_options, at_limits, change_to, no_plan, shortfall
 from .planning.enough import are_enough, needed_of
-from .planning.fastest import Found, fastest, may_fit, quickly
+from .planning.fastest import Found, fastest, may_fit, most_sharded, quickly
 from .planning.reasons import explained, settled
 from .planning.space import space_of
-from .targets import job_for, name_of, optimizer_class, tell_of_default, with_optimizer
+from .targets import job_for, machine_as_asked, name_of, optimizer_class, tell_of_default, with_optimizer
 from .values.answers import Outcome
 from .values.graph import Graph
 from .values.job import Job
@@ -50,6 +50,8 @@ MACHINES_OFFERED = 2
 TIMES_SHORTER = (2, 4)
 SMALLER_OPTIMIZERS = ("adafactor", "sgd")
 LORA_RANK = 16
+NODE_GPUS = (2, 4, 8)
+TIMES_NODES = (2, 4)
 
 
 @dataclass
@@ -119,6 +121,12 @@ class Question:
     options: Mapping[str, Any]  # of targets.job_for
     machine_for: Callable[[str | None], Machine]  # by name, with the limits that were given
     machine_name: str | None = None  # None: the machine that is here
+    # By name, with so many GPUs and nodes, and the same limits; without a word.
+    machine_as_asked: Callable[[str | None, int | None, int | None], Machine] = field(
+        default_factory=lambda: partial(machine_as_asked, device_memory=None, host_memory=None)
+    )
+    gpus: int | None = None  # in each node, where somebody asked for so many
+    nodes: int | None = None
 
     def traced_first(self, **more: Any) -> Traced:
         """What the others are compared with. Of a kind of model that may be meant as a folder, it says so."""
@@ -138,8 +146,6 @@ def planned(question: Question, machine: Machine) -> Plan:
     if found is not None:
         return found
     verdict = no_plan(profile, partial(_flags, machine, question.machine_name))
-    if profile.divisions:
-        raise verdict
     raise verdict.with_changes((*verdict.changes, *nearest_changes(question, traced, machine, profile, verdict)))
 
 
@@ -156,15 +162,16 @@ def _flags(machine: Machine, name: str | None, limits: Mapping[str, str]) -> str
 
 
 def nearest_changes(question: Question, traced: Traced, machine: Machine, profile: Profile, verdict: NoPlan) -> Iterator[Change]:
-    """Changes that fit, each planned: a smaller batch, a shorter length, another optimizer, adapters alone, another card."""
-    of_function = ":" in question.target
+    """Changes that fit, each planned: a smaller batch, a shorter length, another optimizer, adapters alone, more GPUs, another
+    card."""
+    of_function, ranks = ":" in question.target, profile.ranks
     if traced.job.micro_batch is not None and not traced.job.real_run:
         smaller = Traced(replace(traced.job, micro_batch=None)).profile(machine)
         sizes = [each for each in smaller.passes if each.micro_batch < traced.job.micro_batch]
         tried = (change_to(f"Job(micro_batch={each.micro_batch})", replace(smaller, passes=(each,))) for each in sizes)
         yield from islice((change for change in tried if change is not None), 1)
     fitting: list[Change] = []
-    for size in sorted({each.micro_batch for each in profile.passes if each.micro_batch < profile.batch_size}):
+    for size in sorted({ranks * each.micro_batch for each in profile.passes if ranks * each.micro_batch < profile.batch_size}):
         what = f"Job(batch_size={size})" if of_function else f"--batch {size}"
         change = change_to(what, traced.profile(machine, size))
         if change is None:
@@ -175,17 +182,17 @@ def nearest_changes(question: Question, traced: Traced, machine: Machine, profil
         yield from islice(_shorter(question, machine, profile, verdict), 1)
         yield from _other_optimizers(traced, machine, profile)
         yield from _adapted(question, machine)
+    yield from islice(_more_gpus(question, machine, profile), 1)
     if machine.limits.device_bytes is None:  # else it is no card that is too small
-        yield from islice(_other_machines(traced, machine, profile), MACHINES_OFFERED)
+        yield from islice(_other_machines(question, traced, machine, profile), MACHINES_OFFERED)
 
 
 def _shorter(question: Question, machine: Machine, profile: Profile, verdict: NoPlan) -> Iterator[Change]:
-    smallest, state = profile.passes[-1], profile.state
+    smallest = profile.passes[-1]
     length = smallest.tokens // smallest.micro_batch
-    held = state.parameters + state.masters + state.optimizer
-    if verdict.tier == "host" and held > profile.device_limit_bytes + profile.host_limit_bytes:
+    if verdict.tier == "host" and not _holds_state(machine, profile):
         return  # shorter samples need less of activations alone
-    larger = replace(profile, device_limit_bytes=profile.device_limit_bytes + verdict.shortfall_bytes)
+    larger = replace(most_sharded(profile), device_limit_bytes=profile.device_limit_bytes + verdict.shortfall_bytes)
     if verdict.tier == "device" and not may_fit(larger, space_of(larger)):
         return  # nor is that all that is missing
     for times in TIMES_SHORTER:
@@ -198,6 +205,13 @@ def _shorter(question: Question, machine: Machine, profile: Profile, verdict: No
         change = change_to(f"--seq {length // times}", traced.profile_that_fits(machine))
         if change is not None:
             yield change
+
+
+def _holds_state(machine: Machine, profile: Profile) -> bool:
+    """Whether the devices and hosts of a machine together have room for the state of the job, which the profile is of."""
+    state, (node, nodes) = profile.state, machine.rank_grid()
+    there = node * machine.device_limit_bytes + min(node * machine.host_limit_bytes, int(machine.host.memory_bytes.value))
+    return state.parameters + state.masters + state.optimizer <= nodes * there
 
 
 def _other_optimizers(traced: Traced, machine: Machine, profile: Profile) -> Iterator[Change]:
@@ -223,16 +237,48 @@ def _adapted(question: Question, machine: Machine) -> Iterator[Change]:
         yield change
 
 
-def _other_machines(traced: Traced, machine: Machine, profile: Profile) -> Iterator[Change]:
-    """The smallest presets of the same kind that have more of something, and enough of all, with the limit that was given."""
-    space = space_of(profile)
-    presets = [(name, Machine.load(name).as_if(host_memory=machine.limits.host_bytes)) for name in Machine.presets()]
-    for name, other in sorted(presets, key=lambda pair: (pair[1].device_limit_bytes, pair[1].host_limit_bytes)):
-        limits = {"device_limit_bytes": other.device_limit_bytes, "host_limit_bytes": other.host_limit_bytes}
-        has_more = any(limit > getattr(profile, tier) for tier, limit in limits.items())
-        if other.device.kind != machine.device.kind or other.device.name == machine.device.name or not has_more:
+def _more_gpus(question: Question, machine: Machine, profile: Profile) -> Iterator[Change]:
+    """Twice as many and more in each node; of a cluster, more nodes. A batch that nobody gave grows with them."""
+    if machine.device.kind != "cuda":
+        return
+    count, nodes = machine.device.count, machine.nodes
+    counts: list[tuple[str, int | None, int | None]]
+    counts = [(f"--gpus {gpus}", gpus, question.nodes) for gpus in NODE_GPUS if gpus > count]
+    if nodes > 1 or not counts:
+        counts += [(f"--nodes {nodes * times}", question.gpus, nodes * times) for times in TIMES_NODES]
+    for what, gpus, more in counts:
+        try:
+            larger = question.machine_as_asked(question.machine_name, gpus, more)
+            if not _holds_state(larger, profile):
+                continue
+            traced = question.traced(ranks=math.prod(larger.rank_grid()))
+            change = change_to(what, traced.profile_that_fits(larger))
+        except ValueError:  # of links that nobody knows, or a batch that cannot be cut so
             continue
-        like = replace(profile, **limits)  # type: ignore[arg-type]
+        if change is not None:
+            yield change
+
+
+def _other_machines(question: Question, traced: Traced, machine: Machine, profile: Profile) -> Iterator[Change]:
+    """The smallest presets of the same kind, with as many GPUs, that have more of something, and enough of all, with the limit
+    that was given."""
+    own = most_sharded(profile)
+    space = space_of(own)
+    presets = []
+    for name in Machine.presets():
+        try:
+            other = question.machine_as_asked(name, question.gpus, question.nodes)
+        except ValueError:  # with as many GPUs as were asked for
+            continue
+        if (other.device.kind, other.rank_grid()) == (machine.device.kind, machine.rank_grid()):
+            presets.append((name, other))
+    for name, other in sorted(presets, key=lambda pair: (pair[1].device_limit_bytes, pair[1].host_limit_bytes)):
+        host = min(other.host_limit_bytes, int(other.host.memory_bytes.value) // other.rank_grid()[0])
+        limits = {"device_limit_bytes": other.device_limit_bytes, "host_limit_bytes": host}
+        has_more = any(limit > getattr(own, tier) for tier, limit in limits.items())
+        if other.device.name == machine.device.name or not has_more:
+            continue
+        like = replace(own, **limits)  # type: ignore[arg-type]
         if not may_fit(like, space and space.with_limits_of(like)):
             continue
         change = change_to(f"--machine {name}", traced.profile(other))

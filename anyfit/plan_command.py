@@ -13,7 +13,7 @@ from . import asking
 from .ending import end, outcome_json
 from .showing.printing import console, print_json
 from .showing.terminal import show_beside, show_plan, show_ranking
-from .targets import machine_for
+from .targets import machine_as_asked, machine_for
 from .values.answers import ranked
 from .values.plan import NoPlan
 from .values.record import refuse_unwritable
@@ -49,7 +49,8 @@ class Ask:
         self._options: dict[str, Any] = {name: getattr(self, name) for name in names}
         limits = {"device_memory": self.device_memory, "host_memory": self.host_memory}
         by_name = cache(partial(machine_for, gpus=self.gpus, nodes=self.nodes, **limits))  # says once what is not as described
-        self._question = asking.Question(self.target, self._options, by_name, self.machine)
+        as_asked = partial(machine_as_asked, device_memory=self.device_memory, host_memory=self.host_memory)
+        self._question = asking.Question(self.target, self._options, by_name, self.machine, as_asked, self.gpus, self.nodes)
         if self.compare is not None:
             return self._compare(self.compare)
         if self.tokens is not None or self.price is not None:

@@ -71,15 +71,21 @@ def machine_for(
 ) -> Machine:
     """The machine that is here, within these limits; or one that is described, as if it had so much, which is said where it has
     less."""
+    machine = machine_as_asked(name, gpus, nodes, device_memory, host_memory)
+    for line in () if name is None else machine.beyond(Machine.load(name).with_devices(gpus, nodes)):
+        print(line, file=sys.stderr)
+    return machine
+
+
+def machine_as_asked(
+    name: str | None, gpus: int | None, nodes: int | None, device_memory: str | None, host_memory: str | None
+) -> Machine:
+    """The same, without a word."""
     from . import probe
 
     if name is None:
         return probe().with_devices(gpus, nodes).with_limits(device_memory, host_memory)
-    described = Machine.load(name).with_devices(gpus, nodes)
-    machine = described.as_if(device_memory, host_memory)
-    for line in machine.beyond(described):
-        print(line, file=sys.stderr)
-    return machine
+    return Machine.load(name).with_devices(gpus, nodes).as_if(device_memory, host_memory)
 
 
 @doing("making the job")

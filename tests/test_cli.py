@@ -296,6 +296,20 @@ def test_each_remedy_of_a_card_that_is_too_small_can_be_typed_and_works(anyfit: 
     assert said == f"l4 is described with 3.00 GiB of host memory; planning for {size.replace('GiB', ' GiB')} as you asked\n"
 
 
+def test_each_remedy_for_several_ranks_can_be_typed_and_works(anyfit: Command, tmp_path: Path) -> None:
+    """The same as for one, and more of them."""
+    card(int(0.9 * 2**30), int(2.1 * 2**30)).save("card.json")
+    shape = {"model_type": "gpt2", "n_layer": 4, "n_embd": 768, "n_head": 4, "vocab_size": 8192, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    asked = ("plan", "config.json", "--batch", "4", "--seq", "32", "--machine", "card.json", "--nodes", "2")
+    done = anyfit(*asked)
+    assert done.status == 3
+    assert " over 2 ranks does not fit: it needs " in done.err
+    typed = type_each(anyfit, asked, done.err)
+    names = ["--host-memory", "--device-memory", "--optimizer", "--optimizer", "--lora", "--nodes", "--machine", "--machine"]
+    assert [words[0] for words in typed] == names
+
+
 def test_the_memory_that_a_run_lacks_can_be_typed_and_is_enough(anyfit: Command) -> None:
     asked = ("fit", "--batch", "1", "--seq", "16", "--dtype", "fp32", "--steps", "1")
     done = anyfit(*asked, "--device-memory", "1MiB", "--folder", "little")
@@ -615,21 +629,16 @@ def test_a_small_model_that_needs_values_is_traced_by_a_real_run(anyfit: Command
     assert "a real run: on the CPU" in anyfit("plan", *asked).out
 
 
-@pytest.mark.parametrize("verb", ["plan", "profile"])
-def test_a_kind_of_model_that_may_be_meant_as_a_folder_is_said_to_be_a_default(
-    anyfit: Command, tmp_path: Path, verb: str
-) -> None:
+def test_a_kind_of_model_that_may_be_meant_as_a_folder_is_said_to_be_a_default(anyfit: Command, tmp_path: Path) -> None:
     (tmp_path / "my-gpt2").mkdir()
     (tmp_path / "my-gpt2" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}')
     asked = ("--machine", "h200", "--batch", "1", "--seq", "8", "--json")
-    done = anyfit(verb, "gpt2", *asked)
-    assert done.err == (
+    assert anyfit("plan", "gpt2", *asked).err == (
         "gpt2 is no folder here: this is about the default GPT2Config of transformers; for another model, name its folder or "
         "config.json, such as my-gpt2\n"
     )
-    named = anyfit(verb, "my-gpt2", *asked)
-    assert (named.status, named.err) == (0, "")
-    assert len(named.out) < len(done.out)  # of one block, not of twelve
+    assert anyfit("plan", "my-gpt2", *asked).err == ""
+    assert anyfit("profile", "gpt2-small", *asked).err == ""
 
 
 MISTYPED = [

@@ -16,7 +16,7 @@ from anyfit.values.plan import Change, Decision, NoPlan, Plan
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
 
-from .fastest import Found, fastest, quickly
+from .fastest import Found, fastest, most_sharded, quickly
 from .forecast import forecast
 from .local_search import CLOSE, WORTH
 from .reasons import explained, settled
@@ -119,8 +119,7 @@ def as_options(limits: Mapping[str, str]) -> str:
 
 def no_plan(profile: Profile, typed: Typed = in_python) -> NoPlan:
     """The verdict on a profile of which nothing fits, with the memory that was found to be enough."""
-    if profile.divisions:  # the most that can be sharded is what needs least
-        profile = profile.sharded(profile.divisions[-1])
+    profile = most_sharded(profile)
     verdict = shortfall(profile)
     enough = ((typed(limits), seconds) for limits, seconds in _enough_memory(profile, verdict))
     changes = tuple(Change(what, seconds) for what, seconds in enough if what is not None)
@@ -129,8 +128,7 @@ def no_plan(profile: Profile, typed: Typed = in_python) -> NoPlan:
 
 def shortfall(profile: Profile) -> NoPlan:
     """The verdict alone."""
-    if profile.divisions:
-        profile = profile.sharded(profile.divisions[-1])
+    profile = most_sharded(profile)
 
     def lacking(what: str, needed: int, limit: int, tier: Literal["device", "host"]) -> NoPlan:
         ranks = "" if profile.division is None else f" over {profile.division.ranks} ranks"

@@ -141,8 +141,15 @@ def _fastest_in(space: Space, micro_batches: list[int], under: float, starts: in
     return min(offers, key=lambda offer: handicapped(space, offer), default=None)
 
 
+def most_sharded(profile: Profile) -> Profile:
+    """Of several ranks, the one rank's that needs least."""
+    return profile.sharded(profile.divisions[-1]) if profile.divisions else profile
+
+
 def quickly(profile: Profile, space: Space | None = None) -> Found | None:
-    """A plan, if not the very fastest: of the largest micro-batch that may fit. `space` is one of a profile with other limits."""
+    """A plan, if not the very fastest: of the largest micro-batch that may fit. `space` is one of a profile with other limits. Of
+    several ranks it is one rank's, with all sharded that can be."""
+    profile = most_sharded(profile)
     space = space_of(profile) if space is None else space.with_limits_of(profile)
     passes = may_fit(profile, space)[: None if space is None else SIZES_TRIED]
     return fastest(replace(profile, passes=passes), space, starts=1) if passes else None
