@@ -330,6 +330,15 @@ def test_each_remedy_of_llama_8b_on_an_rtx_4090_can_be_typed_and_works(anyfit: C
     assert {words[0] for words in typed} == {"--host-memory", "--device-memory", "--optimizer", "--lora", "--machine"}
 
 
+@pytest.mark.full
+def test_more_gpus_are_offered_where_they_hold_together_what_one_does_not(anyfit: Command) -> None:
+    limits = ("--device-memory", "14GiB", "--host-memory", "3GiB")
+    asked = ("plan", "llama-1b", "--machine", "l4", *limits, "--seq", "256")
+    done = anyfit(*asked)
+    assert done.status == 3
+    assert ["--gpus", "4"] in type_each(anyfit, asked, done.err)
+
+
 def test_of_the_machine_that_is_here_more_memory_is_a_question_and_no_limit(
     anyfit: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,9 +109,14 @@ def test_every_loss_is_that_of_a_plain_loop_over_the_same_batches(whole: Path) -
 
 def test_adapters_alone_are_trained_and_exported_as_peft_saves_them(place: Path, tmp_path: Path) -> None:
     folder = tmp_path / "adapters"
-    fit(place / "tiny-qwen3", "--data", place / "chats.jsonl", *HOW, "--lora", "4", "--epochs", "1", "--folder", folder)
-    losses = [each["loss"] for each in lines.read(folder / "metrics.jsonl")]
-    assert losses[-1] < losses[0]
+    how = [*HOW, "--lora", "4", "--epochs", "1", "--report-to", "tensorboard"]
+    fit(place / "tiny-qwen3", "--data", place / "chats.jsonl", *how, "--folder", folder)
+    for name, key in (("metrics.jsonl", "loss"), ("logged.jsonl", "evaluation_loss")):
+        found = [each[key] for each in lines.read(folder / name)]
+        assert found[-1] < found[0]
+    looked = [each["step"] for each in lines.read(folder / "logged.jsonl")]
+    assert [each["step"] for each in lines.read(folder / "samples.jsonl")[::3]] == looked
+    assert any((folder / "tensorboard").iterdir())
     plan = anyfit.Plan.load(folder / "plan.json")
     assert 0 < (plan.trainable or 0) < (plan.frozen or 0)
     base: Any = transformers.AutoModelForCausalLM.from_pretrained(place / "tiny-qwen3")
