@@ -245,6 +245,21 @@ def test_of_chats_with_tools_calls_and_answers_are_learnt_as_transformers_marks_
 
 
 @pytest.mark.parametrize(
+    ("name", "learnt"),
+    [
+        ("qwen2_5", '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\nyes<|im_end|>\n'),
+        ("llama3_1", '{"name": "weather", "parameters": {"city": "Paris"}}<|eot_id|>yes<|eot_id|>'),
+    ],
+)
+def test_templates_that_models_come_with_show_calls(name: str, learnt: str, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    (sample,) = encoded({"messages": CALLED, "tools": [WEATHER]}, tmp_path, template=template)
+    assert learnt in told(sample)[1]
+    assert "31" not in told(sample)[1]
+
+
+@pytest.mark.parametrize(
     ("template", "says"),
     [
         (
