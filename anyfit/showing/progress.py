@@ -16,6 +16,15 @@ from anyfit.values.units import show_bytes, show_count, show_seconds
 FAR_OFF = 2  # times a forecast's own error
 
 
+def against(measured: float, forecast: float) -> str:
+    """How much more was measured than forecast.
+
+    >>> against(3.0, 2.0), against(1.0, 2.0), against(0.9999, 1.0)
+    ('+50%', '-50%', '+0%')
+    """
+    return f"{round(measured / forecast - 1, 2) + 0.0:+.0%}"
+
+
 @dataclass(frozen=True)
 class Beat:
     """One step as a watcher sees it."""
@@ -31,14 +40,14 @@ class Beat:
     saved: float | None = None  # share of the checkpoint that is being written
 
     def text(self, plan: Plan) -> str:
-        drift = self.seconds / plan.forecast.seconds_with(self.clipped_share) - 1
+        drift = against(self.seconds, plan.forecast.seconds_with(self.clipped_share))
         to_go = 0 if self.steps is None else self.steps - self.step
         left = f", {show_seconds(to_go * self.seconds)} left" if to_go else ""
         limit = show_bytes(plan.limit_bytes["device"])
         saving = "" if self.saved is None else f", checkpoint {self.saved:.0%} written"
         return (
             f"loss {self.loss:.3f}, {show_count(self.tokens_per_second)} tokens/s, {self.compute_share:.0%} of peak compute, "
-            f"memory {show_bytes(self.peak_bytes)} of {limit}{left}, {drift:+.0%} against the forecast{saving}"
+            f"memory {show_bytes(self.peak_bytes)} of {limit}{left}, {drift} against the forecast{saving}"
         )
 
 

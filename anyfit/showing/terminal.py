@@ -21,6 +21,7 @@ from anyfit.values.profile import BlockCost, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
 from anyfit.values.weights import Match
 
+from .progress import against
 from .tables import Column, side_by_side, table
 
 BAR_CELLS = 40
@@ -298,7 +299,7 @@ def _beside_measured(rows: Sequence[Beside]) -> Table:
     for row in rows:
         band = "" if row.error is None else f" ± {row.error:.0%}"
         measured = "not measured" if row.measured is None else row.show(row.measured)
-        off = f"{row.measured / row.predicted - 1:+.0%}" if row.measured and row.predicted else ""
+        off = against(row.measured, row.predicted) if row.measured and row.predicted else ""
         table.add_row(row.name, f"{row.show(row.predicted)}{band}", measured, off)
     return table
 
