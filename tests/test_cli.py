@@ -251,11 +251,36 @@ def test_machines_are_ranked_by_time_and_cost_and_those_too_small_come_last(anyf
     assert f"does not fit: {show_bytes(rows[3]['shortfall_bytes'])} of " in " ".join(shown.split())
 
 
-def test_each_change_that_is_offered_where_nothing_fits_does_what_it_says(anyfit: Command) -> None:
-    asked = ("plan", "demo", "--machine", "small.json", "--dtype", "fp32", "--batch", "8", "--seq", "256")
-    done = anyfit(*asked, "--device-memory", "4MiB")
+@pytest.mark.parametrize(
+    ("dtype", "limits", "names"),
+    [
+        ("fp32", ("--device-memory", "4MiB"), ["--device-memory", "--seq"]),
+        (
+            "bf16",  # micro-batches add their gradients up in fp32, on the host: a smaller batch needs less of it
+            ("--device-memory", "4MiB", "--host-memory", "12MiB"),
+            ["--host-memory", "--device-memory", "--batch", "--seq", "--optimizer", "--optimizer"],
+        ),
+    ],
+)
+def test_each_change_that_is_offered_where_nothing_fits_does_what_it_says(
+    anyfit: Command, dtype: str, limits: tuple[str, ...], names: list[str]
+) -> None:
+    length = "256" if dtype == "fp32" else "128"
+    asked = ("plan", "demo", "--machine", "small.json", "--dtype", dtype, "--batch", "8", "--seq", length, *limits)
+    done = anyfit(*asked)
     assert done.status == 3
-    assert [name for name, *_ in type_each(anyfit, (*asked, "--device-memory", "4MiB"), done.err)] == ["--device-memory", "--seq"]
+    assert [name for name, *_ in type_each(anyfit, asked, done.err)] == names
+
+
+def test_a_smaller_batch_is_offered_to_a_function_as_it_would_be_written(anyfit: Command, tmp_path: Path) -> None:
+    file, made = tmp_path / "own.py", "from anyfit import demo\ndef job():\n    return demo.job(batch_size={}, length=128)\n"
+    asked = ("plan", "own.py:job", "--machine", "small.json", "--device-memory", "4MiB", "--host-memory", "12MiB")
+    file.write_text(made.format("8, precision='bf16'"))
+    done = anyfit(*asked)
+    ((size, said),) = re.findall(r"^  Job\(batch_size=(\d+)\): (\S+ \S+) a step$", done.err, re.MULTILINE)
+    file.write_text(made.format(f"{size}, precision='bf16'"))
+    sys.modules.pop("own")
+    assert printed(anyfit(*asked, "--json")).forecast.step_seconds <= 1.01 * seconds_of(said)
 
 
 def type_each(anyfit: Command, asked: tuple[str, ...], verdict: str) -> list[list[str]]:
