@@ -48,7 +48,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "whole"
     output = finish(fit("--folder", folder, "--steps", str(STEPS), *SMALL))
     assert f"step {STEPS} of {STEPS}" in output
-    assert "predicted" in output
+    assert "against forecast" in output
     return folder
 
 
