@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from . import fitting
 from .finetune import options as finetune
 from .reporting import Reports
+from .targets import folders_here
+from .values.record import nearest
 
 if TYPE_CHECKING:
     from .running.launch import Launch
@@ -122,8 +124,10 @@ class Fit:
 
     def _refuse_unless_folder(self, *, is_restarted: bool) -> None:
         if not (self.script and self.script.is_dir()):
+            near = nearest(str(self.script), folders_here())
             raise FileNotFoundError(
                 f"no folder {self.script}; a model on the hub is fetched first: hf download {self.script} --local-dir FOLDER"
+                + (near if "?" in near else "")
             )
         if self.data is None:
             raise ValueError(f"{self.script} is a folder; say what to train it on: --data data.jsonl")

@@ -302,7 +302,8 @@ def resumed_options(folder: Path) -> DemoOptions | FinetuneOptions:
     """What a run was told: of the demo, or of fine-tuning a folder."""
     file = folder / "run.json"
     if not file.exists():
-        raise FileNotFoundError(f"no run to resume in {folder}: it has no run.json")
+        run = next((each for each in folder.parents if (each / "run.json").exists()), None)
+        raise FileNotFoundError(f"no run to resume in {folder}: it has no run.json" + (f"; --resume {run} has" if run else ""))
     try:
         document = json.loads(file.read_text())
     except ValueError as error:

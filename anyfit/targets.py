@@ -139,12 +139,17 @@ def tell_of_default(target: str) -> None:
         return
     kinds = _quiet_transformers().CONFIG_MAPPING
     if target in kinds:
-        here = sorted(file.parent.name for file in Path().glob("*/config.json") if target in file.parent.name.lower())
+        here = [name for name in folders_here() if target in name.lower()]
         print(
             f"{target} is no folder here: this is about the default {kinds[target].__name__} of transformers; for another model, "
             f"name its folder or config.json{f', such as {here[0]}' if here else ''}",
             file=sys.stderr,
         )
+
+
+def folders_here() -> list[str]:
+    """Names of Hugging Face folders in the one that the command line is used in."""
+    return sorted(file.parent.name for file in Path().glob("*/config.json"))
 
 
 def name_of(target: str) -> str:
@@ -172,7 +177,7 @@ def _config_named(target: str) -> Any:
         raise ValueError(f"{target} is a file; name the function in it that returns a Job: {target}:job")
     transformers = _quiet_transformers()
     if not on_disk and "/" not in target and target not in transformers.CONFIG_MAPPING:
-        known = ("demo", *SIZES, *transformers.CONFIG_MAPPING)
+        known = (*folders_here(), "demo", *SIZES, *transformers.CONFIG_MAPPING)
         raise ValueError(
             f"{target!r} names no function; write package.module:function or file.py:function, or 'demo', a size such as "
             f"gpt2-4b, a Hugging Face model type, folder or config.json{nearest(target, known)}"

@@ -119,6 +119,8 @@ def _kind(file: Path, columns: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         (missing for kind, needed in KINDS.items() if kind in columns for missing in needed if missing not in columns), None
     )
     hint = f"; {half!r} is missing" if half is not None else ""
+    if "conversations" in columns:
+        hint = "; rename conversations to messages, and in each of these from and value to role and content"
     hint = hint or next((found for kind in KINDS for name in columns if "?" in (found := nearest(name, [kind]))), "")
     raise ValueError(f"{file} has the columns {', '.join(columns)}, and examples are read by one of these: {known}{hint}")
 

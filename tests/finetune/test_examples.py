@@ -60,6 +60,10 @@ def test_a_field_that_only_some_messages_have_is_not_given_to_the_others(tmp_pat
             "has the columns question, answer, and examples are read by one of these",
         ),
         ('{"message": []}\n', "did you mean 'messages'?"),
+        (
+            '{"conversations": []}\n',
+            "; rename conversations to messages, and in each of these from and value to role and content",
+        ),
         ('{"prompt": "a", "response": "b"}\n', "'completion' is missing"),
         ('{"text": "a"}\n{"text": 3}\n', "data.jsonl, line 2: text is a int, not a string"),
         ('{"prompt": "a", "completion": "b"}\n{"text": "c"}\n', "line 2: it has no prompt"),

@@ -376,6 +376,8 @@ def test_chats_without_an_answer_are_told_from_answers_that_are_cut_off(whole: P
     [
         (["tiny-qwen3"], "tiny-qwen3 is a folder; say what to train it on: --data data.jsonl"),
         (["missing", "--data", "chats.jsonl"], "no folder missing; a model on the hub is fetched first: hf download missing"),
+        (["tiny-qwen", "--data", "chats.jsonl"], "--local-dir FOLDER; did you mean 'tiny-qwen3'?"),
+        (["--resume", "old/checkpoints"], "no run to resume in old/checkpoints: it has no run.json; --resume old has"),
         (["--data", "chats.jsonl"], "--data is for a Hugging Face folder; name it: anyfit fit FOLDER --data data.jsonl"),
         (["--lr", "1e-3"], "--lr is for a Hugging Face folder"),
         (["--epochs", "2", "script.py"], "--epochs is an option of a folder; give your script its own arguments after its name"),
@@ -425,6 +427,8 @@ def refusable(place: Path) -> Callable[[], None]:
         for name in ("empty", "pickled", "wordless"):
             (place / name).mkdir()
         (place / "runs" / "chats").mkdir(parents=True, exist_ok=True)
+        (place / "old" / "checkpoints").mkdir(parents=True)
+        (place / "old" / "run.json").write_text("{}")
         config = tiny.config().to_json_string()
         (place / "pickled" / "config.json").write_text(config)
         (place / "pickled" / "pytorch_model.bin").write_bytes(b"")
