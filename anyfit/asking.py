@@ -202,9 +202,7 @@ def _shorter(question: Question, machine: Machine, profile: Profile, verdict: No
             traced = question.traced(seq=length // times)
         except ValueError:  # no model of text
             return
-        change = change_to(f"--seq {length // times}", traced.profile_that_fits(machine))
-        if change is not None:
-            yield change
+        yield from _fitting(f"--seq {length // times}", traced.profile_that_fits(machine))
 
 
 def _holds_state(machine: Machine, profile: Profile) -> bool:
@@ -219,9 +217,7 @@ def _other_optimizers(traced: Traced, machine: Machine, profile: Profile) -> Ite
     for name in SMALLER_OPTIMIZERS:
         other = traced.updated_by(name).profile(machine)
         if other.state.optimizer < profile.state.optimizer:
-            change = change_to(f"--optimizer {name}", other)
-            if change is not None:
-                yield change
+            yield from _fitting(f"--optimizer {name}", other)
 
 
 def _adapted(question: Question, machine: Machine) -> Iterator[Change]:
@@ -229,12 +225,10 @@ def _adapted(question: Question, machine: Machine) -> Iterator[Change]:
     if question.options.get("lora") is not None:
         return
     try:
-        traced = question.traced(lora=LORA_RANK)
-        change = change_to(f"--lora {LORA_RANK}", traced.profile_that_fits(machine))
+        adapted = question.traced(lora=LORA_RANK).profile_that_fits(machine)
     except (ImportError, ValueError):  # no PEFT here, or no model that it knows
         return
-    if change is not None:
-        yield change
+    yield from _fitting(f"--lora {LORA_RANK}", adapted)
 
 
 def _more_gpus(question: Question, machine: Machine, profile: Profile) -> Iterator[Change]:
@@ -251,39 +245,52 @@ def _more_gpus(question: Question, machine: Machine, profile: Profile) -> Iterat
             larger = question.machine_as_asked(question.machine_name, gpus, more)
             if not _holds_state(larger, profile):
                 continue
-            traced = question.traced(ranks=math.prod(larger.rank_grid()))
-            change = change_to(what, traced.profile_that_fits(larger))
-        except ValueError:  # of links that nobody knows, or a batch that cannot be cut so
+            fitting = question.traced(ranks=math.prod(larger.rank_grid())).profile_that_fits(larger)
+        except ValueError:  # of links that nobody knows, or a batch that so many ranks cannot share
             continue
-        if change is not None:
-            yield change
+        yield from _fitting(what, fitting)
 
 
 def _other_machines(question: Question, traced: Traced, machine: Machine, profile: Profile) -> Iterator[Change]:
-    """The smallest presets of the same kind, with as many GPUs, that have more of something, and enough of all, with the limit
-    that was given."""
-    own = most_sharded(profile)
+    """The smallest presets of the same kind that have more of something, and enough of all, with the limit that was given: first
+    those with as many GPUs."""
+    own, grid = most_sharded(profile), machine.rank_grid()
     space = space_of(own)
-    presets = []
+    for name, other in sorted(_presets(question, machine), key=lambda pair: _size(pair[1], grid)):
+        host = min(other.host_limit_bytes, int(other.host.memory_bytes.value) // other.rank_grid()[0])
+        like = replace(own, device_limit_bytes=other.device_limit_bytes, host_limit_bytes=host)
+        if other.rank_grid() == grid:
+            has_more = like.device_limit_bytes > own.device_limit_bytes or host > own.host_limit_bytes
+            if has_more and other.device.name != machine.device.name and may_fit(like, space and space.with_limits_of(like)):
+                yield from _fitting(f"--machine {name}", traced.profile(other))
+        elif math.prod(other.rank_grid()) > math.prod(grid) and _holds_state(other, profile):
+            try:
+                larger = question.traced(ranks=math.prod(other.rank_grid()))
+                yield from _fitting(f"--machine {name}", larger.profile_that_fits(other))
+            except ValueError:  # a batch that so many ranks cannot share
+                continue
+
+
+def _presets(question: Question, machine: Machine) -> Iterator[tuple[str, Machine]]:
+    """Of the same kind, with as many GPUs and nodes as were asked for."""
     for name in Machine.presets():
         try:
             other = question.machine_as_asked(name, question.gpus, question.nodes)
-        except ValueError:  # with as many GPUs as were asked for
+        except ValueError:  # it has no links for so many
             continue
-        if (other.device.kind, other.rank_grid()) == (machine.device.kind, machine.rank_grid()):
-            presets.append((name, other))
-    for name, other in sorted(presets, key=lambda pair: (pair[1].device_limit_bytes, pair[1].host_limit_bytes)):
-        host = min(other.host_limit_bytes, int(other.host.memory_bytes.value) // other.rank_grid()[0])
-        limits = {"device_limit_bytes": other.device_limit_bytes, "host_limit_bytes": host}
-        has_more = any(limit > getattr(own, tier) for tier, limit in limits.items())
-        if other.device.name == machine.device.name or not has_more:
-            continue
-        like = replace(own, **limits)  # type: ignore[arg-type]
-        if not may_fit(like, space and space.with_limits_of(like)):
-            continue
-        change = change_to(f"--machine {name}", traced.profile(other))
-        if change is not None:
-            yield change
+        if other.device.kind == machine.device.kind:
+            yield name, other
+
+
+def _size(machine: Machine, grid: tuple[int, int]) -> tuple[bool, int, int, int]:
+    ranks = machine.rank_grid()
+    return ranks != grid, math.prod(ranks), machine.device_limit_bytes, machine.host_limit_bytes
+
+
+def _fitting(what: str, profile: Profile) -> Iterator[Change]:
+    change = change_to(what, profile)
+    if change is not None:
+        yield change
 
 
 # ---------------------------------------------------------------------- what if
