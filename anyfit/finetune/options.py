@@ -63,7 +63,8 @@ class Options:
             raise ValueError(f"--lr {self.learning_rate}: give a learning rate above 0, such as {LEARNING_RATE}")
         if self.evaluation is not None and self.evaluation_file is None:
             part_of(100, self.evaluation, "--eval")
-        if self.eval_every is not None and self.evaluation is None and not self.samples:
+        is_asked = self.steps is None  # else all was decided
+        if is_asked and self.eval_every is not None and self.evaluation is None and not self.samples:
             raise ValueError("--eval-every: there is nothing to look at; give --eval 5%, or --samples 3")
 
     @property

@@ -353,6 +353,11 @@ def test_a_short_run_is_not_saved_and_evaluated_after_every_step(whole: Path, pl
     assert (options.steps, options.eval_every, options.save_every) == (6, 5, 5)
 
 
+def test_a_run_may_have_nothing_to_look_at(whole: Path, place: Path, tmp_path: Path) -> None:
+    work = decided(tiny.chats(12), tmp_path, place, samples=0)
+    assert (work.evaluation, list(work.shown)) == (None, [])
+
+
 def test_chats_without_an_answer_are_told_from_answers_that_are_cut_off(whole: Path, place: Path, tmp_path: Path) -> None:
     silent = [{"messages": chat["messages"][:1]} for chat in tiny.chats(3)]
     assert "note           3 examples are left out: they have no answer to learn" in (
