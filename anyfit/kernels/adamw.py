@@ -321,7 +321,7 @@ class Begun:
         self._lock = threading.Lock()
         self._times = (ctypes.c_double * 2)()
         self._is_known = False
-        self._process = os.getpid()
+        self._process, self._now_in = os.getpid(), os.getpid  # which outlives this module when Python ends
         self._then: Callable[[tuple[float, float]], None] | None = None
 
     def then(self, call: Callable[[tuple[float, float]], None]) -> None:
@@ -340,7 +340,7 @@ class Begun:
         return bool(self._library.anyfit_is_over(self._handle))
 
     def __del__(self) -> None:
-        if self._process != os.getpid():  # a forked child, which has none of the threads
+        if self._process != self._now_in():  # a forked child, which has none of the threads
             return
         self.synchronize()
         self._library.anyfit_forget(self._handle)

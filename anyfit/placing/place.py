@@ -174,6 +174,8 @@ def place(
         mirrors = Mirrors(state.parameters, state.kept)
         residency = Residency(state, lanes, plan.slots, plan.prefetch)
         closing.callback(residency.close)
+        if carried is not None:
+            residency.leave_out(carried.weights.values())
         bound = Bound(model, state, residency.watched)
         _look_after(model, residency)
         compiled = CompiledBlocks(model, plan.compiled, residency, device, job)

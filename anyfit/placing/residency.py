@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -280,6 +281,14 @@ class Residency:
         self._order.begin()
         self._needed, self._is_ahead = set(), False
         self._fetch_ahead()
+
+    def leave_out(self, views: Iterable[Tensor]) -> None:
+        """These, of weights on the device, are gone before the next step: they are held while a model is placed again."""
+        uses = Counter(each.untyped_storage()._cdata for each in views)
+        for index in self._alone:
+            on_device = self._state.chunks[index].on_device
+            assert on_device is not None
+            self._alone[index] -= uses[on_device.untyped_storage()._cdata]
 
     def settle_kept(self) -> None:
         """Whoever keeps a view of weights on the device reads it without asking: it has to be fresh."""

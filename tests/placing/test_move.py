@@ -139,3 +139,34 @@ def test_a_move_holds_little_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         moved(run, hand_written(job, AWAY, slots=8, chunk_bytes=16384))
         run.step(byte_batches(1, ROWS)[0])
         assert before < most[0] < 1.2 * before
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["nobody", "somebody"])
+def test_a_step_after_a_move_waits_for_updates_where_it_needs_them(is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And at its begin only where somebody keeps a view of the weights, which nobody could hold back."""
+    job, batches = job_for(clip_norm=None), byte_batches(4, ROWS)
+    plan = hand_written(job, ON_HOST, chunk_bytes=4096)
+    with started(job, plan) as run:
+        run.step(batches[0])
+        moved(run, plan)
+        run.step(batches[1])
+        residency = placed_of(run).residency
+        pending: list[tuple[int, int]] = []  # chunks whose update is not waited for, before and after
+        settle_kept = residency.settle_kept
+
+        def count() -> int:
+            return sum(chunk.update.fresh is not None for chunk in placed_of(run).state.chunks)
+
+        def counted() -> None:
+            before = count()
+            settle_kept()
+            pending.append((before, count()))
+
+        monkeypatch.setattr(residency, "settle_kept", counted)
+        with torch.no_grad():
+            view = next(run.model.parameters())[:1] if is_kept else None
+        run.step(batches[2])
+        run.step(batches[3])
+    before, after = pending[-1]
+    assert before > 1
+    assert after == before - (view is not None)
