@@ -17,7 +17,7 @@ import anyfit
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "anyfit"
-ROOMS = ("values", "probing", "tracing", "costing", "planning", "placing", "kernels", "running", "showing", "finetune")
+ROOMS = ("values", "probing", "tracing", "costing", "planning", "placing", "kernels", "running", "showing", "finetune", "layouts")
 COMPOSE = (
     *("__init__", "__main__", "asking", "cli", "demo", "ending", "fit_command", "fit_options", "fitting", "measuring", "options"),
     *("plan_command", "profiling", "reporting"),

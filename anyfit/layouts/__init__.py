@@ -1,0 +1,1 @@
+"""From one block of a model to code that runs it cut over the ranks of one axis."""
