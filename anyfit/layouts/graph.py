@@ -16,6 +16,18 @@ from torch import Tensor, fx
 
 Output: TypeAlias = fx.Node | int | float | bool | str | None
 RENAMES = {"aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default"}
+KEEPS_IF_SHAPE = {
+    "aten.view.default",
+    "aten._unsafe_view.default",
+    "aten.reshape.default",
+    "aten.expand.default",
+    "aten.slice.Tensor",
+}
+# By op, the number; None: the second argument. What is empty is filled later, and then it does not matter with what.
+FILLED = {
+    "aten.zeros_like.default": 0, "aten.ones_like.default": 1, "aten.empty_like.default": 0, "aten.new_zeros.default": 0,
+    "aten.new_ones.default": 1, "aten.full_like.default": None,
+}  # fmt: skip
 VIEWS = {
     "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.t.default", "aten.transpose.int",
     "aten.permute.default", "aten.expand.default", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
@@ -76,11 +88,12 @@ def cleaned(module: fx.GraphModule, output_count: int) -> tuple[fx.GraphModule, 
     """The graph, its outputs and its gradients."""
     graph = module.graph
     for node in list(graph.nodes):
-        if node.op == "call_function" and (name_of(node) in RENAMES or _turns_back(node)):
-            source = _first(node) if name_of(node) in RENAMES else _first(_first(node))
-            if value_of(source).dtype == value_of(node).dtype:
-                node.replace_all_uses_with(source)
-                graph.erase_node(node)
+        same = _same(node) if node.op == "call_function" else None
+        if same is not None:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+        elif name_of(node) in FILLED:
+            _fill(graph, node)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or is_random(node))
     _mark_forward(graph, output_count)
     _merge(graph)
@@ -91,9 +104,28 @@ def cleaned(module: fx.GraphModule, output_count: int) -> tuple[fx.GraphModule, 
     return module, tuple(outputs), tuple(gradients)  # type: ignore[arg-type]
 
 
-def _turns_back(node: fx.Node) -> bool:
-    """The transpose of a transpose."""
-    return name_of(node) == "aten.t.default" and name_of(_first(node)) == "aten.t.default"
+def _same(node: fx.Node) -> fx.Node | None:
+    """What it is another name of: it keeps the shape, or is the transpose of a transpose."""
+    name = name_of(node)
+    if name == "aten.t.default" and name_of(_first(node)) == name:
+        return _first(_first(node))
+    if name in RENAMES or (name in KEEPS_IF_SHAPE and value_of(_first(node)).shape == value_of(node).shape):
+        return _first(node)
+    return None
+
+
+def _fill(graph: fx.Graph, node: fx.Node) -> None:
+    """One number everywhere, whatever tensor gave the shape: so the op reads none."""
+    value, number = value_of(node), FILLED[name_of(node)]
+    with graph.inserting_before(node):
+        made = graph.call_function(
+            torch.ops.aten.full.default,
+            (list(value.shape), node.args[1] if number is None else number),
+            {"dtype": value.dtype, "device": value.device},
+        )
+    made.meta["val"] = value
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
 
 
 def _mark_forward(graph: fx.Graph, output_count: int) -> None:

@@ -61,6 +61,10 @@ def _words() -> dict[str, Tensor]:
     return {"input_ids": _tokens()}
 
 
+def _few_words() -> dict[str, Tensor]:
+    return {"input_ids": _tokens(12)}
+
+
 class Family(NamedTuple):
     model: str
     kind: str
@@ -110,8 +114,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "whisper, encoder": Family("WhisperModel", "whisper", WHISPER, "encoder.layers.1", _sound),
     "whisper, decoder": Family("WhisperModel", "whisper", WHISPER, "decoder.layers.1", _sound),
-    "mixtral": Family("MixtralModel", "mixtral", {**DECODER, "num_local_experts": 12, **EXPERTS}, "layers.1"),
-    "qwen3 moe": Family("Qwen3MoeModel", "qwen3_moe", {**DECODER, "num_experts": 12, **EXPERTS}, "layers.1"),
+    "mixtral": Family("MixtralModel", "mixtral", {**DECODER, "num_local_experts": 12, **EXPERTS}, "layers.1", _few_words),
+    "qwen3 moe": Family("Qwen3MoeModel", "qwen3_moe", {**DECODER, "num_experts": 12, **EXPERTS}, "layers.1", _few_words),
     "mamba": Family(
         "MambaModel", "mamba",
         {"hidden_size": HIDDEN, "num_hidden_layers": 2, "state_size": 4, "intermediate_size": 96, "time_step_rank": 3,

@@ -1,0 +1,1 @@
+"""How each op may be cut along one axis."""

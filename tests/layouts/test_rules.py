@@ -1,0 +1,185 @@
+"""Every rule holds on parts; one that does not is caught; and rules that nobody wrote are found."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+from anyfit.layouts.capture import Captured, capture
+from anyfit.layouts.check import discover, values_of, why_wrong
+from anyfit.layouts.graph import is_random, name_of
+from anyfit.layouts.parts import joined, part
+from anyfit.layouts.rules.op import Op, Rule
+from anyfit.layouts.rules.table import FAMILIES, family_of, outers_of, rules_of
+from anyfit.layouts.rules.views import through_view
+from anyfit.values.cuts import SUM, WHOLE, Cut, Held
+
+from .blocks import NAMES, called
+from .test_capture import eager, given_to
+
+FEW = ("gpt2, dropout", "llama, grouped heads", "t5, decoder", "plain mlp", "plain convolution")
+
+
+@cache
+def seen(family: str) -> tuple[Captured, Mapping[fx.Node, Any]]:
+    call = called(family)
+    captured = capture(call.block, call.args, call.kwargs)
+    torch.manual_seed(3)
+    for parameter in call.block.parameters():  # zeros and ones would hide mistakes
+        parameter.data += torch.randn_like(parameter) / 10
+    return captured, values_of(captured.module, [*given_to(captured, call), *eager(call)[1]])
+
+
+def calls(captured: Captured) -> list[fx.Node]:
+    """One node of each distinct call."""
+    found: dict[str, fx.Node] = {}
+    for node in captured.nodes:
+        if node.op == "call_function" and name_of(node) != "getitem":
+            op = Op(node, 1, {})
+            plain = [repr(each) for each in (*node.args, *node.kwargs.values()) if not isinstance(each, fx.Node)]
+            found.setdefault(f"{op.name} {op.shapes} {op.results} {plain if len(op.shapes) < 2 else ''}", node)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("family", [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in NAMES])
+def test_every_rule_of_a_block_holds_on_parts(family: str, n: int) -> None:
+    captured, values = seen(family)
+    outers = outers_of(captured.nodes, n)
+    checked = 0
+    for node in calls(captured):
+        for rule in rules_of(node, n, outers):
+            assert why_wrong(node, rule, values, n) == "", (name_of(node), Op(node, n, outers).shapes, rule)
+            checked += 1
+    assert checked > 2 * len(calls(captured))
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_every_op_of_a_block_has_a_family(family: str) -> None:
+    captured, _ = seen(family)
+    without = {name_of(node) for node in calls(captured) if family_of(node) is None}
+    assert without <= {"aten.arange.default", "aten.arange.start", "aten.scalar_tensor.default"}  # whole, and small
+
+
+def mutants(op: Op, rule: Rule) -> Iterator[Rule]:
+    """The same rule with one result held otherwise, or one tensor read otherwise."""
+    for at, (held, shape) in enumerate(zip(rule.gives, op.results, strict=True)):
+        if shape is not None and math.prod(shape):
+            for other in _others(held, shape, op.n):
+                yield rule._replace(gives=(*rule.gives[:at], other, *rule.gives[at + 1 :]))
+    for at, (held, shape) in enumerate(zip(rule.reads, op.shapes, strict=True)):
+        if (op.name, at) == ("native_layer_norm_backward.default", 5):  # a bias, whose values it does not read
+            continue
+        for other in _others(held, shape, op.n):
+            yield rule._replace(reads=(*rule.reads[:at], other, *rule.reads[at + 1 :]))
+
+
+def _others(held: Held, shape: tuple[int, ...], n: int) -> list[Held]:
+    options: list[Held] = [WHOLE, SUM, *(Cut(dim) for dim in range(len(shape)) if Cut(dim).divides(shape, n))]
+    return [each for each in options if each != held]
+
+
+def test_a_mutated_rule_is_caught() -> None:
+    n, caught, missed = 2, 0, []
+    for family in ("plain mlp", "plain convolution"):
+        captured, values = seen(family)
+        outers = outers_of(captured.nodes, n)
+        for node in calls(captured):
+            if is_random(node):  # which reads no values
+                continue
+            op, rules = Op(node, n, outers), rules_of(node, n, outers)
+            known = {(rule.reads, rule.gives) for rule in rules}
+            for rule in rules:
+                for mutant in mutants(op, rule):
+                    if (mutant.reads, mutant.gives) in known or not op.allows(mutant):
+                        continue
+                    if why_wrong(node, mutant, values, n):
+                        caught += 1
+                    else:
+                        missed.append(f"{op.name} {op.shapes} {op.results} {rule} as {mutant}")
+    assert caught > 400
+    assert "\n".join(missed) == ""
+
+
+@pytest.mark.parametrize("wrong", [Rule((Cut(0), WHOLE), (Cut(1),)), Rule((Cut(1), Cut(0)), (Cut(0),)), Rule((SUM, SUM), (SUM,))])
+def test_a_wrong_rule_of_a_product_is_caught(wrong: Rule) -> None:
+    captured, values = seen("plain mlp")
+    node = next(node for node in captured.nodes if name_of(node) == "aten.mm.default")
+    assert why_wrong(node, wrong, values, 2) != ""
+
+
+# ---------------------------------------------------------------------- inner factors
+
+
+@given(st.data())
+def test_a_cut_is_where_a_view_says_it_is(data: st.DataObject) -> None:
+    factors = data.draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5))
+    a, b = (_grouped(factors, data) for _ in range(2))
+    n = data.draw(st.sampled_from([2, 3, 4]))
+    x = torch.arange(math.prod(factors)).reshape(a)
+    for dim, outer in itertools.product(range(len(a)), (1, 2, 3, 4)):
+        cut = Cut(dim, outer)
+        if cut.divides(a, n) and (found := through_view(a, b, cut, n)) is not None:
+            parts = [part(x, cut, n, rank).reshape(found.part(b, n)) for rank in range(n)]
+            assert torch.equal(joined(parts, found), x.reshape(b))
+
+
+def _grouped(factors: list[int], data: st.DataObject) -> tuple[int, ...]:
+    """A shape of neighbouring factors, some multiplied."""
+    ends = sorted(data.draw(st.sets(st.integers(1, len(factors) - 1)))) if len(factors) > 1 else []
+    return tuple(math.prod(factors[start:end]) for start, end in itertools.pairwise([0, *ends, len(factors)]))
+
+
+def test_packed_projections_and_flattened_rows_are_cuts_of_an_inner_factor() -> None:
+    captured, _ = seen("gpt2, dropout")
+    outers = outers_of(captured.nodes, 2)
+    packed = next(node for node in captured.nodes if name_of(node) == "aten.addmm.default" and Op(node, 2, {}).result[1] == 144)
+    found = rules_of(packed, 2, outers)
+    assert Rule((Cut(0, 3), WHOLE, Cut(1, 3)), (Cut(1, 3),)) in found  # q|k|v, each cut by columns
+    assert Rule((WHOLE, Cut(0, 12), WHOLE), (Cut(0, 12),)) in found  # the sequence, within each of 12 rows of the batch
+
+
+# ---------------------------------------------------------------------- rules that nobody wrote
+
+
+@pytest.mark.parametrize("op", ["mm.default", "native_layer_norm.default", "relu.default", "sum.dim_IntList"])
+def test_discovery_finds_the_rules_that_were_written(op: str) -> None:
+    captured, values = seen("plain mlp")
+    node = next(node for node in captured.nodes if name_of(node) == f"aten.{op}")
+    written = {(rule.reads, rule.gives) for rule in rules_of(node, 2, {})[1:]}
+    found = {(rule.reads, rule.gives) for rule in discover(node, values, 2)}
+    assert written <= found
+
+
+class Distances(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.ops.aten._cdist_forward(x, y, 2.0, None)  # type: ignore[no-any-return]
+
+
+def test_discovery_finds_the_rules_of_an_op_that_nobody_knows() -> None:
+    x, y = torch.randn(4, 8, 6), torch.randn(4, 12, 6)
+    captured = capture(Distances(), (x, y))
+    node = next(node for node in captured.nodes if node.op == "call_function")
+    assert family_of(node) is None
+    assert len(rules_of(node, 2, {})) == 1
+    found = {(rule.reads, rule.gives) for rule in discover(node, values_of(captured.module, [x, y]), 2)}
+    assert found == {
+        ((Cut(0), Cut(0)), (Cut(0),)),
+        ((Cut(1), WHOLE), (Cut(1),)),
+        ((WHOLE, Cut(1)), (Cut(2),)),
+    }
+
+
+def test_every_family_is_named_by_an_op_that_torch_has() -> None:
+    for name in FAMILIES:
+        packet, _, overload = name.partition(".")
+        assert hasattr(getattr(torch.ops.aten, packet), overload), name
