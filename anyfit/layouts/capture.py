@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -40,6 +40,7 @@ class Captured:
     buffers: tuple[str, ...]
     arguments: tuple[str, ...]  # paths of the tensors among the arguments
     outputs: tuple[Output, ...]  # of the block, flat
+    with_tangents: tuple[int, ...]  # outputs that have a gradient
     output_tree: pytree.TreeSpec
     gradients: tuple[tuple[fx.Node, Output], ...]  # of which placeholder; no node where it does not depend on it
     guard: Conditions
@@ -103,6 +104,7 @@ def capture(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
         buffers=tuple(call.buffers),
         arguments=tuple(path for path, _ in call.tensors),
         outputs=outputs,
+        with_tangents=tuple(call.with_tangents),
         output_tree=call.output_tree,
         gradients=tuple(zip(wanted, gradients, strict=True)),
         guard=guard,
@@ -131,9 +133,11 @@ class _Call:
         self._leaves, self._tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
         self.asks = [each.requires_grad for each in (*self.parameters.values(), *self.buffers.values())]
         self.asks += [each.requires_grad for _, each in self.tensors]
-        self._mode = FakeTensorMode()
+        fakes = [each for each in (*self.parameters.values(), *self.buffers.values()) if isinstance(each, FakeTensor)]
+        self._mode = fakes[0].fake_mode if fakes else FakeTensorMode()
         self._fake: dict[int, Tensor] = {}
         self.output_count = 0
+        self.with_tangents: list[int] = []
         self.output_tree: Any = None
 
     def traced(self) -> fx.GraphModule:
@@ -141,7 +145,8 @@ class _Call:
         if len({id(each) for each in given}) < len(given):
             raise NotCaptured("one tensor is given twice, as argument, parameter or buffer")
         with _refusing():
-            fakes = [self._mode.from_tensor(each.detach()) for each in given]
+            held = [each.detach() for each in given]
+            fakes = [each if isinstance(each, FakeTensor) else self._mode.from_tensor(each) for each in held]
             tangents = self._outputs_of(fakes)
             flat = [*fakes, *tangents]
             first = make_fx(self._joint, tracing_mode="fake")(*flat)
@@ -153,7 +158,8 @@ class _Call:
         with self._mode, torch.enable_grad():
             outputs = self._run(fakes)
             self.output_count = len(outputs)
-            return [each.detach() for each in outputs if isinstance(each, Tensor) and each.requires_grad]
+            self.with_tangents = [at for at, each in enumerate(outputs) if isinstance(each, Tensor) and each.requires_grad]
+            return [outputs[at].detach() for at in self.with_tangents]
 
     def _run(self, given: Sequence[Tensor]) -> list[Any]:
         held = [each.detach().requires_grad_(asks) for each, asks in zip(given, self.asks, strict=True)]

@@ -42,3 +42,24 @@ Held: TypeAlias = Literal["whole", "sum"] | Cut
 def share(held: Held, n: int) -> int:
     """Of how many equal parts a rank holds one."""
     return n if isinstance(held, Cut) else 1
+
+
+Move: TypeAlias = Literal["slice", "mask", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "regroup"]
+FREE: tuple[Move, ...] = ("slice", "mask")  # nothing is exchanged
+
+
+def move(held: Held, wanted: Held) -> Move | None:
+    """What brings a tensor from one way of being held to another; None where nothing does.
+
+    >>> move("sum", Cut(1)), move(Cut(0), Cut(1)), move("whole", Cut(0)), move(Cut(0), "sum")
+    ('reduce_scatter', 'all_to_all', 'slice', None)
+    """
+    if held == WHOLE:
+        return "mask" if wanted == SUM else "slice"
+    if held == SUM:
+        return "all_reduce" if wanted == WHOLE else "reduce_scatter"
+    if wanted == SUM:
+        return None
+    if wanted == WHOLE:
+        return "all_gather"
+    return "all_to_all" if held.dim != wanted.dim else "regroup"
