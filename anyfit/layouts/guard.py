@@ -80,7 +80,7 @@ def _modules(block: nn.Module) -> Iterator[tuple[str, Hashable]]:
     for name, module in block.named_modules():
         inside = f"{name}." if name else ""
         for key, value in vars(module).items():
-            if key not in OF_EVERY_MODULE:
+            if key not in OF_EVERY_MODULE and (name or key != "forward"):  # what stands for the block's own forward is ours
                 yield f"attribute {inside}{key}", _frozen(value)
         if name:  # the block's own hooks run around its forward, whatever that is
             yield f"hooks of {name}", tuple(len(getattr(module, kind)) for kind in HOOKS)

@@ -2,8 +2,8 @@
 
 What enters and leaves is tied: an output leaves as its tangent comes, for autograd wants a gradient of its tensor's shape, and so
 does a gradient as the tensor it is of. The gradient of a whole parameter may be left as summands: reducing them is the engine's
-work, beside backward, and only `exposed` of it is paid here. Only the first argument with a gradient, and the first output, may
-be cut at the border, along any dimension but the last; all others come and leave whole.
+work, beside backward, and only `exposed` of it is paid here. Only the first argument of floats, and the first output, may be cut
+at the border, along any dimension but the last; all others come and leave whole.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Posing:
         captured = self.captured
         outers = outers_of(captured.nodes, self.n)
         self._weights = set(captured.parameter_nodes)
-        entry = next((node for node in captured.argument_nodes if node in dict(captured.gradients)), None)
+        entry = next((node for node in captured.argument_nodes if value_of(node).is_floating_point()), None)
         leaving = captured.tangent_nodes[0] if captured.tangent_nodes else None
         for node in captured.nodes:
             if node.op in ("placeholder", "get_attr"):

@@ -259,11 +259,13 @@ def _table(block: BlockProblem, ask: Ask) -> dict[tuple[Held, Held], BlockLayout
     """Its best layout for every pair of borders that it allows."""
     found: dict[tuple[Held, Held], BlockLayout] = {}
     for entry, leaving in itertools.product(block.borders(block.entry), block.borders(block.exit)):
-        fixed = {**(ask.fixed or {}), block.entry: entry, block.exit: leaving}
+        borders = {tensor: held for tensor, held in ((block.entry, entry), (block.exit, leaving)) if tensor >= 0}
+        fixed = {**(ask.fixed or {}), **borders}
         try:
             found[entry, leaving] = solve(block, Ask(ask.limit_bytes, ask.price, fixed))
         except NoLayout:
             continue
     if not found:
-        raise NoLayout(f"no layout for {block.n} ranks keeps within the limit")
+        limit = "" if ask.limit_bytes is None else f" keeps within {ask.limit_bytes / 2**30:.3f} GiB"
+        raise NoLayout(f"no layout of a block for {block.n} ranks{limit}")
     return found

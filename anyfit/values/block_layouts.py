@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from .cuts import FREE, Held, Move, move, share
+from .cuts import FREE, WHOLE, Held, Move, move, share
 from .profile import Exchange
 
 
@@ -95,7 +95,9 @@ class BlockProblem:
         return replace(self, steps=(*self.steps, tie))
 
     def borders(self, tensor: int) -> list[Held]:
-        """In which ways an input of the block can come."""
+        """In which ways an input of the block can come; whole, where there is none."""
+        if tensor < 0:
+            return [WHOLE]
         return [way.gives[0] for step in self.steps if step.gives == (tensor,) and not step.reads for way in step.ways]
 
 
@@ -119,7 +121,9 @@ class BlockLayout:
     counts: Mapping[str, int] = field(default_factory=dict)  # of exchanges: "forward all_reduce"
 
     def held(self, problem: BlockProblem, tensor: int) -> Held:
-        """How a tensor is given."""
+        """How a tensor is given; whole, where there is none."""
+        if tensor < 0:
+            return WHOLE
         for step, way in zip(problem.steps, self.ways, strict=True):
             if tensor in step.gives:
                 return step.ways[way].gives[step.gives.index(tensor)]

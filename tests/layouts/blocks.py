@@ -132,15 +132,15 @@ def _find(model: nn.Module, path: str) -> nn.Module:
         raise AssertionError(f"{path} is not among {names}") from None
 
 
-def called(family: str, dtype: torch.dtype = torch.float64) -> Called:
-    """The block and what its model gives it, in a training forward."""
+def built(family: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """A model in training, the path of the block that is looked at, and a batch."""
+    torch.manual_seed(0)
     if family in OWN:
-        torch.manual_seed(0)
-        block, args, kwargs = OWN[family]()
-        return Called(block.to(dtype), tuple(each.to(dtype).requires_grad_() for each in args), kwargs)
+        block, x = OWN[family]()
+        another, _ = OWN[family]()
+        return nn.Sequential(block, another).to(dtype), "1", {"input": x.to(dtype)}
     made_by, kind, options, path, batch = FAMILIES[family.removesuffix(", adapted")]
     transformers.logging.set_verbosity_error()
-    torch.manual_seed(0)
     options = dict(options)
     settings = {name: options.pop(name) for name in ("attn_implementation", "experts_implementation") if name in options}
     config = transformers.AutoConfig.for_model(kind, **options)
@@ -150,14 +150,29 @@ def called(family: str, dtype: torch.dtype = torch.float64) -> Called:
     if family.endswith(", adapted"):
         adapter = peft.LoraConfig(r=12, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
         model = peft.get_peft_model(model, adapter).to(dtype).base_model.model  # type: ignore[arg-type]
-    found: list[Called] = []
-    block = _find(model, path)
-    handle = block.register_forward_pre_hook(lambda _, args, kwargs: found.append(Called(block, args, kwargs)), with_kwargs=True)
     given = {name: each.to(dtype) if each.is_floating_point() else each for name, each in batch().items()}
-    model(**given)
-    handle.remove()
-    args, kwargs = Called(*found[0]).fresh()
-    return Called(block, args, kwargs)
+    return model, path, given
+
+
+def calls_of(model: nn.Module, blocks: list[nn.Module], batch: dict[str, Tensor]) -> list[Called]:
+    """What a forward of the model gives to each of its blocks."""
+    found: dict[nn.Module, Called] = {}
+
+    def note(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[block] = Called(block, *Called(block, args, kwargs).fresh())
+
+    handles = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
+    model(**batch)
+    for handle in handles:
+        handle.remove()
+    return [found[block] for block in blocks]
+
+
+def called(family: str, dtype: torch.dtype = torch.float64) -> Called:
+    """One block and what its model gives it, in a training forward."""
+    model, path, batch = built(family, dtype)
+    (call,) = calls_of(model, [_find(model, path)], batch)
+    return call
 
 
 class Residual(nn.Module):
@@ -183,18 +198,17 @@ def _rows() -> Tensor:
     return torch.randn(ROWS, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
-Made = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
-OWN: dict[str, Callable[[], Made]] = {
+OWN: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "plain mlp": lambda: (
-        Residual(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 96), nn.ReLU(), nn.Dropout(0.1), nn.Linear(96, HIDDEN)), (_rows(),), {},
+        Residual(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 96), nn.ReLU(), nn.Dropout(0.1), nn.Linear(96, HIDDEN)), _rows(),
     ),
-    "plain attention": lambda: (SelfAttention(), (_rows(),), {}),
+    "plain attention": lambda: (SelfAttention(), _rows()),
     "plain convolution": lambda: (
         Residual(nn.Conv2d(24, 24, 3, padding=1), nn.GroupNorm(12, 24), nn.SiLU(), nn.Conv2d(24, 24, 1)),
-        (torch.randn(ROWS, 24, 12, 12, generator=torch.Generator().manual_seed(1)),), {},
+        torch.randn(ROWS, 24, 12, 12, generator=torch.Generator().manual_seed(1)),
     ),
     "torch's encoder layer": lambda: (
-        nn.TransformerEncoderLayer(HIDDEN, HEADS, 96, dropout=0.0, batch_first=True, norm_first=True), (_rows(),), {},
+        nn.TransformerEncoderLayer(HIDDEN, HEADS, 96, dropout=0.0, batch_first=True, norm_first=True), _rows(),
     ),
 }  # fmt: skip
 NAMES = [*FAMILIES, "llama, adapted", *OWN]

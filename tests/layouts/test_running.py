@@ -1,0 +1,108 @@
+"""Cut blocks train as plain ones do, in real processes, whatever the layout."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from anyfit.layouts.axis import Axis
+from anyfit.layouts.capture import capture
+from anyfit.layouts.cut_block import CutBlock, OtherConditions
+from anyfit.layouts.problem import OpRates, pose
+from anyfit.planning.layouts import solve
+from tests.dist.pool import pool_of
+
+from .blocks import HIDDEN, LENGTH, NAMES, ROWS, Residual, called
+from .test_capture import assert_same, eager
+from .work import RATES, Trained, trained
+
+# Whose norms or experts compute in fp32 whatever the model's dtype is.
+COARSE = ("llama", "qwen3", "gemma3", "t5", "mixtral", "mamba")
+FEW = ("gpt2, dropout", "t5, decoder", "plain convolution")
+
+
+def assert_equal(found: list[Trained], family: str) -> None:
+    tolerance = 1e-5 if family.startswith(COARSE) else 1e-9
+    assert max(each.loss_error for each in found) < tolerance
+    assert max(each.weight_error for each in found) < tolerance
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_generated_code_of_one_rank_gives_what_eager_gives(family: str) -> None:
+    call = called(family)
+    outputs, _, gradients = eager(call)
+    posed = pose(capture(*call), 1, OpRates(1e12, 1e11), RATES)
+    CutBlock(call.block, posed, solve(posed.problem), Axis()).install()
+    mine, _, my_gradients = eager(call)
+    assert_same([*mine, *my_gradients], [*outputs, *gradients], tolerance=1e-12)
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_two_ranks_train_as_one_process_by_the_solvers_choice_and_by_a_random_one(family: str) -> None:
+    assert_equal(pool_of(2).run(trained, family), family)
+    found = pool_of(2).run(trained, family, objective=1)
+    assert_equal(found, family)
+    assert found[0].cuts > 0
+    assert any(found[0].counts)
+
+
+def test_a_price_on_memory_cuts_the_weights() -> None:
+    found = pool_of(2).run(trained, "gpt2", price=1e-9)
+    assert_equal(found, "gpt2")
+    assert found[0].cuts >= 12  # of both blocks, all large ones and some biases
+    assert all(each.counts == found[0].counts for each in found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_layout_of_any_block_trains_as_one_process(family: str, ranks: int) -> None:
+    for objective in (None, 0, 1):
+        assert_equal(pool_of(ranks).run(trained, family, objective), family)
+
+
+# ---------------------------------------------------------------------- conditions
+
+
+def cut_residual() -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    block = Residual(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 96), nn.GELU(), nn.Linear(96, HIDDEN))
+    plain, x = copy.deepcopy(block), torch.randn(ROWS, LENGTH, HIDDEN, requires_grad=True)
+    posed = pose(capture(block, (x,)), 1, OpRates(1e12, 1e11), RATES)
+    CutBlock(block, posed, solve(posed.problem), Axis()).install()
+    return block, plain, x
+
+
+def test_a_call_that_differs_is_refused_by_name() -> None:
+    block, _, x = cut_residual()
+    with pytest.raises(OtherConditions, match="argument 0"):
+        block(x[:, :5])
+    block.eval()
+    with pytest.raises(OtherConditions, match="attribute training"):
+        block(x)
+
+
+def test_hooks_of_the_block_itself_still_run() -> None:
+    block, plain, x = cut_residual()
+    block.register_forward_hook(lambda _, args, result: result * 2)
+    torch.testing.assert_close(block(x), plain(x) * 2)
+
+
+def test_a_second_derivative_is_refused_and_not_zero_in_silence() -> None:
+    block, _, x = cut_residual()
+    (gradient,) = torch.autograd.grad(block(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_forward_keeps_no_parameter() -> None:
+    block, _, x = cut_residual()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+        block(x)
+    own = {each.untyped_storage().data_ptr() for each in block.parameters()}
+    assert kept
+    assert not own & {each.untyped_storage().data_ptr() for each in kept}

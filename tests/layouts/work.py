@@ -1,0 +1,115 @@
+"""What the ranks of a pool do: train a model with cut blocks, beside the plain one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anyfit.layouts.axis import Axis, entering, leaving
+from anyfit.layouts.capture import capture
+from anyfit.layouts.cut_block import CutBlock
+from anyfit.layouts.parts import as_held
+from anyfit.layouts.problem import OpRates, Posed, pose
+from anyfit.planning.layouts import Ask, chained, solve
+from anyfit.values.block_layouts import BlockLayout, LayoutRates
+from anyfit.values.cuts import WHOLE
+from anyfit.values.profile import Exchange
+
+from .blocks import built, calls_of
+
+STEPS = 3
+EXCHANGES = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 0.3}
+RATES = LayoutRates({name: Exchange(1e-7, times * 1e-10) for name, times in EXCHANGES.items()}, 1e-11)  # type: ignore[misc]
+
+
+class Trained(NamedTuple):
+    loss_error: float  # relative, at worst
+    weight_error: float
+    counts: list[dict[str, int]]  # of exchanges, by block
+    cuts: int  # parameters that are cut
+    border: str
+
+
+def layouts_of(problems: list[Posed], objective: int | None, price: float) -> list[BlockLayout]:
+    """The solver's choice; or, by a random objective, any."""
+    if objective is None:
+        by_key = {each.captured.key: each.problem for each in problems}
+        return chained([by_key[each.captured.key] for each in problems], Ask(price=price))
+    drawn = np.random.default_rng(objective)
+    first = problems[0].problem
+    options = [
+        held for held in first.borders(first.entry) if all(held in each.problem.borders(each.problem.exit) for each in problems)
+    ]
+    border = options[int(drawn.integers(len(options)))]
+    found = []
+    for each in problems:
+        fixed = {each.problem.entry: border, each.problem.exit: border}
+        found.append(solve(each.problem, Ask(fixed=fixed, costs=drawn.random(10_000) * 1e-6)))
+    return found
+
+
+def cut(model: nn.Module, path: str, batch: dict[str, Tensor], axis: Axis, objective: int | None, price: float) -> list[CutBlock]:
+    """All blocks beside the one at the path, in the model's own place."""
+    parent, _, _ = path.rpartition(".")
+    blocks = list(model.get_submodule(parent).children())
+    posed = [pose(capture(*call), axis.n, OpRates(1e12, 1e11), RATES) for call in calls_of(model, blocks, batch)]
+    layouts = axis.agreed(layouts_of(posed, objective, price) if axis.rank == 0 else None)
+    found = [CutBlock(block, each, layout, axis) for block, each, layout in zip(blocks, posed, layouts, strict=True)]
+    for each in found:
+        each.install()
+    blocks[0].register_forward_pre_hook(lambda _, args: (entering(args[0], found[0].entry, axis), *args[1:]))
+    blocks[-1].register_forward_hook(lambda _, args, result: _left(result, found[-1], axis))
+    return found
+
+
+def _left(result: Any, last: CutBlock, axis: Axis) -> Any:
+    if isinstance(result, Tensor):
+        return leaving(result, last.exit, axis)
+    return (leaving(result[0], last.exit, axis), *result[1:])
+
+
+def losses_of(model: nn.Module, batch: dict[str, Tensor], blocks: list[CutBlock]) -> list[float]:
+    summed = [dict(each.block.named_parameters())[name] for each in blocks for name in each.summed]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        result = model(**batch)
+        first = result if isinstance(result, Tensor) else result[0]
+        loss = (first * torch.linspace(-1, 1, first.shape[-1], dtype=first.dtype)).square().mean()
+        loss.backward()
+        for parameter in summed:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def trained(family: str, objective: int | None = None, price: float = 0.0) -> Trained:
+    axis = Axis.of_all()
+    model, path, batch = built(family)
+    plain = copy.deepcopy(model)
+    wanted = losses_of(plain, batch, [])
+    blocks = cut(model, path, batch, axis, objective, price)
+    got = losses_of(model, batch, blocks)
+    held = {id(each): each_held for block in blocks for each, each_held in _held_of(block)}
+    worst = 0.0
+    theirs = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        wanted_part = as_held(theirs[name].detach(), held.get(id(parameter), WHOLE), axis.n, axis.rank)
+        worst = max(worst, float((parameter.detach() - wanted_part).abs().max() / wanted_part.abs().max().clamp(min=1e-3)))
+    losses = max(abs(mine - other) / abs(other) for mine, other in zip(got, wanted, strict=True))
+    cuts = sum(each != WHOLE for block in blocks for each in block.held.values())
+    return Trained(losses, worst, [dict(block.layout.counts) for block in blocks], cuts, str(blocks[0].entry))
+
+
+def _held_of(block: CutBlock) -> list[tuple[nn.Parameter, Any]]:
+    parameters = dict(block.block.named_parameters())
+    return [(parameters[name], held) for name, held in block.held.items()]
