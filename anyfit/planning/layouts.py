@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -38,7 +38,7 @@ from anyfit.values.block_layouts import BlockLayout, BlockProblem, Moved, counts
 from anyfit.values.cuts import Held, share
 
 MOST_NODES = 2000  # of branch and bound
-GAP = 1e-4  # at which a layout is good enough
+GAP = 1e-4
 SCALE = 1e6  # microseconds, and MiB: figures near 1
 MIB = 2**20
 OUT_OF_NODES = 1  # a status of scipy's
@@ -57,10 +57,11 @@ class Ask:
     price: float = 0.0  # seconds a kept byte
     fixed: Mapping[int, Held] | None = None  # by tensor that enters the block, how it comes
     costs: Sequence[float] | None = None  # other seconds than those of the problem, for each way and move: for tests of running
+    gap: float = GAP  # at which a layout is good enough, as a share
 
 
 def solve(problem: BlockProblem, ask: Ask | None = None, *, relaxed: bool = False) -> BlockLayout:
-    """The best layout, or one within GAP of it. Relaxed, its seconds are a bound and its ways the largest shares."""
+    """The best layout, or one within the gap of it. Relaxed, its seconds are a bound and its ways the largest shares."""
     program = _Program(problem, ask or Ask())
     return program.solved(relaxed=relaxed)
 
@@ -173,7 +174,7 @@ class _Program:
             integrality=np.zeros(len(costs)) if relaxed else np.array(self._is_binary, dtype=int),
             bounds=Bounds(0.0, 1.0),
             constraints=LinearConstraint(matrix, self._bounds[0], self._bounds[1]),
-            options={"node_limit": MOST_NODES, "mip_rel_gap": GAP},
+            options={"node_limit": MOST_NODES, "mip_rel_gap": self.ask.gap},
         )
         if answer.x is None and answer.status == OUT_OF_NODES and self.ask.limit_bytes is not None:
             return by_price(self.problem, self.ask)
@@ -223,7 +224,7 @@ def by_price(problem: BlockProblem, ask: Ask) -> BlockLayout:
     """The first layout that keeps the limit as memory gets dearer; without a limit the program is easy."""
     assert ask.limit_bytes is not None
     for price in PRICES:
-        found = solve(problem, Ask(None, ask.price + price, ask.fixed, ask.costs))
+        found = solve(problem, replace(ask, limit_bytes=None, price=ask.price + price))
         if found.kept_bytes <= ask.limit_bytes:
             return found
     raise NoLayout(f"no layout for {problem.n} ranks was found within {ask.limit_bytes / 2**30:.3f} GiB a block")
@@ -262,7 +263,7 @@ def _table(block: BlockProblem, ask: Ask) -> dict[tuple[Held, Held], BlockLayout
         borders = {tensor: held for tensor, held in ((block.entry, entry), (block.exit, leaving)) if tensor >= 0}
         fixed = {**(ask.fixed or {}), **borders}
         try:
-            found[entry, leaving] = solve(block, Ask(ask.limit_bytes, ask.price, fixed))
+            found[entry, leaving] = solve(block, replace(ask, fixed=fixed))
         except NoLayout:
             continue
     if not found:

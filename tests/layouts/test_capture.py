@@ -17,17 +17,7 @@ from anyfit.layouts.guard import NotCaptured, tensor_leaves
 
 from .blocks import HIDDEN, LENGTH, NAMES, Called, Residual, called
 
-FEW = (
-    "gpt2, dropout",
-    "llama, grouped heads",
-    "gemma3",
-    "bert",
-    "t5, decoder",
-    "swin",
-    "qwen3 moe",
-    "llama, adapted",
-    "plain mlp",
-)
+FEW = ("gpt2, dropout", "llama, grouped heads", "t5, decoder", "swin", "qwen3 moe", "llama, adapted")
 
 
 def given_to(captured: Captured, call: Called) -> list[Tensor]:

@@ -21,7 +21,7 @@ from .work import RATES, Trained, trained
 
 # Whose norms or experts compute in fp32 whatever the model's dtype is.
 COARSE = ("llama", "qwen3", "gemma3", "t5", "mixtral", "mamba")
-FEW = ("gpt2, dropout", "t5, decoder", "plain convolution")
+FEW = ("gpt2, dropout", "plain convolution")
 
 
 def assert_equal(found: list[Trained], family: str) -> None:
@@ -54,6 +54,13 @@ def test_a_price_on_memory_cuts_the_weights() -> None:
     assert_equal(found, "gpt2")
     assert found[0].cuts >= 12  # of both blocks, all large ones and some biases
     assert all(each.counts == found[0].counts for each in found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gpt2, dropout", "llama, grouped heads"])
+def test_recomputed_blocks_train_as_plain_ones(family: str) -> None:
+    for objective in (None, 2):
+        assert_equal(pool_of(2).run(trained, family, objective, recomputes=True), family)
 
 
 @pytest.mark.full

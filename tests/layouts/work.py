@@ -49,7 +49,7 @@ def layouts_of(problems: list[Posed], objective: int | None, price: float) -> li
     found = []
     for each in problems:
         fixed = {each.problem.entry: border, each.problem.exit: border}
-        found.append(solve(each.problem, Ask(fixed=fixed, costs=drawn.random(10_000) * 1e-6)))
+        found.append(solve(each.problem, Ask(fixed=fixed, costs=drawn.random(10_000) * 1e-6, gap=0.5)))
     return found
 
 
@@ -92,11 +92,13 @@ def losses_of(model: nn.Module, batch: dict[str, Tensor], blocks: list[CutBlock]
     return found
 
 
-def trained(family: str, objective: int | None = None, price: float = 0.0) -> Trained:
+def trained(family: str, objective: int | None = None, price: float = 0.0, *, recomputes: bool = False) -> Trained:
     axis = Axis.of_all()
     model, path, batch = built(family)
     plain = copy.deepcopy(model)
     wanted = losses_of(plain, batch, [])
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     blocks = cut(model, path, batch, axis, objective, price)
     got = losses_of(model, batch, blocks)
     held = {id(each): each_held for block in blocks for each, each_held in _held_of(block)}
