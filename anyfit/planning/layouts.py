@@ -19,16 +19,18 @@ flow makes the relaxed program tight: without a limit it is integral or nearly s
 the gap was 9 %.) HiGHS is limited by nodes and by the gap, not by seconds, so that a plan does not vary with the machine's load.
 Where the nodes end without a layout that keeps the limit, memory gets a price instead, which is raised until one does.
 
-Blocks follow each other: what leaves one is held as the next one takes it. `chained` finds the best way through the borders: the
-program of each distinct block for every pair of borders, and a shortest path over the blocks.
+Blocks follow each other: what leaves one is held as the next one takes it. `chained` finds the best way through the borders: a
+shortest path over the blocks, by the program of each distinct block for pairs of borders.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -37,6 +39,7 @@ from scipy.sparse import coo_array
 from anyfit.values.block_layouts import BlockLayout, BlockProblem, Moved, counts
 from anyfit.values.cuts import Held, share
 
+Borders: TypeAlias = tuple[Held, Held]  # how a block's input comes, and its output leaves
 MOST_NODES = 2000  # of branch and bound
 GAP = 1e-4
 SCALE = 1e6  # microseconds, and MiB: figures near 1
@@ -234,39 +237,63 @@ def by_price(problem: BlockProblem, ask: Ask) -> BlockLayout:
 
 
 def chained(blocks: Sequence[BlockProblem], ask: Ask | None = None) -> list[BlockLayout]:
-    """One layout for each block, held alike where two meet, and as fast together as there is. A limit is each block's own."""
+    """One layout for each block, held alike where two meet, and as fast together as there is. A limit is each block's own.
+
+    Bounds first, by the relaxed program; of the pairs of borders only those on the best way so far are solved in earnest, until
+    all on it are.
+    """
     ask = ask or Ask()
-    tables: dict[int, dict[tuple[Held, Held], BlockLayout]] = {}
+    tables = {id(block): _Table(block, ask) for block in blocks}
+    while True:
+        way = _best_way(blocks, tables)
+        pairs = dict.fromkeys((id(block), pair) for block, pair in zip(blocks, way, strict=True))
+        if not any(tables[block].improve(pair) for block, pair in pairs):
+            return [tables[id(block)].solved[pair] for block, pair in zip(blocks, way, strict=True)]
+
+
+class _Table:
+    """What a block costs, or at least costs, for every pair of borders that it allows."""
+
+    def __init__(self, block: BlockProblem, ask: Ask) -> None:
+        self.block, self.ask = block, ask
+        self.solved: dict[Borders, BlockLayout] = {}
+        self.costs: dict[Borders, float] = {}
+        for pair in itertools.product(block.borders(block.entry), block.borders(block.exit)):
+            with contextlib.suppress(NoLayout):
+                self.costs[pair] = self._cost(solve(block, self._asked(pair), relaxed=True))
+
+    def _asked(self, pair: Borders) -> Ask:
+        borders = zip((self.block.entry, self.block.exit), pair, strict=True)
+        return replace(self.ask, fixed={**(self.ask.fixed or {}), **{tensor: held for tensor, held in borders if tensor >= 0}})
+
+    def _cost(self, layout: BlockLayout) -> float:
+        return layout.seconds + self.ask.price * layout.kept_bytes
+
+    def improve(self, pair: Borders) -> bool:
+        """Solves it, where that has not been done."""
+        if pair in self.solved:
+            return False
+        try:
+            self.solved[pair] = solve(self.block, self._asked(pair))
+            self.costs[pair] = self._cost(self.solved[pair])
+        except NoLayout:
+            del self.costs[pair]
+        return True
+
+
+def _best_way(blocks: Sequence[BlockProblem], tables: Mapping[int, _Table]) -> list[Borders]:
+    """By the costs as they are known, a pair of borders for each block."""
+    reached: dict[Held, tuple[float, list[Borders]]] = {held: (0.0, []) for held in blocks[0].borders(blocks[0].entry)}
     for block in blocks:
-        if id(block) not in tables:
-            tables[id(block)] = _table(block, ask)
-    reached: dict[Held, tuple[float, list[BlockLayout]]] = {held: (0.0, []) for held in blocks[0].borders(blocks[0].entry)}
-    for block in blocks:
-        best: dict[Held, tuple[float, list[BlockLayout]]] = {}
-        for (entry, leaving), layout in tables[id(block)].items():
-            if entry not in reached:
-                continue
-            before, layouts = reached[entry]
-            total = before + layout.seconds + ask.price * layout.kept_bytes
-            if leaving not in best or total < best[leaving][0]:
-                best[leaving] = (total, [*layouts, layout])
+        best: dict[Held, tuple[float, list[Borders]]] = {}
+        for (entry, leaving), cost in tables[id(block)].costs.items():
+            if entry in reached:
+                total = reached[entry][0] + cost
+                if leaving not in best or total < best[leaving][0]:
+                    best[leaving] = (total, [*reached[entry][1], (entry, leaving)])
         reached = best
     if not reached:
-        raise NoLayout("no layouts of these blocks meet at their borders: cut none of them (one rank along this axis)")
+        limit = tables[id(blocks[0])].ask.limit_bytes
+        within = "" if limit is None else f" and keep within {limit / 2**30:.3f} GiB each"
+        raise NoLayout(f"no layouts of these blocks for {blocks[0].n} ranks meet at their borders{within}")
     return min(reached.values(), key=lambda each: each[0])[1]
-
-
-def _table(block: BlockProblem, ask: Ask) -> dict[tuple[Held, Held], BlockLayout]:
-    """Its best layout for every pair of borders that it allows."""
-    found: dict[tuple[Held, Held], BlockLayout] = {}
-    for entry, leaving in itertools.product(block.borders(block.entry), block.borders(block.exit)):
-        borders = {tensor: held for tensor, held in ((block.entry, entry), (block.exit, leaving)) if tensor >= 0}
-        fixed = {**(ask.fixed or {}), **borders}
-        try:
-            found[entry, leaving] = solve(block, replace(ask, fixed=fixed))
-        except NoLayout:
-            continue
-    if not found:
-        limit = "" if ask.limit_bytes is None else f" keeps within {ask.limit_bytes / 2**30:.3f} GiB"
-        raise NoLayout(f"no layout of a block for {block.n} ranks{limit}")
-    return found
