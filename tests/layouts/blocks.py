@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import peft
 import torch
-import transformers
 from torch import Tensor, nn
 
 ROWS, LENGTH, HIDDEN, HEADS, VOCABULARY = 12, 24, 48, 12, 96
@@ -139,6 +137,8 @@ def built(family: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, s
         block, x = OWN[family]()
         another, _ = OWN[family]()
         return nn.Sequential(block, another).to(dtype), "1", {"input": x.to(dtype)}
+    import transformers  # here, so that ranks that train plain modules do not wait for it
+
     made_by, kind, options, path, batch = FAMILIES[family.removesuffix(", adapted")]
     transformers.logging.set_verbosity_error()
     options = dict(options)
@@ -148,6 +148,8 @@ def built(family: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, s
         setattr(config, f"_{name}", value)
     model: nn.Module = getattr(transformers, made_by)(config).to(dtype).train()
     if family.endswith(", adapted"):
+        import peft
+
         adapter = peft.LoraConfig(r=12, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
         model = peft.get_peft_model(model, adapter).to(dtype).base_model.model  # type: ignore[arg-type]
     given = {name: each.to(dtype) if each.is_floating_point() else each for name, each in batch().items()}

@@ -40,7 +40,7 @@ def test_generated_code_of_one_rank_gives_what_eager_gives(family: str) -> None:
     assert_same([*mine, *my_gradients], [*outputs, *gradients], tolerance=1e-12)
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", ["plain mlp", "plain convolution"])
 def test_two_ranks_train_as_one_process_by_the_solvers_choice_and_by_a_random_one(family: str) -> None:
     assert_equal(pool_of(2).run(trained, family), family)
     found = pool_of(2).run(trained, family, objective=1)
