@@ -121,11 +121,25 @@ class _Leaves(torch.autograd.Function):
 
 def entering(x: Tensor, held: Held, axis: Axis) -> Tensor:
     """A whole tensor as a cut block takes it; its gradient is whole again."""
-    entered: Tensor = x if held == WHOLE else _Enters.apply(x, held, axis)  # type: ignore[no-untyped-call]
-    return entered
+    return x if held == WHOLE else marked(_Enters.apply(x, held, axis), held)  # type: ignore[no-untyped-call]
 
 
-def leaving(x: Tensor, held: Held, axis: Axis) -> Tensor:
+def leaving(x: Tensor, axis: Axis) -> Tensor:
     """What a cut block gives, whole: for all that is not a cut block."""
+    held = held_as(x)
+    if held is None:
+        raise ValueError("this is not the very tensor that a cut block gave: bring it to whole before anything else reads it")
     left: Tensor = x if held == WHOLE else _Leaves.apply(x, held, axis)  # type: ignore[no-untyped-call]
     return left
+
+
+def marked(x: Tensor, held: Held) -> Tensor:
+    """The tensor, with a note of how it is held: its shape alone does not tell a part from a whole."""
+    x.held_along_axis = (held, x._version)  # type: ignore[attr-defined]
+    return x
+
+
+def held_as(x: Tensor) -> Held | None:
+    """As it was marked; None where it was not, or was changed since."""
+    held, version = getattr(x, "held_along_axis", (None, -1))
+    return held if version == x._version else None

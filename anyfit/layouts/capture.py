@@ -87,12 +87,17 @@ class Captured:
         return ", ".join(differences(self.guard, conditions(block, args, kwargs)))
 
 
-def capture(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Captured:
-    """The call block.forward(*args, **kwargs) and its backward."""
+def capture(
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> Captured:
+    """The call block.forward(*args, **kwargs) and its backward; with parameters of these shapes, where a block has but parts."""
     kwargs = kwargs or {}
     _refuse_hooks(block)
     guard = conditions(block, args, kwargs)
-    call = _Call(block, args, kwargs)
+    call = _Call(block, args, kwargs, shapes or {})
     with _left_as_it_was(block, guard, args, kwargs):
         traced = call.traced()
     _refuse_effects(traced, call)
@@ -125,17 +130,20 @@ class _Forward(nn.Module):
 class _Call:
     """The call as a function of flat lists of tensors."""
 
-    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+    ) -> None:
         self._forward = _Forward(block)
+        self._shapes = shapes
         self.parameters = dict(block.named_parameters())
         self.buffers = dict(block.named_buffers())
         self.tensors = tensor_leaves(args, kwargs)
         self._leaves, self._tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
         self.asks = [each.requires_grad for each in (*self.parameters.values(), *self.buffers.values())]
         self.asks += [each.requires_grad for _, each in self.tensors]
-        fakes = [each for each in (*self.parameters.values(), *self.buffers.values()) if isinstance(each, FakeTensor)]
+        held = (*self.parameters.values(), *self.buffers.values(), *(each for _, each in self.tensors))
+        fakes = [each for each in held if isinstance(each, FakeTensor)]
         self._mode = fakes[0].fake_mode if fakes else FakeTensorMode()
-        self._fake: dict[int, Tensor] = {}
         self.output_count = 0
         self.with_tangents: list[int] = []
         self.output_tree: Any = None
@@ -145,13 +153,19 @@ class _Call:
         if len({id(each) for each in given}) < len(given):
             raise NotCaptured("one tensor is given twice, as argument, parameter or buffer")
         with _refusing():
-            held = [each.detach() for each in given]
-            fakes = [each if isinstance(each, FakeTensor) else self._mode.from_tensor(each) for each in held]
+            names = [*self.parameters, *[""] * (len(given) - len(self.parameters))]
+            fakes = [self._fake(each.detach(), self._shapes.get(name)) for each, name in zip(given, names, strict=True)]
             tangents = self._outputs_of(fakes)
             flat = [*fakes, *tangents]
             first = make_fx(self._joint, tracing_mode="fake")(*flat)
             _refuse_random_backward(first)
             return _without_changes(first, flat)
+
+    def _fake(self, x: Tensor, shape: Sequence[int] | None) -> Tensor:
+        if shape is not None:
+            with self._mode:
+                return torch.empty(tuple(shape), dtype=x.dtype, device=x.device)
+        return x if isinstance(x, FakeTensor) else self._mode.from_tensor(x)
 
     def _outputs_of(self, fakes: Sequence[Tensor]) -> list[Tensor]:
         """One call on fakes alone, for the tangents that the graph takes."""

@@ -1,73 +1,149 @@
 """CutBlock: a module's forward, made by generated code over the ranks of an axis.
 
-`CutBlock(...).install()` cuts the block's parameters to what this rank holds and puts the generated code in the place of its
-forward: one autograd function, whose backward is the generated one. Hooks of the block itself run around it as before. A call
-under other conditions than those it was captured under is an error that names them: a rank's parts cannot run the block's own
-Python.
+`CutBlock(...).install()` cuts the block's parameters to what this rank holds and puts generated code in the place of its forward:
+one autograd function, whose backward is the generated one. Hooks of the block itself run around it as before.
+
+The first call's capture decides how parameters are cut. A call with tensors of other shapes (another length) is captured anew,
+with whole parameters though a rank has but parts, and gets a version of its own with the same parameter cuts: cut at the border
+where the axis divides it, whole where not. A call that differs in anything else is an error that names it: parts of a block
+cannot run its own Python.
+
+What enters the first of several cut blocks is whole, and is cut here. What enters the next ones is the very tensor that the block
+before gave, or it is an error: a part that something else has read or changed may be wrong in silence. After the last one, or
+before anything else reads its output, `leaving` makes it whole.
 
 Gradients of parameters come as the parameters lie; those of `summed` are summands that the ranks of the axis have yet to add up.
+That may be so in one version and not in another: ask `last.summed` after a backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from anyfit.values.block_layouts import BlockLayout
-from anyfit.values.cuts import SUM, Cut, Held
+from anyfit.values.cuts import SUM, WHOLE, Cut, Held
 
-from .axis import Axis
+from .axis import Axis, entering, held_as, marked
+from .capture import Captured, capture
 from .generate import generate
+from .graph import value_of
 from .guard import Conditions, conditions, differences, tensor_leaves
 from .parts import part
 from .problem import Posed
+
+# Poses a captured block and chooses its layout, with some of its tensors held in given ways, alike on all ranks.
+Choose: TypeAlias = Callable[[Captured, Mapping[fx.Node, Held]], tuple[Posed, BlockLayout]]
 
 
 class OtherConditions(RuntimeError):  # noqa: N818 -- says what is so, as NoPlan does
     """A cut block was called otherwise than it was captured."""
 
 
-class CutBlock:
-    def __init__(self, block: nn.Module, posed: Posed, layout: BlockLayout, axis: Axis) -> None:
-        self.block, self.posed, self.layout, self.axis = block, posed, layout, axis
-        captured = posed.captured
-        keys = axis.all_of(captured.key)
-        if len(set(keys)) > 1:
-            where = next(rank for rank, key in enumerate(keys) if key != keys[0])
-            raise ValueError(
-                f"{type(block).__name__} does other things on rank {where} than on rank 0: "
-                "give all ranks of a tensor axis the same batch"
-            )
-        self.held = {name: self._held(node) for name, node in zip(captured.parameters, captured.parameter_nodes, strict=True)}
-        named = zip(captured.parameters, captured.parameter_nodes, strict=True)
-        self.summed = tuple(name for name, node in named if self._is_summed(node))  # in one order on all ranks
-        self.entry: Held = layout.held(posed.problem, posed.problem.entry)
-        self.exit: Held = layout.held(posed.problem, posed.problem.exit)
-        self.code = generate(posed, layout, axis)
-        self._expected = self._conditions()
-        self._asks = [node for node, _ in captured.gradients]
+@dataclass(frozen=True, eq=False)
+class Version:
+    """The block for calls of one shape."""
 
-    def _held(self, node: fx.Node) -> Held:
-        return self.layout.held(self.posed.problem, self.posed.number(node))
+    posed: Posed
+    layout: BlockLayout
+    axis: Axis
 
-    def _is_summed(self, node: fx.Node) -> bool:
+    @property
+    def captured(self) -> Captured:
+        return self.posed.captured
+
+    @cached_property
+    def code(self) -> Any:
+        return generate(self.posed, self.layout, self.axis)
+
+    @cached_property
+    def entry(self) -> Held:
+        return self.layout.held(self.posed.problem, self.posed.problem.entry)
+
+    @cached_property
+    def exit(self) -> Held:
+        return self.layout.held(self.posed.problem, self.posed.problem.exit)
+
+    @cached_property
+    def entry_path(self) -> str:
+        for path, node in zip(self.captured.arguments, self.captured.argument_nodes, strict=True):
+            if self.posed.number(node) == self.posed.problem.entry:
+                return path
+        return ""
+
+    def held(self) -> dict[str, Held]:
+        """How each parameter is."""
+        named = zip(self.captured.parameters, self.captured.parameter_nodes, strict=True)
+        return {name: self.layout.held(self.posed.problem, self.posed.number(node)) for name, node in named}
+
+    @cached_property
+    def summed(self) -> tuple[str, ...]:
+        """Parameters whose gradients are summands, in one order on all ranks."""
+        return tuple(
+            name for name, node in zip(self.captured.parameters, self.captured.parameter_nodes, strict=True) if self._sums(node)
+        )
+
+    def _sums(self, node: fx.Node) -> bool:
         end = self.posed.gradient_ends.get(node)
         return end is not None and self.posed.problem.steps[end].ways[self.layout.ways[end]].reads[0] == SUM
 
-    def _conditions(self) -> dict[str, Any]:
-        """Those of the capture, but for what enters cut."""
-        expected = _without_strides(self.posed.captured.guard)
-        entry = self.posed.problem.entry
-        for path, node in zip(self.posed.captured.arguments, self.posed.captured.argument_nodes, strict=True):
-            if self.posed.number(node) == entry and isinstance(self.entry, Cut):
-                dtype, shape, *rest = expected[f"argument {path}"]
-                expected[f"argument {path}"] = (dtype, self.entry.part(shape, self.axis.n), *rest)
-        return expected
+    @cached_property
+    def expected(self) -> dict[str, Any]:
+        """The conditions of the capture, but for what enters cut."""
+        found = _without_strides(self.captured.guard)
+        if isinstance(self.entry, Cut):
+            dtype, shape, *rest = found[f"argument {self.entry_path}"]
+            found[f"argument {self.entry_path}"] = (dtype, self.entry.part(shape, self.axis.n), *rest)
+        return found
+
+    @cached_property
+    def without_gradient(self) -> list[int]:
+        """Outputs that have none, among those that are tensors."""
+        tensors = [at for at, each in enumerate(self.captured.outputs) if isinstance(each, fx.Node)]
+        return [place for place, at in enumerate(tensors) if at not in self.captured.with_tangents]
+
+    @cached_property
+    def asks(self) -> list[bool]:
+        """Which of parameters, buffers and arguments have a gradient."""
+        wanted = {node for node, _ in self.captured.gradients}
+        return [node in wanted for node in self.captured.placeholders[: -len(self.captured.tangent_nodes) or None]]
+
+
+class CutBlock:
+    def __init__(
+        self,
+        block: nn.Module,
+        posed: Posed,
+        layout: BlockLayout,
+        axis: Axis,
+        choose: Choose | None = None,
+        *,
+        follows: bool = False,  # another cut block, whose output is what enters
+    ) -> None:
+        self.block, self.axis, self._choose, self._follows = block, axis, choose, follows
+        self.first = self.last = Version(posed, layout, axis)
+        self.versions = [self.first]
+        self.held = self.first.held()
+        self._own_forward = vars(block).get("forward")
+        self._agree(posed.captured)
+
+    def _agree(self, captured: Captured) -> None:
+        keys = self.axis.all_of(captured.key)
+        if len(set(keys)) > 1:
+            where = next(rank for rank, key in enumerate(keys) if key != keys[0])
+            raise ValueError(
+                f"{type(self.block).__name__} does other things on rank {where} than on rank 0: "
+                "give all ranks of a tensor axis the same batch"
+            )
 
     def install(self) -> None:
         parameters = dict(self.block.named_parameters())
@@ -76,57 +152,143 @@ class CutBlock:
                 parameters[name].data = part(parameters[name].data, held, self.axis.n, self.axis.rank).clone()
         self.block.forward = self.forward
 
+    def entry_of(self, x: Tensor) -> Held:
+        """How a whole tensor is to enter."""
+        entry = self.first.entry
+        return entry if isinstance(entry, Cut) and entry.divides(x.shape, self.axis.n) else WHOLE
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        trouble = differences(self._expected, _without_strides(conditions(self.block, args, kwargs)))
-        if trouble:
+        args, kwargs = self._entered(args, kwargs)
+        version = self.last = self._version(args, kwargs)
+        captured = version.captured
+        parameters, buffers = dict(self.block.named_parameters()), dict(self.block.named_buffers())
+        tensors: list[Tensor] = [
+            *(parameters[name] for name in captured.parameters),
+            *(buffers[name] for name in captured.buffers),
+        ]
+        given = [each for _, each in tensor_leaves(args, kwargs)]
+        wanted = [each for each, asks in zip([*tensors, *given], version.asks, strict=True) if asks]
+        results = iter(_Made.apply(version, tensors, given, *wanted))  # type: ignore[no-untyped-call]
+        leaves = [next(results) if isinstance(each, fx.Node) else each for each in captured.outputs]
+        if captured.with_tangents:
+            first: Any = leaves[captured.with_tangents[0]]
+            marked(first, version.exit)
+        return pytree.tree_unflatten(leaves, captured.output_tree)
+
+    def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """With what enters held as this block takes it. A whole tensor is cut; a part is known by its mark."""
+        x = self._entry(args, kwargs)
+        if x is None or held_as(x) is not None:
+            return args, kwargs
+        if self._follows:
+            raise OtherConditions(
+                f"what enters {type(self.block).__name__} is not the very tensor that the cut block before it gave: "
+                "what reads or changes a tensor between two blocks needs it whole"
+            )
+        return _replaced(args, kwargs, x, marked(entering(x, self.entry_of(x), self.axis), self.entry_of(x)))
+
+    def _entry(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        return next((each for path, each in tensor_leaves(args, kwargs) if path == self.first.entry_path), None)
+
+    # ------------------------------------------------------------------ versions
+
+    def _version(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Version:
+        now = _without_strides(conditions(self.block, args, kwargs))
+        x = self._entry(args, kwargs)
+        for version in [self.last, *self.versions]:
+            if version.expected == now and (x is None or held_as(x) == version.entry):
+                return version
+        trouble = differences(self.first.expected, now)
+        if self._choose is None or not all(_is_shape(self.first.expected.get(name), now.get(name)) for name in trouble):
             raise OtherConditions(
                 f"{type(self.block).__name__} is cut over {self.axis.n} ranks for calls that are like the one that was captured; "
                 f"other are: {', '.join(trouble)}. Capture it anew"
             )
-        captured = self.posed.captured
-        held: dict[str, Tensor] = dict(self.block.named_parameters())
-        buffers = dict(self.block.named_buffers())
-        tensors = [*(held[name] for name in captured.parameters), *(buffers[name] for name in captured.buffers)]
-        given = [each for _, each in tensor_leaves(args, kwargs)]
-        asks = {node.name for node in self._asks}
-        wanted = [each for each, node in zip([*tensors, *given], captured.placeholders, strict=False) if node.name in asks]
-        results = iter(_Made.apply(self, tensors, given, *wanted))  # type: ignore[no-untyped-call]
-        leaves = [next(results) if isinstance(each, fx.Node) else each for each in captured.outputs]
-        return pytree.tree_unflatten(leaves, captured.output_tree)
+        self.versions.append(self._made_for(self._choose, args, kwargs))
+        return self.versions[-1]
 
-    @property
-    def without_gradient(self) -> list[int]:
-        """Outputs that have none, among those that are tensors."""
-        captured = self.posed.captured
-        tensors = [at for at, each in enumerate(captured.outputs) if isinstance(each, fx.Node)]
-        return [place for place, at in enumerate(tensors) if at not in captured.with_tangents]
+    def _made_for(self, choose: Choose, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Version:
+        first, n = self.first, self.axis.n
+        named = zip(first.captured.parameters, first.captured.parameter_nodes, strict=True)
+        shapes = {name: tuple(value_of(node).shape) for name, node in named}
+        x = self._entry(args, kwargs)
+        entry = (x is not None and held_as(x)) or WHOLE
+        whole = (args, dict(kwargs)) if x is None else _replaced(args, kwargs, x, _whole_of(x, entry, n))
+        with self._as_it_was():
+            captured = capture(self.block, *whole, shapes)
+        self._agree(captured)
+        fixed: dict[fx.Node, Held] = {
+            node: self.held[name] for name, node in zip(captured.parameters, captured.parameter_nodes, strict=True)
+        }
+        entries = dict(zip(captured.arguments, captured.argument_nodes, strict=True))
+        if first.entry_path:
+            fixed[entries[first.entry_path]] = entry
+        if captured.tangent_nodes:
+            leaves = captured.tangent_nodes[0]
+            fits = isinstance(first.exit, Cut) and first.exit.divides(value_of(leaves).shape, n)
+            fixed[leaves] = first.exit if fits else WHOLE
+        return Version(*choose(captured, fixed), self.axis)
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """The block with the forward that it had."""
+        if self._own_forward is None:
+            del self.block.forward
+        else:
+            self.block.forward = self._own_forward
+        try:
+            yield
+        finally:
+            self.block.forward = self.forward
+
+
+def _whole_of(x: Tensor, held: Held, n: int) -> Tensor:
+    """Of a part, the whole tensor without data."""
+    if not isinstance(held, Cut):
+        return x
+    shape = [size * n if dim == held.dim else size for dim, size in enumerate(x.shape)]
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+
+
+def _replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], x: Tensor, by: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(lambda each: by if each is x else each, (args, dict(kwargs)))
+    return found
+
+
+def _is_shape(before: Any, now: Any) -> bool:
+    """Whether two conditions of an argument differ in the shape of a tensor alone."""
+    if not isinstance(before, tuple) or not isinstance(now, tuple) or not isinstance(before[0], torch.dtype):
+        return False
+    return len(before) == len(now) and before[0] == now[0] and before[2:] == now[2:]
 
 
 def _without_strides(found: Conditions) -> dict[str, Any]:
     """How a tensor lies in memory steers eager's views alone, and generated code reshapes instead."""
-    tensors = {name: form for name, form in found.items() if name.startswith("argument ") and isinstance(form[0], torch.dtype)}  # type: ignore[index]
-    return dict(found) | {name: (*form[:2], *form[3:]) for name, form in tensors.items()}  # type: ignore[index]
+    forms: dict[str, Any] = dict(found)
+    tensors = [name for name, form in forms.items() if name.startswith("argument ") and isinstance(form[0], torch.dtype)]
+    return forms | {name: (*forms[name][:2], *forms[name][3:]) for name in tensors}
 
 
 class _Made(torch.autograd.Function):
     """One call. Parameters are among the inputs for autograd's sake alone; the code reads them when it needs them."""
 
     @staticmethod
-    def forward(context: Any, cut: CutBlock, tensors: Sequence[Tensor], given: Sequence[Tensor], *wanted: Tensor) -> Any:
+    def forward(context: Any, version: Version, tensors: Sequence[Tensor], given: Sequence[Tensor], *wanted: Tensor) -> Any:
         read = _reader(tensors)
-        outputs, saved = cut.code.forward(read, [each.detach() for each in given])
-        context.cut, context.read = cut, read
+        outputs, saved = version.code.forward(read, [each.detach() for each in given])
+        context.version, context.read = version, read
         context.save_for_backward(*saved)
-        context.mark_non_differentiable(*(outputs[at] for at in cut.without_gradient))
+        context.mark_non_differentiable(*(outputs[at] for at in version.without_gradient))
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, *gradients: Tensor) -> Any:
-        cut: CutBlock = context.cut
-        without = set(cut.without_gradient)
+        version: Version = context.version
+        without = set(version.without_gradient)
         tangents = [each.contiguous() for at, each in enumerate(gradients) if at not in without]
-        found = cut.code.backward(context.read, context.saved_tensors, tangents)
+        found = version.code.backward(context.read, context.saved_tensors, tangents)
         return (None, None, None, *found)
 
 

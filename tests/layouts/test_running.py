@@ -56,6 +56,15 @@ def test_a_price_on_memory_cuts_the_weights() -> None:
     assert all(each.counts == found[0].counts for each in found)
 
 
+@pytest.mark.parametrize("family", ["gpt2", *(pytest.param(each, marks=pytest.mark.full) for each in ("llama", "t5, decoder"))])
+def test_other_lengths_keep_the_cuts_of_the_weights_whether_the_axis_divides_them_or_not(family: str) -> None:
+    found = pool_of(2).run(trained, family, objective=0, lengths=(LENGTH, 18, 7, LENGTH, 7))
+    assert_equal(found, family)
+    assert found[0].border == "cut 1"
+    assert found[0].cuts > 0
+    assert found[0].versions == 3
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["gpt2, dropout", "llama, grouped heads"])
 def test_recomputed_blocks_train_as_plain_ones(family: str) -> None:
@@ -113,3 +122,37 @@ def test_forward_keeps_no_parameter() -> None:
     own = {each.untyped_storage().data_ptr() for each in block.parameters()}
     assert kept
     assert not own & {each.untyped_storage().data_ptr() for each in kept}
+
+
+class Between(nn.Module):
+    """Two blocks, with something in between or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+        self.between: str = "nothing"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        if self.between == "pooling":
+            x = x * x.mean(0, keepdim=True)
+        if self.between == "a change":
+            x += 1
+        result: torch.Tensor = self.blocks[1](x)
+        return result
+
+
+@pytest.mark.parametrize("between", ["nothing", "pooling", "a change"])
+def test_what_comes_between_two_cut_blocks_is_noticed(between: str) -> None:
+    model, x = Between(), torch.randn(ROWS, HIDDEN)
+    wanted = model(x)
+    for block, follows in zip(model.blocks, (False, True), strict=True):
+        given = x if not follows else x.clone().requires_grad_()
+        posed = pose(capture(block, (given,)), 1, OpRates(1e12, 1e11), RATES)
+        CutBlock(block, posed, solve(posed.problem), Axis(), follows=follows).install()
+    model.between = between
+    if between == "nothing":
+        torch.testing.assert_close(model(x), wanted)
+    else:
+        with pytest.raises(OtherConditions, match="not the very tensor"):
+            model(x)

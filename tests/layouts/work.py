@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from anyfit.layouts.axis import Axis, entering, leaving
-from anyfit.layouts.capture import capture
+from anyfit.layouts.axis import Axis, leaving
+from anyfit.layouts.capture import Captured, capture
 from anyfit.layouts.cut_block import CutBlock
 from anyfit.layouts.parts import as_held
 from anyfit.layouts.problem import OpRates, Posed, pose
 from anyfit.planning.layouts import Ask, chained, solve
 from anyfit.values.block_layouts import BlockLayout, LayoutRates
-from anyfit.values.cuts import WHOLE
+from anyfit.values.cuts import WHOLE, Held
 from anyfit.values.profile import Exchange
 
 from .blocks import built, calls_of
@@ -33,6 +34,7 @@ class Trained(NamedTuple):
     counts: list[dict[str, int]]  # of exchanges, by block
     cuts: int  # parameters that are cut
     border: str
+    versions: int  # of the first block
 
 
 def layouts_of(problems: list[Posed], objective: int | None, price: float) -> list[BlockLayout]:
@@ -57,50 +59,65 @@ def cut(model: nn.Module, path: str, batch: dict[str, Tensor], axis: Axis, objec
     """All blocks beside the one at the path, in the model's own place."""
     parent, _, _ = path.rpartition(".")
     blocks = list(model.get_submodule(parent).children())
-    posed = [pose(capture(*call), axis.n, OpRates(1e12, 1e11), RATES) for call in calls_of(model, blocks, batch)]
+    posed = [posed_on(axis, capture(*call)) for call in calls_of(model, blocks, batch)]
     layouts = axis.agreed(layouts_of(posed, objective, price) if axis.rank == 0 else None)
-    found = [CutBlock(block, each, layout, axis) for block, each, layout in zip(blocks, posed, layouts, strict=True)]
+
+    def choose(captured: Captured, fixed: Mapping[fx.Node, Held]) -> tuple[Posed, BlockLayout]:
+        question = posed_on(axis, captured)
+        by_number = {question.number(node): held for node, held in fixed.items()}
+        return question, axis.agreed(solve(question.problem, Ask(fixed=by_number)) if axis.rank == 0 else None)
+
+    found = [
+        CutBlock(block, each, layout, axis, choose, follows=block is not blocks[0])
+        for block, each, layout in zip(blocks, posed, layouts, strict=True)
+    ]
     for each in found:
         each.install()
-    blocks[0].register_forward_pre_hook(lambda _, args: (entering(args[0], found[0].entry, axis), *args[1:]))
-    blocks[-1].register_forward_hook(lambda _, args, result: _left(result, found[-1], axis))
+    blocks[-1].register_forward_hook(lambda _, args, result: _left(result, axis))
     return found
 
 
-def _left(result: Any, last: CutBlock, axis: Axis) -> Any:
+def posed_on(axis: Axis, captured: Captured) -> Posed:
+    return pose(captured, axis.n, OpRates(1e12, 1e11), RATES)
+
+
+def _left(result: Any, axis: Axis) -> Any:
     if isinstance(result, Tensor):
-        return leaving(result, last.exit, axis)
-    return (leaving(result[0], last.exit, axis), *result[1:])
+        return leaving(result, axis)
+    return (leaving(result[0], axis), *result[1:])
 
 
-def losses_of(model: nn.Module, batch: dict[str, Tensor], blocks: list[CutBlock]) -> list[float]:
-    summed = [dict(each.block.named_parameters())[name] for each in blocks for name in each.summed]
+def losses_of(model: nn.Module, batches: list[dict[str, Tensor]], blocks: list[CutBlock]) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
-    for step in range(STEPS):
+    for step, batch in enumerate(batches):
         torch.manual_seed(step)
         result = model(**batch)
         first = result if isinstance(result, Tensor) else result[0]
         loss = (first * torch.linspace(-1, 1, first.shape[-1], dtype=first.dtype)).square().mean()
         loss.backward()
-        for parameter in summed:
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
+        for block in blocks:
+            for name in block.last.summed:
+                dist.all_reduce(block.block.get_parameter(name).grad)
         optimizer.step()
         optimizer.zero_grad()
         found.append(float(loss.detach()))
     return found
 
 
-def trained(family: str, objective: int | None = None, price: float = 0.0, *, recomputes: bool = False) -> Trained:
+def trained(
+    family: str, objective: int | None = None, price: float = 0.0, *, recomputes: bool = False, lengths: tuple[int, ...] = ()
+) -> Trained:
+    """Some steps of the same batch; or one step for each of some lengths, of which the first is the batch's own."""
     axis = Axis.of_all()
     model, path, batch = built(family)
     plain = copy.deepcopy(model)
-    wanted = losses_of(plain, batch, [])
+    batches = [{name: each[:, :length] for name, each in batch.items()} for length in lengths] or [batch] * STEPS
+    wanted = losses_of(plain, batches, [])
     if recomputes:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     blocks = cut(model, path, batch, axis, objective, price)
-    got = losses_of(model, batch, blocks)
+    got = losses_of(model, batches, blocks)
     held = {id(each): each_held for block in blocks for each, each_held in _held_of(block)}
     worst = 0.0
     theirs = dict(plain.named_parameters())
@@ -109,7 +126,14 @@ def trained(family: str, objective: int | None = None, price: float = 0.0, *, re
         worst = max(worst, float((parameter.detach() - wanted_part).abs().max() / wanted_part.abs().max().clamp(min=1e-3)))
     losses = max(abs(mine - other) / abs(other) for mine, other in zip(got, wanted, strict=True))
     cuts = sum(each != WHOLE for block in blocks for each in block.held.values())
-    return Trained(losses, worst, [dict(block.layout.counts) for block in blocks], cuts, str(blocks[0].entry))
+    return Trained(
+        losses,
+        worst,
+        [dict(block.first.layout.counts) for block in blocks],
+        cuts,
+        str(blocks[0].first.entry),
+        len(blocks[0].versions),
+    )
 
 
 def _held_of(block: CutBlock) -> list[tuple[nn.Parameter, Any]]:
