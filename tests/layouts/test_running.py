@@ -73,6 +73,13 @@ def test_recomputed_blocks_train_as_plain_ones(family: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("family", ["gpt2", "vit"])
+def test_replicas_of_a_tensor_axis_train_as_one_process(family: str) -> None:
+    for objective in (None, 0):
+        assert_equal(pool_of(4).run(trained, family, objective, tensor=2), family)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_layout_of_any_block_trains_as_one_process(family: str, ranks: int) -> None:

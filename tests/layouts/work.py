@@ -87,7 +87,35 @@ def _left(result: Any, axis: Axis) -> Any:
     return (leaving(result[0], axis), *result[1:])
 
 
-def losses_of(model: nn.Module, batches: list[dict[str, Tensor]], blocks: list[CutBlock]) -> list[float]:
+class Mesh(NamedTuple):
+    """The ranks as replicas of a tensor axis: neighbours hold a block together, and others another part of the batch."""
+
+    axis: Axis
+    replicas: int = 1
+    replica: int = 0
+    group: Any = None  # of those that hold the same parts
+
+    @classmethod
+    def of(cls, tensor: int | None) -> Mesh:
+        if tensor is None:
+            return cls(Axis.of_all())
+        rank, count = dist.get_rank(), dist.get_world_size()
+        along = [dist.new_group(list(range(first, first + tensor))) for first in range(0, count, tensor)]
+        across = [dist.new_group(list(range(first, count, tensor))) for first in range(tensor)]
+        axis = Axis(tensor, rank % tensor, along[rank // tensor])
+        return cls(axis, count // tensor, rank // tensor, across[rank % tensor])
+
+    def share(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: each.chunk(self.replicas)[self.replica] for name, each in batch.items()}
+
+    def mean(self, x: Tensor) -> Tensor:
+        if self.replicas > 1:
+            dist.all_reduce(x, group=self.group)
+            x /= self.replicas
+        return x
+
+
+def losses_of(model: nn.Module, batches: list[dict[str, Tensor]], blocks: list[CutBlock], mesh: Mesh) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
     for step, batch in enumerate(batches):
@@ -98,26 +126,36 @@ def losses_of(model: nn.Module, batches: list[dict[str, Tensor]], blocks: list[C
         loss.backward()
         for block in blocks:
             for name in block.last.summed:
-                dist.all_reduce(block.block.get_parameter(name).grad)
+                dist.all_reduce(block.block.get_parameter(name).grad, group=mesh.axis.group)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                mesh.mean(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(float(loss.detach()))
+        found.append(float(mesh.mean(loss.detach().clone())))
     return found
 
 
 def trained(
-    family: str, objective: int | None = None, price: float = 0.0, *, recomputes: bool = False, lengths: tuple[int, ...] = ()
+    family: str,
+    objective: int | None = None,
+    price: float = 0.0,
+    *,
+    recomputes: bool = False,
+    lengths: tuple[int, ...] = (),
+    tensor: int | None = None,
 ) -> Trained:
     """Some steps of the same batch; or one step for each of some lengths, of which the first is the batch's own."""
-    axis = Axis.of_all()
+    mesh = Mesh.of(tensor)
+    axis = mesh.axis
     model, path, batch = built(family)
     plain = copy.deepcopy(model)
     batches = [{name: each[:, :length] for name, each in batch.items()} for length in lengths] or [batch] * STEPS
-    wanted = losses_of(plain, batches, [])
+    wanted = losses_of(plain, batches, [], Mesh(Axis()))
     if recomputes:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    blocks = cut(model, path, batch, axis, objective, price)
-    got = losses_of(model, batches, blocks)
+    blocks = cut(model, path, mesh.share(batch), axis, objective, price)
+    got = losses_of(model, [mesh.share(each) for each in batches], blocks, mesh)
     held = {id(each): each_held for block in blocks for each, each_held in _held_of(block)}
     worst = 0.0
     theirs = dict(plain.named_parameters())
