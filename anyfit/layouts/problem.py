@@ -83,7 +83,8 @@ class _Posing:
         leaving = captured.tangent_nodes[0] if captured.tangent_nodes else None
         for node in captured.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self._source(node, list(self._comes(node, outers, is_border=node in (entry, leaving))))
+                kept = value_of(node).nbytes if node is entry and _is_read_by_backward(node) else 0
+                self._source(node, list(self._comes(node, outers, is_border=node in (entry, leaving))), kept)
             elif node.op == "call_function" and name_of(node) != "getitem":
                 self._op(node, outers)
         ends, gradient_ends = self._outputs(), self._gradients()
@@ -101,10 +102,11 @@ class _Posing:
         elif is_border:
             yield from Op(node, self.n, {}).cuts(tuple(value.shape), range(value.dim() - 1))
 
-    def _source(self, node: fx.Node, comes: Sequence[Held]) -> None:
+    def _source(self, node: fx.Node, comes: Sequence[Held], kept: float) -> None:
         is_weight = node in self._weights
-        state = self.ops.state_bytes_per_weight_byte if is_weight else 0.0
-        number = self._carried(node, 0, value_of(node), kept=state * value_of(node).nbytes, stays=is_weight)
+        if is_weight:
+            kept = self.ops.state_bytes_per_weight_byte * value_of(node).nbytes
+        number = self._carried(node, 0, value_of(node), kept=kept, stays=is_weight)
         self.step_of[node] = len(self.steps)
         self.steps.append(Step(node.name, (), (number,), tuple(Way((), (held,)) for held in comes)))
 
@@ -113,7 +115,7 @@ class _Posing:
         gives = []
         for at, value in enumerate(tensors_of(node)):
             if value is not None:
-                kept = value.nbytes if _is_kept(node) else 0
+                kept = value.nbytes if _is_kept(node, at) else 0
                 gives.append(self._carried(node, at, value, kept=kept, stays=self._is_of_weight(node)))
         there = [at for at, value in enumerate(tensors_of(node)) if value is not None]
         ways = tuple(
@@ -171,9 +173,12 @@ class _Posing:
         return found
 
 
-def _is_kept(node: fx.Node) -> bool:
-    """Whether backward reads what this op of forward made, itself or a view of it."""
-    return is_forward(node) and not is_view(node) and _is_read_by_backward(node)
+def _is_kept(node: fx.Node, at: int) -> bool:
+    """Whether backward reads this result of an op of forward, itself or a view of it."""
+    if not is_forward(node) or is_view(node):
+        return False
+    taken = [user for user in node.users if name_of(user) == "getitem"]
+    return any(_is_read_by_backward(each) for each in (taken or [node]) if not taken or each.args[1] == at)
 
 
 def _is_read_by_backward(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 from anyfit.layouts.axis import Axis
 from anyfit.layouts.capture import capture
 from anyfit.layouts.cut_block import CutBlock, OtherConditions
+from anyfit.layouts.guard import tensor_leaves
 from anyfit.layouts.problem import OpRates, pose
 from anyfit.planning.layouts import solve
 from tests.dist.pool import pool_of
@@ -121,14 +122,32 @@ def test_a_second_derivative_is_refused_and_not_zero_in_silence() -> None:
         gradient.sum().backward()
 
 
-def test_forward_keeps_no_parameter() -> None:
-    block, _, x = cut_residual()
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
-        block(x)
-    own = {each.untyped_storage().data_ptr() for each in block.parameters()}
-    assert kept
-    assert not own & {each.untyped_storage().data_ptr() for each in kept}
+@pytest.mark.parametrize("family", [*FEW, *(pytest.param(name, marks=pytest.mark.full) for name in NAMES if name not in FEW)])
+def test_forward_keeps_the_bytes_that_the_program_counts_and_no_parameter(family: str) -> None:
+    call = called(family)
+    posed = pose(capture(*call), 1, OpRates(1e12, 1e11), RATES)
+    layout = solve(posed.problem)
+    cut = CutBlock(call.block, posed, layout, Axis())
+    cut.install()
+    kept: dict[int, int] = {}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    args, kwargs = call.fresh()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        result = call.block(*args, **kwargs)
+    elsewhere = [
+        each for path, each in tensor_leaves(args, kwargs) if path != cut.first.entry_path
+    ]  # masks, turns: of all blocks
+    for each in (*elsewhere, *call.block.buffers()):
+        kept.pop(each.untyped_storage().data_ptr(), None)
+    assert not {each.untyped_storage().data_ptr() for each in call.block.parameters()} & set(kept)
+    weights = {posed.number(node) for node in posed.captured.parameter_nodes}
+    counted = sum(each.kept_bytes for at, each in enumerate(posed.problem.tensors) if at not in weights)
+    assert sum(kept.values()) == pytest.approx(counted, rel=2e-3)  # but for a few numbers that stand alone
+    assert result is not None
 
 
 class Between(nn.Module):
