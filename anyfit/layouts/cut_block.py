@@ -36,7 +36,7 @@ from anyfit.values.cuts import SUM, WHOLE, Cut, Held
 from .axis import Axis, entering, held_as, marked
 from .capture import Captured, capture
 from .generate import generate
-from .graph import value_of
+from .graph import is_random, value_of
 from .guard import Conditions, conditions, differences, tensor_leaves
 from .parts import part
 from .problem import Posed
@@ -137,19 +137,32 @@ class CutBlock:
         self._agree(posed.captured)
 
     def _agree(self, captured: Captured) -> None:
-        keys = self.axis.all_of(captured.key)
-        if len(set(keys)) > 1:
-            where = next(rank for rank, key in enumerate(keys) if key != keys[0])
+        name = type(self.block).__name__
+        where = _other(self.axis.all_of(captured.key))
+        if where:
             raise ValueError(
-                f"{type(self.block).__name__} does other things on rank {where} than on rank 0: "
-                "give all ranks of a tensor axis the same batch"
+                f"{name} does other things on rank {where} than on rank 0: give all ranks of a tensor axis the same batch"
             )
+        if any(map(is_random, captured.nodes)):
+            where = _other(self.axis.all_of(_random_state(self.block)))
+            if where:
+                raise ValueError(
+                    f"{name} draws random numbers, and the generator of rank {where} is not where rank 0's is: "
+                    "seed all ranks of a tensor axis alike (torch.manual_seed)"
+                )
 
     def install(self) -> None:
+        """Once: a parameter that other blocks hold too stays whole in all of them."""
         parameters = dict(self.block.named_parameters())
-        for name, held in self.held.items():
+        for name, node in zip(self.first.captured.parameters, self.first.captured.parameter_nodes, strict=True):
+            held, parameter = self.held[name], parameters[name]
+            if parameter.shape != value_of(node).shape:
+                raise ValueError(
+                    f"{name} of {type(self.block).__name__} is cut already, as a parameter of another block too: "
+                    "leave one of the blocks uncut, or hold it whole"
+                )
             if isinstance(held, Cut):
-                parameters[name].data = part(parameters[name].data, held, self.axis.n, self.axis.rank).clone()
+                parameter.data = part(parameter.data, held, self.axis.n, self.axis.rank).clone()
         self.block.forward = self.forward
 
     def entry_of(self, x: Tensor) -> Held:
@@ -240,6 +253,18 @@ class CutBlock:
             yield
         finally:
             self.block.forward = self.forward
+
+
+def _other(found: Sequence[Any]) -> int:
+    """The first rank that has something else than rank 0, or 0."""
+    return next((rank for rank, each in enumerate(found) if each != found[0]), 0)
+
+
+def _random_state(block: nn.Module) -> bytes:
+    """Of the generator that the block's device draws from."""
+    device = next((each.device for each in block.parameters()), torch.device("cpu"))
+    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    return bytes(state.tolist())
 
 
 def _whole_of(x: Tensor, held: Held, n: int) -> Tensor:

@@ -18,7 +18,7 @@ from tests.dist.pool import pool_of
 
 from .blocks import HIDDEN, LENGTH, NAMES, ROWS, Residual, called
 from .test_capture import assert_same, eager
-from .work import RATES, Trained, trained
+from .work import RATES, Trained, refusal_of, trained
 
 # Whose norms or experts compute in fp32 whatever the model's dtype is.
 COARSE = ("llama", "qwen3", "gemma3", "t5", "mixtral", "mamba")
@@ -182,3 +182,16 @@ def test_what_comes_between_two_cut_blocks_is_noticed(between: str) -> None:
     else:
         with pytest.raises(OtherConditions, match="not the very tensor"):
             model(x)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("nothing", "nothing"),
+        ("seeds", "generator of rank 1 is not where rank 0's is"),
+        ("batches", "other things on rank 1"),
+        ("shared", "0.weight of Sequential is cut already"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(what: str, message: str) -> None:
+    assert all(message in each for each in pool_of(2).run(refusal_of, what))

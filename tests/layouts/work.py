@@ -18,7 +18,7 @@ from anyfit.layouts.parts import as_held
 from anyfit.layouts.problem import OpRates, Posed, pose
 from anyfit.planning.layouts import Ask, chained, solve
 from anyfit.values.block_layouts import BlockLayout, LayoutRates
-from anyfit.values.cuts import WHOLE, Held
+from anyfit.values.cuts import WHOLE, Cut, Held
 from anyfit.values.profile import Exchange
 
 from .blocks import built, calls_of
@@ -177,3 +177,22 @@ def trained(
 def _held_of(block: CutBlock) -> list[tuple[nn.Parameter, Any]]:
     parameters = dict(block.block.named_parameters())
     return [(parameters[name], held) for name, held in block.held.items()]
+
+
+def refusal_of(what: str) -> str:
+    """What a rank is told when ranks, or blocks, do not fit each other."""
+    axis = Axis.of_all()
+    torch.manual_seed(axis.rank if what == "seeds" else 0)
+    rows = 4 + 2 * axis.rank if what == "batches" else 4
+    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(0))
+    block, another = (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2))
+    another[0].weight = block[0].weight
+    questions = [posed_on(axis, capture(each, (x,))) for each in ((block, another) if what == "shared" else (block,))]
+    try:
+        for each, question in zip((block, another), questions, strict=False):
+            weight = question.number(question.captured.parameter_nodes[0])
+            layout = axis.agreed(solve(question.problem, Ask(fixed={weight: Cut(0)})))
+            CutBlock(each, question, layout, axis).install()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
