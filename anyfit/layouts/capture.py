@@ -10,7 +10,7 @@ block runs whole: hooks inside, control that depends on data, changed buffers, a
 (a checkpoint inside the block), tensors that are neither parameter nor buffer nor argument.
 
 Sizes are plain numbers. Capturing with symbols was tried: it takes six times as long, and dropout on a CPU takes another kernel
-than eager does. A capture takes 0.1 to 0.3 s, so a new length is captured anew; where `form` is equal its layout is kept.
+than eager does. A capture takes 0.1 to 0.3 s, so a new length is captured anew; where `form` is equal its layout may be kept.
 """
 
 from __future__ import annotations

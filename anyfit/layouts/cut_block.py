@@ -41,8 +41,9 @@ from .guard import Conditions, conditions, differences, tensor_leaves
 from .parts import part
 from .problem import Posed
 
-# Poses a captured block and chooses its layout, with some of its tensors held in given ways, alike on all ranks.
-Choose: TypeAlias = Callable[[Captured, Mapping[fx.Node, Held]], tuple[Posed, BlockLayout]]
+# Poses a captured block and chooses its layout, with some of its tensors held in given ways, alike on all ranks. The first
+# version of the block is one to keep to, where the graph has the same form.
+Choose: TypeAlias = "Callable[[Captured, Mapping[fx.Node, Held], Version], tuple[Posed, BlockLayout]]"
 
 
 class OtherConditions(RuntimeError):  # noqa: N818 -- says what is so, as NoPlan does
@@ -240,7 +241,7 @@ class CutBlock:
             leaves = captured.tangent_nodes[0]
             fits = isinstance(first.exit, Cut) and first.exit.divides(value_of(leaves).shape, n)
             fixed[leaves] = first.exit if fits else WHOLE
-        return Version(*choose(captured, fixed), self.axis)
+        return Version(*choose(captured, fixed, first), self.axis)
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:

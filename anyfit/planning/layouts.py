@@ -233,6 +233,20 @@ def by_price(problem: BlockProblem, ask: Ask) -> BlockLayout:
     raise NoLayout(f"no layout for {problem.n} ranks was found within {ask.limit_bytes / 2**30:.3f} GiB a block")
 
 
+def kept(layout: BlockLayout, before: BlockProblem, now: BlockProblem) -> BlockLayout | None:
+    """The same ways for the same block at another length; None where it does not allow one of them."""
+    if len(before.steps) != len(now.steps):
+        return None
+    ways: list[int] = []
+    for old, way, step in zip(before.steps, layout.ways, now.steps, strict=True):
+        same = [at for at, each in enumerate(step.ways) if each[:2] == old.ways[way][:2]]
+        if not same:
+            return None
+        ways.append(min(same, key=lambda at: step.ways[at].seconds))
+    narrowed = tuple(replace(step, ways=(step.ways[way],)) for step, way in zip(now.steps, ways, strict=True))
+    return replace(solve(replace(now, steps=narrowed)), ways=tuple(ways))
+
+
 # ---------------------------------------------------------------------- over blocks
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, fx, nn
 
 from anyfit.layouts.axis import Axis, leaving
 from anyfit.layouts.capture import Captured, capture
-from anyfit.layouts.cut_block import CutBlock
+from anyfit.layouts.cut_block import CutBlock, Version
 from anyfit.layouts.parts import as_held
 from anyfit.layouts.problem import OpRates, Posed, pose
-from anyfit.planning.layouts import Ask, chained, solve
+from anyfit.planning.layouts import Ask, chained, kept, solve
 from anyfit.values.block_layouts import BlockLayout, LayoutRates
 from anyfit.values.cuts import WHOLE, Cut, Held
 from anyfit.values.profile import Exchange
@@ -35,6 +35,7 @@ class Trained(NamedTuple):
     cuts: int  # parameters that are cut
     border: str
     versions: int  # of the first block
+    kept: int  # of them, those with the ways of the first
 
 
 def layouts_of(problems: list[Posed], objective: int | None, price: float) -> list[BlockLayout]:
@@ -62,10 +63,15 @@ def cut(model: nn.Module, path: str, batch: dict[str, Tensor], axis: Axis, objec
     posed = [posed_on(axis, capture(*call)) for call in calls_of(model, blocks, batch)]
     layouts = axis.agreed(layouts_of(posed, objective, price) if axis.rank == 0 else None)
 
-    def choose(captured: Captured, fixed: Mapping[fx.Node, Held]) -> tuple[Posed, BlockLayout]:
+    def choose(captured: Captured, fixed: Mapping[fx.Node, Held], first: Version) -> tuple[Posed, BlockLayout]:
         question = posed_on(axis, captured)
         by_number = {question.number(node): held for node, held in fixed.items()}
-        return question, axis.agreed(solve(question.problem, Ask(fixed=by_number)) if axis.rank == 0 else None)
+        layout = None
+        if axis.rank == 0 and captured.form == first.captured.form:
+            layout = kept(first.layout, first.posed.problem, question.problem)
+        if axis.rank == 0 and layout is None:
+            layout = solve(question.problem, Ask(fixed=by_number))
+        return question, axis.agreed(layout)
 
     found = [
         CutBlock(block, each, layout, axis, choose, follows=block is not blocks[0])
@@ -171,7 +177,16 @@ def trained(
         cuts,
         str(blocks[0].first.entry),
         len(blocks[0].versions),
+        _kept(blocks[0]),
     )
+
+
+def _kept(block: CutBlock) -> int:
+    def held(version: Version) -> list[tuple[Held, ...]]:
+        steps = zip(version.posed.problem.steps, version.layout.ways, strict=True)
+        return [step.ways[way].reads + step.ways[way].gives for step, way in steps]
+
+    return sum(held(version) == held(block.first) for version in block.versions)
 
 
 def _held_of(block: CutBlock) -> list[tuple[nn.Parameter, Any]]:
