@@ -59,7 +59,6 @@ class Ask:
     limit_bytes: float | None = None
     price: float = 0.0  # seconds a kept byte
     fixed: Mapping[int, Held] | None = None  # by tensor that enters the block, how it comes
-    costs: Sequence[float] | None = None  # other seconds than those of the problem, for each way and move: for tests of running
     gap: float = GAP  # at which a layout is good enough, as a share
 
 
@@ -166,8 +165,6 @@ class _Program:
 
     def solved(self, *, relaxed: bool) -> BlockLayout:
         costs = np.array(self._costs)
-        if self.ask.costs is not None:
-            costs = np.resize(np.asarray(self.ask.costs), len(costs)) * np.array([bool(z) for z in self._is_paid()])
         for variable, size in self._kept.items():
             costs[variable] += self.ask.price * size
         rows, columns, values = self._entries
@@ -184,11 +181,6 @@ class _Program:
         if answer.x is None:
             raise NoLayout(self._refusal(answer.message))
         return self._layout(answer.x, float(answer.fun) / SCALE, float(answer.mip_gap or 0.0) if not relaxed else 0.0)
-
-    def _is_paid(self) -> list[bool]:
-        """Ways and moves; flows are free."""
-        paid = {*itertools.chain.from_iterable(self.x), *self.z.values()}
-        return [variable in paid for variable in range(len(self._costs))]
 
     def _refusal(self, message: str) -> str:
         if self.ask.limit_bytes is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from anyfit.layouts.cut_block import CutBlock, Version
 from anyfit.layouts.parts import as_held
 from anyfit.layouts.problem import OpRates, Posed, pose
 from anyfit.planning.layouts import Ask, chained, kept, solve
-from anyfit.values.block_layouts import BlockLayout, LayoutRates
+from anyfit.values.block_layouts import BlockLayout, BlockProblem, LayoutRates
 from anyfit.values.cuts import WHOLE, Cut, Held
 from anyfit.values.profile import Exchange
 
@@ -52,8 +53,18 @@ def layouts_of(problems: list[Posed], objective: int | None, price: float) -> li
     found = []
     for each in problems:
         fixed = {each.problem.entry: border, each.problem.exit: border}
-        found.append(solve(each.problem, Ask(fixed=fixed, costs=drawn.random(10_000) * 1e-6, gap=0.5)))
+        found.append(solve(_random(each.problem, drawn), Ask(fixed=fixed, gap=0.5)))
     return found
+
+
+def _random(problem: BlockProblem, drawn: np.random.Generator) -> BlockProblem:
+    """The same block with any seconds for each way, and moves that take next to nothing."""
+    steps = [
+        replace(step, ways=tuple(way._replace(seconds=float(drawn.random()) * 1e-6) for way in step.ways))
+        for step in problem.steps
+    ]
+    cheap = LayoutRates(dict.fromkeys(EXCHANGES, Exchange(2e-7, 0.0)), 0.0)  # type: ignore[arg-type]
+    return replace(problem, steps=tuple(steps), rates=cheap)
 
 
 def cut(model: nn.Module, path: str, batch: dict[str, Tensor], axis: Axis, objective: int | None, price: float) -> list[CutBlock]:
