@@ -172,10 +172,8 @@ def place(
         tiers: Tiers = {"device": DeviceTier(lanes), "host": HostTier(lanes, slabs)}
         state = ModelState(model, layout, placements, device, tiers, ranks, carried, elements, demands.kept, stock)
         mirrors = Mirrors(state.parameters, state.kept)
-        residency = Residency(state, lanes, plan.slots, plan.prefetch)
+        residency = Residency(state, lanes, plan.slots, plan.prefetch, held=carried.weights.values() if carried else ())
         closing.callback(residency.close)
-        if carried is not None:
-            residency.leave_out(carried.weights.values())
         bound = Bound(model, state, residency.watched)
         _look_after(model, residency)
         compiled = CompiledBlocks(model, plan.compiled, residency, device, job)

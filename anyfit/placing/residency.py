@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .chunks import ChunkState, ModelState, quietly
 from .lanes import Lanes
-from .slots import DeviceSlot, DeviceSlots, Saved, SavedTensors, uses_of
+from .slots import DeviceSlot, DeviceSlots, Saved, SavedTensors, held_of, uses_of
 from .watched import Present, Versions, take_over, watched_kind
 
 LOOK_AHEAD = 64  # touches in which a step that left the forecast order is looked for again
@@ -100,7 +99,8 @@ class Home:
 
 
 class Residency:
-    def __init__(self, state: ModelState, lanes: Lanes, slots: int, prefetch: int) -> None:
+    def __init__(self, state: ModelState, lanes: Lanes, slots: int, prefetch: int, held: Collection[Tensor] = ()) -> None:
+        """`held`: views of weights that are gone before the first step."""
         self._state, self._lanes, self._prefetch_depth = state, lanes, prefetch
         self.moved_gradients: set[str] = set()  # names whose gradient of this step has left autograd
         self.is_editing = False  # inside `run.weights()`
@@ -125,8 +125,8 @@ class Residency:
         # Of chunks on the device that are watched: how each parameter is while its weights are fresh, and while they are not.
         self._homes = {index: self._homes_of(state.chunks[index]) for index in self.watched - self._fetched}
         # How many hold weights on the device besides the parameters:
-        on_device = {index: state.chunks[index].on_device for index in self._homes}
-        self._alone = {at: uses_of(flat) - len(named[at]) for at, flat in on_device.items() if flat is not None}
+        flats = {index: flat for index in self._homes if (flat := state.chunks[index].on_device) is not None}
+        self._alone = {at: uses_of(flat) - len(named[at]) - held_of(flat, held) for at, flat in flats.items()}
         self._parted: set[int] = set()  # chunks on the device whose parameters wait for an update
         self.on_edit: Callable[[ChunkState], None] = lambda _state: None  # what was made of the old weights does not count
         self._order = Order()
@@ -281,14 +281,6 @@ class Residency:
         self._order.begin()
         self._needed, self._is_ahead = set(), False
         self._fetch_ahead()
-
-    def leave_out(self, views: Iterable[Tensor]) -> None:
-        """These, of weights on the device, are gone before the next step: they are held while a model is placed again."""
-        uses = Counter(each.untyped_storage()._cdata for each in views)
-        for index in self._alone:
-            on_device = self._state.chunks[index].on_device
-            assert on_device is not None
-            self._alone[index] -= uses[on_device.untyped_storage()._cdata]
 
     def settle_kept(self) -> None:
         """Whoever keeps a view of weights on the device reads it without asking: it has to be fresh."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,12 @@ from .watched import Watched
 def uses_of(tensor: Tensor) -> int:
     """How many tensors hold its memory."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def held_of(tensor: Tensor, others: Collection[Tensor]) -> int:
+    """How many of these hold its memory."""
+    own = tensor.untyped_storage()._cdata
+    return sum(each.untyped_storage()._cdata == own for each in others)
 
 
 class DeviceSlot:
