@@ -36,7 +36,7 @@ EvalEvery = Annotated[
     int | None, Option("--eval-every", min=1, help="of a folder: steps between evaluations and samples; a tenth of a run, or 5")
 ]
 Epochs = Annotated[int | None, Option("--epochs", min=1, help="of a folder: times through the data; 3")]
-LearningRate = Annotated[float | None, Option("--lr", help="of a folder: the largest learning rate; 2e-5")]
+LearningRate = Annotated[float | None, Option("--lr", help="of a folder: the largest learning rate; 2e-5, or 2e-4 with --lora")]
 ScheduleName = Annotated[str | None, Option("--schedule", help="of a folder: cosine, linear or constant, after the warm-up")]
 Warmup = Annotated[str | None, Option("--warmup", help="of a folder: a share of the steps, or so many; 3%")]
 Packing = Annotated[

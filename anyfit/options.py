@@ -72,6 +72,7 @@ NEEDLESS = {
     "gradients are clipped to a norm of 1": ("max-grad-norm", "clip-norm", "gradient-clipping"),
     "the optimizer has torch's own; for another, write a script": ("weight-decay",),
     "anyfit runs no code of a folder": ("trust-remote-code",),
+    "a run is on this machine, and anyfit plan is for any": ("machine",),
 }  # fmt: skip
 
 

@@ -180,7 +180,8 @@ def _config_named(target: str) -> Any:
         known = (*folders_here(), "demo", *SIZES, *transformers.CONFIG_MAPPING)
         raise ValueError(
             f"{target!r} names no function; write package.module:function or file.py:function, or 'demo', a size such as "
-            f"gpt2-4b, a Hugging Face model type, folder or config.json{nearest(target, known)}"
+            f"gpt2-4b, a Hugging Face model type, config.json or folder (hf download ORGANISATION/MODEL --local-dir {target} "
+            f"makes one){nearest(target, known)}"
         )
     from .values.huggingface import config_of
 

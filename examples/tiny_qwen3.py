@@ -57,3 +57,4 @@ if __name__ == "__main__":
     tokenizer().save_pretrained("tiny-qwen3")
     with open("chats.jsonl", "w") as file:  # noqa: PTH123
         file.writelines(f"{json.dumps(chat(index))}\n" for index in range(200))
+    print("wrote tiny-qwen3 and chats.jsonl")

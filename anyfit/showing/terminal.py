@@ -270,7 +270,7 @@ def show_forecast_beside_measured(plan: Plan, seconds: float, clipped_share: flo
 def _step_beside(forecast: Forecast, seconds: float, clipped_share: float) -> Beside:
     """The forecast for as many clipped steps as there were."""
     clipped = f", {clipped_share:.0%} clipped" if forecast.has_slower_steps and clipped_share else ""
-    return Beside(f"step{clipped}", forecast.seconds_with(clipped_share), forecast.step_error, seconds, show_seconds)
+    return Beside(f"median step{clipped}", forecast.seconds_with(clipped_share), forecast.step_error, seconds, show_seconds)
 
 
 def show_check(check: Check, console: Console) -> None:

@@ -20,15 +20,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-MOST_NAMED = 30
+MOST_NAMED, MOST_LONGER = 30, 3
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` when some known word is close, else `; known: ...`, the first of many."""
+    """`; did you mean 'x'?` when some known word begins so, or is close, else `; known: ...`, the first of many."""
     options = list(known)
-    close = difflib.get_close_matches(word, sorted(options), n=1)
+    longer = sorted(each for each in options if len(word) > 2 and each.startswith(f"{word}-"))[:MOST_LONGER]
+    close = longer or difflib.get_close_matches(word, sorted(options), n=1)
     if close:
-        return f"; did you mean {close[0]!r}?"
+        return f"; did you mean {' or '.join(map(repr, close))}?"
     if len(options) > MOST_NAMED:
         return f"; known: {', '.join(options[:MOST_NAMED])} and {len(options) - MOST_NAMED} more"
     return f"; known: {', '.join(sorted(options))}" if options else ""
