@@ -493,6 +493,10 @@ MENDABLE = [
     (("plan", "jobs.py"), "jobs.py is a file; name the function in it that returns a Job: jobs.py:job"),
     (("plan", "gpt2-smal"), "'gpt2-smal' names no function; "),
     (("plan", "folder/config.json"), "no file folder/config.json"),
+    (
+        ("plan", "demo", "--machine", "a100"),
+        "no machine file or preset 'a100'; did you mean 'a100-40' or 'a100-80' or 'a100-node'?",
+    ),
     (("plan", "."), ". holds no configuration that transformers can read: "),
     (("plan", "demo", "--optimizer", "adamv"), "--optimizer adamv: torch.optim has none of that name; did you mean 'adam"),
     (("plan", "bert", "--seq", "513"), "--seq 513 is more than the 512 positions of BertConfig; --seq 512 fits"),
@@ -676,6 +680,7 @@ def test_a_kind_of_model_that_may_be_meant_as_a_folder_is_said_to_be_a_default(a
 
 
 MISTYPED = [
+    (("fit", "--machine", "a100"), "--machine; leave it out: a run is on this machine, and anyfit plan is for any"),
     (("plan", "--devise-memory", "1GiB"), "No such option: --devise-memory"),
     (("plan", "--batch-size", "4"), "No such option: --batch-size; it is --batch here (samples a step, of all GPUs together)"),
     (("fit", "--learning-rate", "4"), "No such option: --learning-rate; it is --lr here"),

@@ -197,6 +197,8 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _messages(value: Any, name: str) -> list[Message]:
+    if value is None:
+        raise ValueError(f"it has no {name}, which other examples of the file have")
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name} is to be a list of messages, and is {'empty' if value == [] else type(value).__name__}")
     found: list[Message] = []
