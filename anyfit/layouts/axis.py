@@ -97,31 +97,22 @@ class Axis:
 # ---------------------------------------------------------------------- borders
 
 
-class _Enters(torch.autograd.Function):
+class _Moves(torch.autograd.Function):
+    """From one way of holding a tensor to another; its gradient goes back."""
+
     @staticmethod
-    def forward(context: Any, x: Tensor, held: Held, axis: Axis) -> Tensor:
-        context.held, context.axis = held, axis
-        return axis.moved(x, WHOLE, held)
+    def forward(context: Any, x: Tensor, held: Held, wanted: Held, axis: Axis) -> Tensor:
+        context.held, context.wanted, context.axis = held, wanted, axis
+        return axis.moved(x, held, wanted)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Any:
-        return context.axis.moved(gradients[0], context.held, WHOLE), None, None
-
-
-class _Leaves(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: Tensor, held: Held, axis: Axis) -> Tensor:
-        context.held, context.axis = held, axis
-        return axis.moved(x, held, WHOLE)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Any:
-        return context.axis.moved(gradients[0], WHOLE, context.held), None, None
+        return context.axis.moved(gradients[0], context.wanted, context.held), None, None, None
 
 
 def entering(x: Tensor, held: Held, axis: Axis) -> Tensor:
     """A whole tensor as a cut block takes it; its gradient is whole again."""
-    return x if held == WHOLE else marked(_Enters.apply(x, held, axis), held)  # type: ignore[no-untyped-call]
+    return x if held == WHOLE else marked(_Moves.apply(x, WHOLE, held, axis), held)  # type: ignore[no-untyped-call]
 
 
 def leaving(x: Tensor, axis: Axis) -> Tensor:
@@ -129,7 +120,7 @@ def leaving(x: Tensor, axis: Axis) -> Tensor:
     held = held_as(x)
     if held is None:
         raise ValueError("this is not the very tensor that a cut block gave: bring it to whole before anything else reads it")
-    left: Tensor = x if held == WHOLE else _Leaves.apply(x, held, axis)  # type: ignore[no-untyped-call]
+    left: Tensor = x if held == WHOLE else _Moves.apply(x, held, WHOLE, axis)  # type: ignore[no-untyped-call]
     return left
 
 
