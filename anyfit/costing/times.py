@@ -140,8 +140,8 @@ def timing_of(ops: Iterable[tuple[float, float]]) -> Timing:
 
 
 def update_seconds(rule: UpdateRule, chunks: Sequence[Chunk], device: Device) -> float:
-    """One optimizer step over all chunks. The device has waited for the norm, and each chunk is prepared before it is launched:
-    host and device hardly overlap."""
+    """One optimizer step over all chunks. In one pass the host has launched them before the device comes to them. Elsewhere each
+    chunk is prepared before it is launched: host and device hardly overlap."""
     seconds, fitted = 0.0, device.calibration
     for chunk in chunks:
         if not chunk.is_updated:
