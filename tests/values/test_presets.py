@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import itertools
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from anyfit.values.calibration import Figure
 from anyfit.values.machine import Curve, Machine
+from anyfit.values.prices import Price, prices_of, typical_prices
 from benchmarks import record
 
 GIB = 2**30
-SINGLE = ("rtx-3090", "rtx-4090", "rtx-5090", "l4", "a100-40", "a100-80", "h100", "h200")
-NODES = ("a100-node", "h100-node", "b200-node")
-DERIVED = tuple(name for name in Machine.presets() if name != "h200")  # from datasheets; the H200 is as it was measured
+SINGLE = (
+    *("rtx-3090", "rtx-4090", "rtx-5090", "rtx-a6000", "rtx-pro-6000", "t4", "a10g", "l4", "l40s"),
+    *("a100-40", "a100-80", "h100", "h200", "mi300x"),
+)
+# GPUs by node: those of one host whose presets say more than a count, then those that are like a single one.
+NODES = {"a100-node": 8, "h100-node": 8, "b200-node": 8, "gb200-node": 4}
+LIKE = {
+    "t4-x4": ("t4", 4), "a10g-x4": ("a10g", 4), "l4-x4": ("l4", 4), "l40s-x4": ("l40s", 4), "l40s-x8": ("l40s", 8),
+    "rtx-a6000-x2": ("rtx-a6000", 2), "rtx-a6000-x4": ("rtx-a6000", 4), "rtx-4090-x4": ("rtx-4090", 4),
+    "h200-node": ("h200", 8), "mi300x-node": ("mi300x", 8),
+}  # fmt: skip
+MEASURED = ("h200", "h200-node")  # the H200 is as it was measured; all others are from datasheets
+DERIVED = tuple(name for name in Machine.presets() if name not in MEASURED)
+WITHOUT_BFLOAT16 = ("t4", "t4-x4")
+ON_SLOW_NETWORKS = tuple(name for name in (*SINGLE, *LIKE) if name.startswith(("l4", "rtx", "t4", "a10g")))
 SOURCE = re.compile(r"measured|measured: \S.*|datasheet: \S.{10,}|(fitted|assumed|by definition|borrowed|not measured)\b.*")
 
 
@@ -37,7 +52,7 @@ def numbers(value: object) -> Iterator[Figure | Curve]:
 
 
 def test_the_presets_are_those_that_are_promised() -> None:
-    assert set(Machine.presets()) == {*SINGLE, *NODES, "laptop-cpu"}
+    assert set(Machine.presets()) == {*SINGLE, *NODES, *LIKE, "laptop-cpu"}
 
 
 @pytest.mark.parametrize("name", Machine.presets())
@@ -55,7 +70,7 @@ def test_every_number_says_where_it_comes_from(name: str) -> None:
         assert SOURCE.fullmatch(number.source), number.source
         assert 0 <= number.measurement_error <= (3 if number.source.startswith("assumed") else 1)
         if number.source.startswith("measured"):
-            assert name == "h200"
+            assert name in MEASURED
 
 
 @pytest.mark.parametrize("name", DERIVED)
@@ -69,8 +84,9 @@ def test_rates_are_sane(name: str) -> None:
         seconds = [size / rate for size, rate in curve.points]
         assert seconds == sorted(seconds), "but take longer"
         assert curve.points[0][0] / curve.points[0][1] < 2e-5, "a tiny product costs little more than its launch"
-    assert all(set(curves) == {"float32", "bfloat16"} for curves in by_dtype)
-    assert device.matmul["bfloat16"].peak > device.matmul["float32"].peak
+    known = {"float32"} if name in WITHOUT_BFLOAT16 else {"float32", "bfloat16"}
+    assert all(set(curves) == known for curves in by_dtype)
+    assert name in WITHOUT_BFLOAT16 or device.matmul["bfloat16"].peak > device.matmul["float32"].peak
     assert device.context_bytes.value < 0.1 * device.memory_bytes.value
     assert host.pinnable_bytes.value < host.memory_bytes.value
     assert host.update.points[-1][0] == host.cores
@@ -116,21 +132,78 @@ def test_what_no_datasheet_prints_is_derived(name: str) -> None:
     assert device.workspace_bytes.value == (65 * 2**20 if device.kind == "cuda" else 0)
 
 
-@pytest.mark.parametrize("name", SINGLE + NODES)
+@pytest.mark.parametrize("name", [*SINGLE, *NODES, *LIKE])
 def test_gpus_have_links_for_more_of_them(name: str) -> None:
     machine = Machine.load(name)
-    assert machine.device.count == (8 if name in NODES else 1)
+    assert machine.device.count == (NODES | {like: count for like, (_, count) in LIKE.items()}).get(name, 1)
     known = {(each.across, each.group, each.name): each for each in machine.collectives}
     assert len(known) == len(machine.collectives)
     for group, kind in itertools.product((2, 4, 8), ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")):
         assert ("node", group, kind) in known
-    for group in (16, 64, 512) if name not in ("l4", "rtx-3090", "rtx-4090", "rtx-5090") else (16, 64):
+    for group in (16, 64) if name in ON_SLOW_NETWORKS else (16, 64, 512):
         gather, reduce = known["cluster", group, "all_gather"], known["cluster", group, "all_reduce"]
         assert gather.bytes_per_second.value == pytest.approx(2 * reduce.bytes_per_second.value, rel=1e-3)
         assert gather.bytes_per_second.value <= known["node", 8, "all_gather"].bytes_per_second.value
         assert gather.latency_seconds.value > known["node", 8, "all_gather"].latency_seconds.value
     assert ("node", 2, "send") in known
     assert ("cluster", 2, "send") in known
+
+
+@pytest.mark.parametrize(("name", "single"), [(name, single) for name, (single, _) in LIKE.items()])
+def test_a_node_of_a_single_gpu_has_its_device_and_another_host(name: str, single: str) -> None:
+    node, alone = Machine.load(name), Machine.load(single)
+    assert dataclasses.replace(node.device, count=1) == alone.device
+    assert node.collectives == alone.collectives
+    assert node.host.memory_bytes.value > alone.host.memory_bytes.value
+    assert node.name == name
+
+
+@pytest.mark.parametrize("name", [name for name in Machine.presets() if name != "laptop-cpu"])
+def test_a_preset_has_a_typical_price_with_its_source_and_date(name: str) -> None:
+    price = typical_prices()[name]
+    assert len(price.source) > 5
+    assert datetime.date(2025, 11, 1) < datetime.date.fromisoformat(price.date) <= datetime.date(2026, 11, 30)
+    assert 0.1 < price.usd_per_hour / Machine.load(name).device.count < 15
+
+
+def test_prices_are_of_presets_alone() -> None:
+    assert set(typical_prices()) <= set(Machine.presets())
+
+
+def test_a_file_of_the_users_own_prices_comes_before_the_typical_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "prices.json"
+    monkeypatch.setenv("ANYFIT_PRICES", str(file))
+    file.write_text('{"h100": 2, "mine.json": {"usd_per_hour": 0.4, "source": "electricity", "date": "2026-11-01"}}')
+    found = prices_of(["h100", "h200", "mine.json", "theirs.json"], {"h200": 3.0})
+    assert found == {
+        "h100": Price(2.0, "yours", ""),
+        "h200": Price(3.0, "--price", ""),
+        "mine.json": Price(0.4, "electricity", "2026-11-01"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"h10": 2}', "no machine 'h10'; did you mean 'h100'"),
+        ('{"h100": 0}', "h100: usd_per_hour is 0.0; write a number above 0"),
+        ('{"h100": "2"}', "h100: expected an object, got a string"),
+        ('{"h100": {"usd_per_hour": 2}}', "missing key 'source'"),
+        ("[2]", "an hour's price of each machine"),
+    ],
+)
+def test_prices_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str) -> None:
+    file = tmp_path / "prices.json"
+    monkeypatch.setenv("ANYFIT_PRICES", str(file))
+    file.write_text(text)
+    with pytest.raises(ValueError, match=says):
+        prices_of(["h100"], {})
+
+
+def test_a_named_file_of_prices_that_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYFIT_PRICES", str(tmp_path / "none.json"))
+    with pytest.raises(FileNotFoundError, match=r"none\.json"):
+        prices_of(["h100"], {})
 
 
 def test_more_gpus_and_nodes_leave_the_host_of_one_node() -> None:
@@ -179,7 +252,7 @@ def test_a_limit_beyond_what_is_there_is_refused() -> None:
 
 def test_a_limit_of_a_disk_that_was_not_measured_says_how_to_measure_it() -> None:
     quick = dataclasses.replace(Machine.load("h200"), disk=None)
-    with pytest.raises(ValueError, match="anyfit probe --full"):
+    with pytest.raises(ValueError, match="anyfit probe"):
         quick.with_limits(disk="1GiB")
 
 
