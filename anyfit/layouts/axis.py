@@ -6,7 +6,7 @@ Every rank runs the same code, so all of them meet at each exchange in the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anyfit.values.cuts import SUM, WHOLE, Cut, Held
 
-from .parts import joined, part
+from .parts import filled_up, joined, part, rows_of
 
 _dist: Any = dist
 all_gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor  # as torch 2.13 calls it, and before
@@ -27,10 +27,19 @@ class Axis:
     n: int = 1
     rank: int = 0
     group: Any = None  # of torch.distributed; None: all ranks
+    rows: int | None = None  # of what is cut, where n does not divide them: the last rank has fewer
 
     @classmethod
     def of_all(cls) -> Axis:
         return cls(dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else cls()
+
+    def over(self, rows: int) -> Axis:
+        """The same ranks, for cuts of so many rows (or columns, of logits)."""
+        return self if rows % self.n == 0 else replace(self, rows=rows)
+
+    def counted(self, own: int) -> tuple[int, int]:
+        """Of a dimension of which this rank has `own`: where they begin, and how many all ranks have."""
+        return (own * self.rank, own * self.n) if self.rows is None else (self.rank * -(-self.rows // self.n), self.rows)
 
     def moved(self, x: Tensor, held: Held, wanted: Held) -> Tensor:
         if held == wanted:
@@ -46,7 +55,7 @@ class Axis:
         return self.all_to_all(x, held, wanted) if held.dim != wanted.dim else self.regroup(x, held, wanted)
 
     def slice(self, x: Tensor, wanted: Cut) -> Tensor:
-        return part(x, wanted, self.n, self.rank)
+        return part(x, wanted, self.n, self.rank) if self.rows is None else rows_of(x, wanted.dim, self.n, self.rank)
 
     def mask(self, x: Tensor) -> Tensor:
         """A summand: all of it, or nothing."""
@@ -58,10 +67,16 @@ class Axis:
         return total
 
     def all_gather(self, x: Tensor, held: Cut) -> Tensor:
-        x = x.contiguous()
+        if self.rows is None:
+            return joined(self.stacked(x).unbind(), held)
+        filled = filled_up(x, held.dim, -(-self.rows // self.n))
+        return joined(self.stacked(filled).unbind(), held).narrow(held.dim, 0, self.rows).contiguous()
+
+    def stacked(self, x: Tensor) -> Tensor:
+        """What all ranks have, one after the other along a new first dimension."""
         parts = x.new_empty((self.n, *x.shape))
-        all_gather(parts.view(-1), x.view(-1), group=self.group)
-        return joined(parts.unbind(), held)
+        all_gather(parts.view(-1), x.contiguous().view(-1), group=self.group)
+        return parts
 
     def reduce_scatter(self, x: Tensor, wanted: Cut) -> Tensor:
         parts = self._parts(x, wanted)
@@ -81,6 +96,15 @@ class Axis:
     def _parts(self, x: Tensor, cut: Cut) -> Tensor:
         """What is each rank's, one after the other."""
         return torch.stack([part(x, cut, self.n, rank) for rank in range(self.n)])
+
+    def shared(self, x: Tensor) -> Tensor:
+        """What every rank has, for work of which each does a part: the gradients that come back are summands."""
+        found: Tensor = _Shared.apply(x, self)  # type: ignore[no-untyped-call]
+        return found
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's rows of what every rank has."""
+        return moved(x, WHOLE, Cut(0), self)
 
     def agreed(self, mine: Any) -> Any:
         """What the first rank has, on all of them: ranks that solve by themselves may differ."""
@@ -110,27 +134,18 @@ class _Moves(torch.autograd.Function):
         return context.axis.moved(gradients[0], context.wanted, context.held), None, None, None
 
 
-def entering(x: Tensor, held: Held, axis: Axis) -> Tensor:
-    """A whole tensor as a cut block takes it; its gradient is whole again."""
-    return x if held == WHOLE else marked(_Moves.apply(x, WHOLE, held, axis), held)  # type: ignore[no-untyped-call]
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, axis: Axis) -> Tensor:
+        context.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        return context.axis.all_reduce(gradients[0]), None
 
 
-def leaving(x: Tensor, axis: Axis) -> Tensor:
-    """What a cut block gives, whole: for all that is not a cut block."""
-    held = held_as(x)
-    if held is None:
-        raise ValueError("this is not the very tensor that a cut block gave: bring it to whole before anything else reads it")
-    left: Tensor = x if held == WHOLE else _Moves.apply(x, held, WHOLE, axis)  # type: ignore[no-untyped-call]
-    return left
-
-
-def marked(x: Tensor, held: Held) -> Tensor:
-    """The tensor, with a note of how it is held: its shape alone does not tell a part from a whole."""
-    x.held_along_axis = (held, x._version)  # type: ignore[attr-defined]
-    return x
-
-
-def held_as(x: Tensor) -> Held | None:
-    """As it was marked; None where it was not, or was changed since."""
-    held, version = getattr(x, "held_along_axis", (None, -1))
-    return held if version == x._version else None
+def moved(x: Tensor, held: Held, wanted: Held, axis: Axis) -> Tensor:
+    """A tensor held as wanted; its gradient goes back the same way."""
+    found: Tensor = x if held == wanted else _Moves.apply(x, held, wanted, axis)  # type: ignore[no-untyped-call]
+    return found

@@ -7,30 +7,39 @@ both is noted. Nothing is computed and the block is left as it was. It takes, in
 
 and gives the outputs and the gradients of all that asked for one. What a graph cannot say refuses the capture by name, and the
 block runs whole: hooks inside, control that depends on data, changed buffers, attributes or arguments, random numbers in backward
-(a checkpoint inside the block), tensors that are neither parameter nor buffer nor argument.
+(a checkpoint inside the block) and those of Python or numpy, tensors that are neither parameter nor buffer nor argument.
 
 Sizes are plain numbers. Capturing with symbols was tried: it takes six times as long, and dropout on a CPU takes another kernel
-than eager does. A capture takes 0.1 to 0.3 s, so a new length is captured anew; where `form` is equal its layout may be kept.
+than eager does. So a new length is captured anew; where `form` is equal its layout may be kept.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
+import pickle
+import random
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from .alike import noting_reads
+from .fakes import Fakes
 from .graph import Output, ancestors, cleaned, is_random, written
-from .guard import HOOKS, Conditions, NotCaptured, conditions, differences, tensor_leaves
+from .guard import HOOKS, Conditions, NotCaptured, caches, conditions, containers, differences, hooks_of_all, tensor_leaves
+from .noting import Notes
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +53,7 @@ class Captured:
     output_tree: pytree.TreeSpec
     gradients: tuple[tuple[fx.Node, Output], ...]  # of which placeholder; no node where it does not depend on it
     guard: Conditions
+    reads: frozenset[str]  # attributes of the block's modules that it looked at
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -72,12 +82,12 @@ class Captured:
     def tangent_nodes(self) -> list[fx.Node]:
         return self.placeholders[len(self.parameters) + len(self.buffers) + len(self.arguments) :]
 
-    @property
+    @cached_property
     def key(self) -> str:
-        """Equal for graphs that are equal, constant by constant."""
-        return hashlib.sha256(written(self.module, with_sizes=True).encode()).hexdigest()
+        """Equal for graphs that are equal, constant by constant, of parameters that have the same names in their blocks."""
+        return hashlib.sha256(f"{self.parameters} {written(self.module, with_sizes=True)}".encode()).hexdigest()
 
-    @property
+    @cached_property
     def form(self) -> str:
         """Equal for graphs that are equal but for numbers: the same block at another length."""
         return hashlib.sha256(written(self.module, with_sizes=False).encode()).hexdigest()
@@ -98,9 +108,11 @@ def capture(
     _refuse_hooks(block)
     guard = conditions(block, args, kwargs)
     call = _Call(block, args, kwargs, shapes or {})
-    with _left_as_it_was(block, guard, args, kwargs):
+    with _left_as_it_was(block, guard, args, kwargs), noting_reads(block) as reads:
         traced = call.traced()
     _refuse_effects(traced, call)
+    _refuse_order_in_memory(traced)
+    _refuse_sparse(traced)
     module, outputs, gradients = cleaned(traced, call.output_count)
     wanted = [node for node, asks in zip(module.graph.nodes, call.asks, strict=False) if asks]
     return Captured(
@@ -113,10 +125,11 @@ def capture(
         output_tree=call.output_tree,
         gradients=tuple(zip(wanted, gradients, strict=True)),
         guard=guard,
+        reads=frozenset(reads),
     )
 
 
-class _Forward(nn.Module):
+class Forward(nn.Module):
     """A block without the hooks that are its own: they run around whatever stands for its forward."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -127,14 +140,34 @@ class _Forward(nn.Module):
         return self.block.forward(*args, **kwargs)
 
 
+class _Noticed(Forward):
+    """That refuses a call which puts other tensors in the place of parameters or buffers: they would be lost."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        held, before = self._held(), self._where()  # held: so that no other tensor takes the place of one
+        result = super().forward(*args, **kwargs)
+        changed = [name for name, each in self._where().items() if before.get(name) != each]
+        if changed and held:
+            raise NotCaptured(f"{changed[0]} is assigned anew, which a captured block would not do")
+        return result
+
+    def _held(self) -> dict[str, Tensor]:
+        block = self.block
+        return {**dict(block.named_parameters(remove_duplicate=False)), **dict(block.named_buffers(remove_duplicate=False))}
+
+    def _where(self) -> dict[str, tuple[int, int]]:
+        """Each tensor, and its memory: user code may put other memory in its place, as its data."""
+        return {name: (id(each), each.untyped_storage()._cdata) for name, each in self._held().items()}
+
+
 class _Call:
     """The call as a function of flat lists of tensors."""
 
     def __init__(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
     ) -> None:
-        self._forward = _Forward(block)
-        self._shapes = shapes
+        self._forward = _Noticed(block)
+        self._shapes, self._caches = shapes, caches(block)
         self.parameters = dict(block.named_parameters())
         self.buffers = dict(block.named_buffers())
         self.tensors = tensor_leaves(args, kwargs)
@@ -143,7 +176,7 @@ class _Call:
         self.asks += [each.requires_grad for _, each in self.tensors]
         held = (*self.parameters.values(), *self.buffers.values(), *(each for _, each in self.tensors))
         fakes = [each for each in held if isinstance(each, FakeTensor)]
-        self._mode = fakes[0].fake_mode if fakes else FakeTensorMode()
+        self._mode = fakes[0].fake_mode if fakes else Fakes()
         self.output_count = 0
         self.with_tangents: list[int] = []
         self.output_tree: Any = None
@@ -154,26 +187,30 @@ class _Call:
             raise NotCaptured("one tensor is given twice, as argument, parameter or buffer")
         with _refusing():
             names = [*self.parameters, *[""] * (len(given) - len(self.parameters))]
-            fakes = [self._fake(each.detach(), self._shapes.get(name)) for each, name in zip(given, names, strict=True)]
-            tangents = self._outputs_of(fakes)
+            with torch._C.DisableTorchFunctionSubclass():  # nobody is to fetch weights for it
+                fakes = [self._fake(each.detach(), self._shapes.get(name)) for each, name in zip(given, names, strict=True)]
+            notes = Notes(fakes, self._mode)
+            try:
+                self._forget()
+                with notes.taken(), torch.enable_grad():
+                    outputs, tangents, gradients = self._joint(notes, fakes)
+            finally:
+                self._forget()
             flat = [*fakes, *tangents]
-            first = make_fx(self._joint, tracing_mode="fake")(*flat)
+            first = notes.module((outputs, gradients))
             _refuse_random_backward(first)
             return _without_changes(first, flat)
+
+    def _forget(self) -> None:
+        """What functions keep of a call is of fakes, or made outside of the graph."""
+        for each in self._caches:
+            each.cache_clear()
 
     def _fake(self, x: Tensor, shape: Sequence[int] | None) -> Tensor:
         if shape is not None:
             with self._mode:
                 return torch.empty(tuple(shape), dtype=x.dtype, device=x.device)
         return x if isinstance(x, FakeTensor) else self._mode.from_tensor(x)
-
-    def _outputs_of(self, fakes: Sequence[Tensor]) -> list[Tensor]:
-        """One call on fakes alone, for the tangents that the graph takes."""
-        with self._mode, torch.enable_grad():
-            outputs = self._run(fakes)
-            self.output_count = len(outputs)
-            self.with_tangents = [at for at, each in enumerate(outputs) if isinstance(each, Tensor) and each.requires_grad]
-            return [outputs[at].detach() for at in self.with_tangents]
 
     def _run(self, given: Sequence[Tensor]) -> list[Any]:
         held = [each.detach().requires_grad_(asks) for each, asks in zip(given, self.asks, strict=True)]
@@ -186,14 +223,17 @@ class _Call:
         outputs, self.output_tree = pytree.tree_flatten(result)
         return outputs
 
-    def _joint(self, *flat: Tensor) -> tuple[list[Any], list[Any]]:
-        outputs = self._run(flat[: len(self.asks)])
+    def _joint(self, notes: Notes, given: Sequence[Tensor]) -> tuple[list[Any], list[Tensor], list[Any]]:
+        """The outputs, the tangents that are given with them, and the gradients."""
+        outputs = self._run(given)
+        self.output_count = len(outputs)
+        self.with_tangents = [at for at, each in enumerate(outputs) if isinstance(each, Tensor) and each.requires_grad]
         wanted = [each for each in self._held if each.requires_grad]
-        ends = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
-        if not ends or not wanted:
-            return outputs, [None] * len(wanted)
-        gradients = torch.autograd.grad(ends, wanted, flat[len(self.asks) :], allow_unused=True)
-        return outputs, list(gradients)
+        tangents = [notes.another(outputs[at]) for at in self.with_tangents]
+        if not tangents or not wanted:
+            return outputs, tangents, [None] * len(wanted)
+        ends = [outputs[at] for at in self.with_tangents]
+        return outputs, tangents, list(torch.autograd.grad(ends, wanted, tangents, allow_unused=True))
 
 
 def _without_changes(module: fx.GraphModule, flat: Sequence[Tensor]) -> fx.GraphModule:
@@ -211,6 +251,8 @@ def _changes(node: fx.Node) -> bool:
 
 
 def _refuse_hooks(block: nn.Module) -> None:
+    if any(hooks_of_all()) and len(list(block.modules())) > 1:
+        raise NotCaptured("hooks are registered for all modules, which would not run inside a captured block")
     for name, module in block.named_modules():
         if name and any(getattr(module, kind) for kind in HOOKS):
             raise NotCaptured(f"{name} ({type(module).__name__}) has a hook, which would not run inside a captured block")
@@ -223,6 +265,26 @@ def _refuse_random_backward(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if is_random(node) and node not in forward and not any(user in forward for user in node.users):
             raise NotCaptured(f"{node.target} in backward: random numbers are drawn again, as by a checkpoint inside the block")
+
+
+def _refuse_sparse(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        for each in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(each, Tensor) and each.layout != torch.strided:
+                raise NotCaptured(f"a tensor in it is {str(each.layout).removeprefix('torch.')}, which is not cut")
+
+
+def _refuse_order_in_memory(module: fx.GraphModule) -> None:
+    """A part lies in memory in the order of its dimensions, whatever the whole does."""
+    for node in module.graph.nodes:
+        if not str(node.target).startswith("aten.as_strided"):
+            continue
+        given, *sizes = [each for each in node.args if not (isinstance(each, fx.Node) and each is not node.args[0])]
+        size, stride, offset = [*sizes, None][:3]
+        x = given.meta["val"]
+        reaches = (offset or 0) + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        if not x.is_contiguous() or (offset is not None and x.storage_offset()) or reaches >= x.numel():
+            raise NotCaptured(f"{node.target} reads a tensor in the order of its memory, which is another one for a part of it")
 
 
 def _refuse_effects(module: fx.GraphModule, call: _Call) -> None:
@@ -257,16 +319,27 @@ def _refusing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _left_as_it_was(block: nn.Module, guard: Conditions, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Attributes that the call sets are put back, and refuse it."""
+    """Attributes that the call sets, and what it puts into containers, are put back, and refuse it. So do random numbers of
+    Python or numpy that it draws: the graph would have those of one call for all."""
     before = [(module, dict(vars(module))) for module in block.modules()]
+    contents = [(each, copy.copy(each)) for each in containers(block)]
     changed: list[str] = []
+    by_python, by_numpy = random.getstate(), np.random.get_state(legacy=False)
     try:
         yield
         found = differences(guard, conditions(block, args, kwargs))
-        changed = [name for name in found if name.startswith(("attribute", "argument"))]
+        changed = [name for name in found if name.startswith(("attribute", "argument", "variable"))]
+        draws = random.getstate() != by_python or pickle.dumps(np.random.get_state(legacy=False)) != pickle.dumps(by_numpy)
     finally:
+        random.setstate(by_python)
+        np.random.set_state(by_numpy)
         for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
+        for container, items in contents:
+            container.clear()
+            container.extend(items) if isinstance(container, list | deque) else container.update(items)
     if changed:
         raise NotCaptured(f"the call changes {', '.join(changed)}")
+    if draws:
+        raise NotCaptured("the call draws random numbers of Python or numpy")

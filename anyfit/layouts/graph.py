@@ -7,6 +7,7 @@ which takes no memory.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor, fx
 
 Output: TypeAlias = fx.Node | int | float | bool | str | None
+FILL = torch.ops.aten.full.default
 RENAMES = {"aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default"}
 KEEPS_IF_SHAPE = {
     "aten.view.default",
     "aten._unsafe_view.default",
-    "aten.reshape.default",
     "aten.expand.default",
     "aten.slice.Tensor",
 }
@@ -29,15 +30,20 @@ FILLED = {
     "aten.new_ones.default": 1, "aten.full_like.default": None,
 }  # fmt: skip
 VIEWS = {
-    "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.t.default", "aten.transpose.int",
+    "aten.view.default", "aten._unsafe_view.default", "aten.t.default", "aten.transpose.int",
     "aten.permute.default", "aten.expand.default", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
     "aten.select.int", "aten.slice.Tensor", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int",
-    "aten.chunk.default", "aten.as_strided.default", "aten.unfold.default", "aten.diagonal.default",
+    "aten.as_strided.default", "aten.unfold.default", "aten.diagonal.default",
 }  # fmt: skip
 
 
 def name_of(node: fx.Node) -> str:
-    return "getitem" if node.target is operator.getitem else str(node.target)
+    return "getitem" if node.target is operator.getitem else _written(node.target)
+
+
+@functools.cache
+def _written(target: Any) -> str:
+    return str(target)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -59,9 +65,11 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _has_no_dropout(node: fx.Node) -> bool:
-    """Attention kernels draw only where some of it is dropped."""
+    """Attention kernels draw only where some of it is dropped, and in forward: backward is given the state they drew from."""
     if "attention" not in str(node.target):
         return False
+    if "_backward" in str(node.target):
+        return True
     named = {argument.name: value for argument, value in zip(node.target._schema.arguments, node.args, strict=False)}  # type: ignore[union-attr]
     return bool((named | dict(node.kwargs)).get("dropout_p", 0.0) == 0.0)
 
@@ -119,7 +127,7 @@ def _fill(graph: fx.Graph, node: fx.Node) -> None:
     value, number = value_of(node), FILLED[name_of(node)]
     with graph.inserting_before(node):
         made = graph.call_function(
-            torch.ops.aten.full.default,
+            FILL,
             (list(value.shape), node.args[1] if number is None else number),
             {"dtype": value.dtype, "device": value.device},
         )
@@ -156,7 +164,8 @@ def _merge(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or is_random(node):
             continue
-        key = (node.target, _key(node.args), _key(node.kwargs))
+        lies = value_of(node).stride() if node.target is FILL else ()  # in what order numbers are drawn for it
+        key = (node.target, _key(node.args), _key(node.kwargs), lies)
         parts = [key, (*key, is_forward(node))]
         same = first.get(parts[0] if is_view(node) else parts[1])
         if same is not None:
@@ -190,6 +199,8 @@ def written(module: fx.GraphModule, *, with_sizes: bool) -> str:
     def of(node: fx.Node) -> str:
         target = repr(getattr(module, str(node.target)).tolist()) if node.op == "get_attr" else str(node.target)
         forms = [f"{each.dtype}{tuple(each.shape) if with_sizes else each.dim()}" for each in _all_tensors(node)]
+        if with_sizes and is_random(node):
+            forms += [str(value_of(each).stride()) for each in reads_of(node)]
         return (
             f"{node.op} {target if node.op != 'placeholder' else ''} {say(node.args)} {say(dict(node.kwargs))} {' '.join(forms)}"
         )

@@ -10,27 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
 
-from anyfit.values.block_layouts import BlockProblem, Carried, LayoutRates, Step, Way
+from anyfit.values.block_layouts import BlockLayout, BlockProblem, Carried, LayoutRates, Step, Way
+from anyfit.values.block_layouts import OpRates as OpRates
 from anyfit.values.cuts import SUM, WHOLE, Cut, Held, share
 
 from .capture import Captured
 from .graph import is_forward, is_view, name_of, reads_of, tensors_of, value_of
 from .rules.op import Op, Outers, Rule
 from .rules.table import outers_of, rules_of
-
-
-@dataclass(frozen=True)
-class OpRates:
-    """What one device does in a second, and what the state of a parameter takes."""
-
-    flops_per_second: float
-    bytes_per_second: float
-    state_bytes_per_weight_byte: float = 8.0  # bf16 weights with fp32 masters and AdamW: 16 bytes of 2
-    exposed: float = 0.3  # of a gradient's reduction that backward does not hide
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +54,26 @@ def pose(captured: Captured, n: int, ops: OpRates, rates: LayoutRates) -> Posed:
     return _Posing(captured, n, ops, rates).posed()
 
 
+def kept(
+    captured: Captured, before: Posed, layout: BlockLayout, ops: OpRates, rates: LayoutRates
+) -> tuple[Posed, BlockLayout] | None:
+    """The same ways and moves for a graph of the same form, such as that of another length; None where it does not allow them.
+    What is posed has no other ways, and the layout's seconds and bytes are those of before."""
+    if captured.form != before.captured.form:
+        return None
+    only = [step.ways[way] for step, way in zip(before.problem.steps, layout.ways, strict=False)]
+    try:
+        posed = _Posing(captured, before.problem.n, ops, rates, only=only).posed()
+    except _Gone:
+        return None
+    ways = (min(range(len(step.ways)), key=lambda at: step.ways[at].seconds) for step in posed.problem.steps)
+    return posed, replace(layout, ways=tuple(ways))
+
+
+class _Gone(Exception):  # noqa: N818 -- says what is so
+    """A step cannot be made in any of the ways that were left to it."""
+
+
 @dataclass
 class _Posing:
     captured: Captured
@@ -74,6 +85,7 @@ class _Posing:
     numbers: dict[tuple[fx.Node, int], int] = field(default_factory=dict)
     rules: dict[fx.Node, list[Rule]] = field(default_factory=dict)
     step_of: dict[fx.Node, int] = field(default_factory=dict)
+    only: Sequence[Way] | None = None  # by step: none but what reads and gives as this one
 
     def posed(self) -> Posed:
         captured = self.captured
@@ -92,6 +104,24 @@ class _Posing:
         problem = BlockProblem(self.n, tuple(self.tensors), tuple(self.steps), self.rates, *numbered)
         return Posed(captured, problem, self.numbers, self.rules, self.step_of, ends, gradient_ends)
 
+    def _step(
+        self,
+        name: str,
+        reads: tuple[int, ...],
+        gives: tuple[int, ...],
+        ways: Sequence[Way],
+        unmoved: frozenset[int] = frozenset(),
+        *,
+        is_backward: bool = False,
+    ) -> int:
+        at = len(self.steps)
+        if self.only is not None:
+            ways = [way for way in ways if way[:2] == self.only[at][:2]]
+            if not ways:
+                raise _Gone
+        self.steps.append(Step(name, reads, gives, tuple(ways), unmoved, is_backward))
+        return at
+
     # ------------------------------------------------------------------ sources and ops
 
     def _comes(self, node: fx.Node, outers: Outers, *, is_border: bool) -> Iterator[Held]:
@@ -107,23 +137,30 @@ class _Posing:
         if is_weight:
             kept = self.ops.state_bytes_per_weight_byte * value_of(node).nbytes
         number = self._carried(node, 0, value_of(node), kept=kept, stays=is_weight)
-        self.step_of[node] = len(self.steps)
-        self.steps.append(Step(node.name, (), (number,), tuple(Way((), (held,)) for held in comes)))
+        self.step_of[node] = self._step(node.name, (), (number,), [Way((), (held,)) for held in comes])
 
     def _op(self, node: fx.Node, outers: Outers) -> None:
-        rules = self.rules[node] = rules_of(node, self.n, outers)
+        there = [at for at, value in enumerate(tensors_of(node)) if value is not None]
+        mine = None if self.only is None else self.only[len(self.steps)]
+
+        def is_mine(rule: Rule) -> bool:
+            assert mine is not None
+            return rule.reads == mine.reads and tuple(rule.gives[at] for at in there) == mine.gives
+
+        rules = self.rules[node] = rules_of(node, self.n, outers, None if mine is None else is_mine)
         gives = []
         for at, value in enumerate(tensors_of(node)):
             if value is not None:
                 kept = value.nbytes if _is_kept(node, at) else 0
                 gives.append(self._carried(node, at, value, kept=kept, stays=self._is_of_weight(node)))
-        there = [at for at, value in enumerate(tensors_of(node)) if value is not None]
-        ways = tuple(
-            Way(rule.reads, tuple(rule.gives[at] for at in there), op_seconds(node, rule, self.n, self.ops)) for rule in rules
-        )
+        ways = [self._way(node, rule, there) for rule in rules]
         reads = tuple(self.numbers[source_of(each)] for each in reads_of(node))
-        self.step_of[node] = len(self.steps)
-        self.steps.append(Step(node.name, reads, tuple(gives), ways, is_backward=not is_forward(node)))
+        self.step_of[node] = self._step(node.name, reads, tuple(gives), ways, is_backward=not is_forward(node))
+
+    def _way(self, node: fx.Node, rule: Rule, there: Sequence[int]) -> Way:
+        seconds = op_seconds(node, rule, self.n, self.ops)
+        seconds += sum(self.rates.seconds(kind, size, self.n) for kind, size in rule.exchanges)
+        return Way(rule.reads, tuple(rule.gives[at] for at in there), seconds, tuple(kind for kind, _ in rule.exchanges))
 
     def _is_of_weight(self, node: fx.Node) -> bool:
         """A view of a weight is still the weight."""
@@ -144,15 +181,13 @@ class _Posing:
         for at, output in enumerate(self.captured.outputs):
             if not isinstance(output, fx.Node):
                 continue
-            found[at] = len(self.steps)
             number = self.numbers[source_of(output)]
             if at in self.captured.with_tangents:
                 tangent = next(tangents)
                 ways = [Way((held, held), ()) for held in self._held(tangent)]
-                reads = (number, self.numbers[tangent, 0])
-                self.steps.append(Step(f"output {at}", reads, (), tuple(ways), frozenset({1})))
+                found[at] = self._step(f"output {at}", (number, self.numbers[tangent, 0]), (), ways, frozenset({1}))
             else:
-                self.steps.append(Step(f"output {at}", (number,), (), (Way((WHOLE,), ()),)))
+                found[at] = self._step(f"output {at}", (number,), (), [Way((WHOLE,), ())])
         return found
 
     def _held(self, node: fx.Node) -> list[Held]:
@@ -167,9 +202,8 @@ class _Posing:
             if node in self._weights:
                 reduced = self.rates.seconds("all_reduce", value_of(gradient).nbytes, self.n)
                 ways.append(Way((SUM, WHOLE), (), self.ops.exposed * reduced))
-            found[node] = len(self.steps)
             reads = (self.numbers[source_of(gradient)], self.numbers[node, 0])
-            self.steps.append(Step(f"gradient of {node.name}", reads, (), tuple(ways), frozenset({1}), is_backward=True))
+            found[node] = self._step(f"gradient of {node.name}", reads, (), ways, frozenset({1}), is_backward=True)
         return found
 
 
@@ -208,6 +242,9 @@ def flops(node: fx.Node) -> float:
     if name in ("mm.default", "addmm.default", "bmm.default"):
         left, right = shapes[-2:]
         return 2.0 * math.prod(left) * right[-1]
+    if name == "_grouped_mm.default":  # each row, column or inner place in one group
+        left, right = shapes[:2]
+        return 2.0 * math.prod(left[-2:]) * right[-1] * (left[0] if len(left) == len(right) == 3 else 1)
     if name.startswith("_scaled_dot_product"):
         is_backward = "_backward" in name
         query, key = shapes[1:3] if is_backward else shapes[:2]

@@ -36,7 +36,16 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from anyfit.values.block_layouts import BlockLayout, BlockProblem, Moved, counts
+from anyfit.values.block_layouts import (
+    USUAL_OPS,
+    USUAL_RATES,
+    BlockLayout,
+    BlockProblem,
+    LayoutRates,
+    Moved,
+    OpRates,
+    counts,
+)
 from anyfit.values.cuts import Held, share
 
 Borders: TypeAlias = tuple[Held, Held]  # how a block's input comes, and its output leaves
@@ -195,7 +204,7 @@ class _Program:
         ways = tuple(int(np.argmax([values[variable] for variable in variables])) for variables in self.x)
         moves = self._moved(ways, values)
         kept = float(sum(values[variable] * size for variable, size in self._kept.items()))
-        return BlockLayout(ways, moves, objective - self.ask.price * kept, kept, gap, counts(moves))
+        return BlockLayout(ways, moves, objective - self.ask.price * kept, kept, gap, counts(self.problem, ways, moves))
 
     def _moved(self, ways: Sequence[int], values: np.ndarray) -> tuple[Moved, ...]:
         """What the chosen ways need brought where; from forward or anew as the program has it."""
@@ -225,18 +234,14 @@ def by_price(problem: BlockProblem, ask: Ask) -> BlockLayout:
     raise NoLayout(f"no layout for {problem.n} ranks was found within {ask.limit_bytes / 2**30:.3f} GiB a block")
 
 
-def kept(layout: BlockLayout, before: BlockProblem, now: BlockProblem) -> BlockLayout | None:
-    """The same ways for the same block at another length; None where it does not allow one of them."""
-    if len(before.steps) != len(now.steps):
-        return None
-    ways: list[int] = []
-    for old, way, step in zip(before.steps, layout.ways, now.steps, strict=True):
-        same = [at for at, each in enumerate(step.ways) if each[:2] == old.ways[way][:2]]
-        if not same:
-            return None
-        ways.append(min(same, key=lambda at: step.ways[at].seconds))
-    narrowed = tuple(replace(step, ways=(step.ways[way],)) for step, way in zip(now.steps, ways, strict=True))
-    return replace(solve(replace(now, steps=narrowed)), ways=tuple(ways))
+@dataclass(frozen=True)
+class LayoutSolver:
+    """For whoever runs blocks that a plan has cut: the best ways in between."""
+
+    rates: tuple[OpRates, LayoutRates] = (USUAL_OPS, USUAL_RATES)
+
+    def solve(self, problem: BlockProblem, fixed: Mapping[int, Held]) -> BlockLayout:
+        return solve(problem, Ask(fixed=fixed))
 
 
 # ---------------------------------------------------------------------- over blocks

@@ -6,7 +6,8 @@ nothing; what leaves the block is read by steps that give nothing. `planning/lay
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,11 +16,13 @@ from .profile import Exchange
 
 
 class Way(NamedTuple):
-    """One way to make a step: how each tensor is read, how each is given then, and the seconds of a rank."""
+    """One way to make a step: how each tensor is read, how each is given then, the seconds of a rank, and what ranks exchange
+    while they make it, which is in the seconds."""
 
     reads: tuple[Held, ...]
     gives: tuple[Held, ...]
     seconds: float = 0.0
+    exchanges: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,16 @@ class Step:
 
 
 @dataclass(frozen=True)
+class OpRates:
+    """What one device does in a second, and what the state of a parameter takes."""
+
+    flops_per_second: float
+    bytes_per_second: float
+    state_bytes_per_weight_byte: float = 8.0  # bf16 weights with fp32 masters and AdamW: 16 bytes of 2
+    exposed: float = 0.3  # of a gradient's reduction that backward does not hide
+
+
+@dataclass(frozen=True)
 class LayoutRates:
     """Seconds of what ranks exchange, by the bytes of the whole tensor, and of copies on a device."""
 
@@ -64,6 +77,12 @@ class LayoutRates:
             kind = "all_gather"
         exchange = self.exchanges[kind]
         return exchange.latency_seconds + size * exchange.seconds_per_byte + (copied - self.copy_seconds)
+
+
+# Where nobody knows the machine.
+USUAL_OPS = OpRates(1e14, 1e12)
+_TIMES: dict[Move, float] = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 1.0}
+USUAL_RATES = LayoutRates({kind: Exchange(1e-5, times * 1e-11) for kind, times in _TIMES.items()}, 1e-12)
 
 
 @dataclass(frozen=True)
@@ -130,13 +149,10 @@ class BlockLayout:
         raise KeyError(tensor)
 
 
-def counts(moves: tuple[Moved, ...]) -> dict[str, int]:
-    """Exchanges of each pass, by kind."""
-    found: dict[str, int] = {}
-    for each in moves:
-        kind = move(each.held, each.wanted)
-        assert kind is not None
-        if kind not in FREE:
-            name = f"{'backward' if each.in_backward else 'forward'} {kind}"
-            found[name] = found.get(name, 0) + 1
-    return dict(sorted(found.items()))
+def counts(problem: BlockProblem, ways: Sequence[int], moves: Sequence[Moved]) -> dict[str, int]:
+    """Exchanges of each pass, by kind: between steps, and inside of them."""
+    made = [(each.in_backward, move(each.held, each.wanted)) for each in moves]
+    for step, way in zip(problem.steps, ways, strict=True):
+        made += [(step.is_backward, kind) for kind in step.ways[way].exchanges]
+    named = [f"{'backward' if in_backward else 'forward'} {kind}" for in_backward, kind in made if kind not in FREE]
+    return dict(sorted(Counter(named).items()))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 ROWS, LENGTH, HIDDEN, HEADS, VOCABULARY = 12, 24, 48, 12, 96
+DROPPING = ", dropping"
 TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = {
     "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": HEADS,
@@ -122,6 +123,18 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
+# By kind, what makes a family drop some of what it computes: in the stream, or where it has no such place, in attention.
+DROPS: dict[str, dict[str, float]] = {
+    "gpt2": dict.fromkeys(STILL, 0.1),
+    **{kind: {"hidden_dropout_prob": 0.1} for kind in ("bert", "vit", "swin")},
+    **{kind: {"attention_dropout": 0.1} for kind in ("llama", "qwen3", "gemma3_text", "mixtral", "qwen3_moe")},
+    "t5": {"dropout_rate": 0.1},
+    "whisper": {"dropout": 0.1},
+    "convnext": {"drop_path_rate": 0.1},
+    "mamba": {},
+}
+
+
 def _find(model: nn.Module, path: str) -> nn.Module:
     try:
         return model.get_submodule(path)
@@ -131,22 +144,29 @@ def _find(model: nn.Module, path: str) -> nn.Module:
 
 
 def built(family: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, str, dict[str, Tensor]]:
-    """A model in training, the path of the block that is looked at, and a batch."""
+    """A model in training, the path of the block that is looked at, and a batch. A family may be adapted, and may drop some."""
     torch.manual_seed(0)
+    drops, family = family.endswith(DROPPING), family.removesuffix(DROPPING)
     if family in OWN:
         block, x = OWN[family]()
         another, _ = OWN[family]()
-        return nn.Sequential(block, another).to(dtype), "1", {"input": x.to(dtype)}
+        model: nn.Module = nn.Sequential(block, another).to(dtype)
+        for each in model.modules() if drops else ():
+            if isinstance(each, nn.Dropout):
+                each.p = 0.1
+            elif isinstance(each, nn.MultiheadAttention):
+                each.dropout = 0.1
+        return model, "1", {"input": x.to(dtype)}
     import transformers  # here, so that ranks that train plain modules do not wait for it
 
     made_by, kind, options, path, batch = FAMILIES[family.removesuffix(", adapted")]
     transformers.logging.set_verbosity_error()
-    options = dict(options)
+    options = options | DROPS[kind] if drops else dict(options)
     settings = {name: options.pop(name) for name in ("attn_implementation", "experts_implementation") if name in options}
     config = transformers.AutoConfig.for_model(kind, **options)
     for name, value in settings.items():
         setattr(config, f"_{name}", value)
-    model: nn.Module = getattr(transformers, made_by)(config).to(dtype).train()
+    model = getattr(transformers, made_by)(config).to(dtype).train()
     if family.endswith(", adapted"):
         import peft
 

@@ -12,20 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from anyfit.layouts.axis import Axis, leaving
+from anyfit.layouts.axis import Axis
 from anyfit.layouts.capture import Captured, capture
-from anyfit.layouts.cut_block import CutBlock, Version
-from anyfit.layouts.parts import as_held
-from anyfit.layouts.problem import OpRates, Posed, pose
-from anyfit.planning.layouts import Ask, chained, kept, solve
+from anyfit.layouts.cut_block import CutBlock, Solved, Version
+from anyfit.layouts.parts import as_held, part
+from anyfit.layouts.problem import OpRates, Posed, kept, pose
+from anyfit.planning.layouts import Ask, chained, solve
 from anyfit.values.block_layouts import BlockLayout, BlockProblem, LayoutRates
 from anyfit.values.cuts import WHOLE, Cut, Held
+from anyfit.values.plan import BlockCut
 from anyfit.values.profile import Exchange
 
 from .blocks import built, calls_of
 
 STEPS = 3
 EXCHANGES = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 0.3}
+OPS = OpRates(1e12, 1e11)
 RATES = LayoutRates({name: Exchange(1e-7, times * 1e-10) for name, times in EXCHANGES.items()}, 1e-11)  # type: ignore[misc]
 
 
@@ -73,35 +75,41 @@ def cut(model: nn.Module, path: str, batch: dict[str, Tensor], axis: Axis, objec
     blocks = list(model.get_submodule(parent).children())
     posed = [posed_on(axis, capture(*call)) for call in calls_of(model, blocks, batch)]
     layouts = axis.agreed(layouts_of(posed, objective, price) if axis.rank == 0 else None)
-
-    def choose(captured: Captured, fixed: Mapping[fx.Node, Held], first: Version) -> tuple[Posed, BlockLayout]:
-        question = posed_on(axis, captured)
-        by_number = {question.number(node): held for node, held in fixed.items()}
-        layout = None
-        if axis.rank == 0 and captured.form == first.captured.form:
-            layout = kept(first.layout, first.posed.problem, question.problem)
-        if axis.rank == 0 and layout is None:
-            layout = solve(question.problem, Ask(fixed=by_number))
-        return question, axis.agreed(layout)
-
-    found = [
-        CutBlock(block, each, layout, axis, choose, follows=block is not blocks[0])
-        for block, each, layout in zip(blocks, posed, layouts, strict=True)
-    ]
-    for each in found:
-        each.install()
-    blocks[-1].register_forward_hook(lambda _, args, result: _left(result, axis))
+    found = []
+    for block, each, layout in zip(blocks, posed, layouts, strict=True):
+        found.append(cut_block(block, each, layout, axis))
     return found
 
 
+def cut_block(block: nn.Module, posed: Posed, layout: BlockLayout, axis: Axis) -> CutBlock:
+    """The block with its parameters cut as the layout has them; at the length that was posed it has this layout."""
+
+    def choose(captured: Captured, fixed: Mapping[fx.Node, Held], first: Solved | None) -> Solved:
+        question = posed_on(axis, captured)
+        if captured.key == posed.captured.key:
+            return Solved(question, layout, axis)
+        same = None if first is None else kept(captured, first.posed, first.layout, OPS, RATES)
+        if same is not None:
+            return Solved(*same, axis)
+        wanted = {question.number(node): held for node, held in fixed.items()}
+        answer = solve(question.problem, Ask(fixed=wanted)) if axis.rank == 0 else None
+        return Solved(question, axis.agreed(answer), axis)
+
+    solved, parameters = Solved(posed, layout, axis), dict(block.named_parameters())
+    held = dict(zip(posed.captured.parameters, solved.held, strict=True))
+    shapes = {name: tuple(each.shape) for name, each in parameters.items()}
+    cuts = {name: each for name, each in held.items() if isinstance(each, Cut)}
+    borders = (each if isinstance(each, Cut) else None for each in (solved.entry, solved.exit))
+    for name, each in cuts.items():
+        parameters[name].data = part(parameters[name].data, each, axis.n, axis.rank).clone()
+    made = CutBlock("block", block, BlockCut(cuts, *borders), shapes, axis, choose)
+    made.install()
+    made.close_border()
+    return made
+
+
 def posed_on(axis: Axis, captured: Captured) -> Posed:
-    return pose(captured, axis.n, OpRates(1e12, 1e11), RATES)
-
-
-def _left(result: Any, axis: Axis) -> Any:
-    if isinstance(result, Tensor):
-        return leaving(result, axis)
-    return (leaving(result[0], axis), *result[1:])
+    return pose(captured, axis.n, OPS, RATES)
 
 
 class Mesh(NamedTuple):
@@ -141,10 +149,11 @@ def losses_of(model: nn.Module, batches: list[dict[str, Tensor]], blocks: list[C
         first = result if isinstance(result, Tensor) else result[0]
         loss = (first * torch.linspace(-1, 1, first.shape[-1], dtype=first.dtype)).square().mean()
         loss.backward()
-        for block in blocks:
-            for name in block.last.summed:
-                dist.all_reduce(block.block.get_parameter(name).grad, group=mesh.axis.group)
+        cut = {id(each) for block in blocks for each, held in _held_of(block) if held != WHOLE}
         for parameter in model.parameters():
+            if parameter.grad is not None and id(parameter) not in cut and mesh.axis.n > 1:
+                dist.all_reduce(parameter.grad, group=mesh.axis.group)
+                parameter.grad /= mesh.axis.n
             if parameter.grad is not None:
                 mesh.mean(parameter.grad)
         optimizer.step()
@@ -180,13 +189,13 @@ def trained(
         wanted_part = as_held(theirs[name].detach(), held.get(id(parameter), WHOLE), axis.n, axis.rank)
         worst = max(worst, float((parameter.detach() - wanted_part).abs().max() / wanted_part.abs().max().clamp(min=1e-3)))
     losses = max(abs(mine - other) / abs(other) for mine, other in zip(got, wanted, strict=True))
-    cuts = sum(each != WHOLE for block in blocks for each in block.held.values())
+    cuts = sum(len(block.cut.parameters) for block in blocks)
     return Trained(
         losses,
         worst,
-        [dict(block.first.layout.counts) for block in blocks],
+        [dict(block.versions[0].solved.layout.counts) for block in blocks],
         cuts,
-        str(blocks[0].first.entry),
+        str(blocks[0].versions[0].solved.entry),
         len(blocks[0].versions),
         _kept(blocks[0]),
     )
@@ -194,15 +203,88 @@ def trained(
 
 def _kept(block: CutBlock) -> int:
     def held(version: Version) -> list[tuple[Held, ...]]:
-        steps = zip(version.posed.problem.steps, version.layout.ways, strict=True)
+        steps = zip(version.solved.posed.problem.steps, version.solved.layout.ways, strict=True)
         return [step.ways[way].reads + step.ways[way].gives for step, way in steps]
 
-    return sum(held(version) == held(block.first) for version in block.versions)
+    return sum(held(version) == held(block.versions[0]) for version in block.versions)
 
 
 def _held_of(block: CutBlock) -> list[tuple[nn.Parameter, Any]]:
     parameters = dict(block.block.named_parameters())
-    return [(parameters[name], held) for name, held in block.held.items()]
+    return [(each, block.cut.parameters.get(name, WHOLE)) for name, each in parameters.items()]
+
+
+# ---------------------------------------------------------------------- losses
+
+
+class Head(nn.Module):
+    """The head of a language model, with its loss."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(24, 8, padding_idx=3)
+        self.head = nn.Linear(8, 24, bias=False)
+        self.tied = tied
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.words(x).tanh() if self.tied else x
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+class Losing(NamedTuple):
+    loss_error: float
+    weight_error: float
+    source: str
+
+
+LOSSES = ("head", "tied", "sequence")
+
+
+def trained_by_loss(case: str) -> Losing:
+    """The vocabulary cut in the head, and in the tied embedding too; or the sequence. Targets that count are not in all parts."""
+    axis = Axis.of_all()
+    torch.manual_seed(0)
+    plain = Head(case == "tied").double()
+    if case != "tied":
+        del plain.words
+    drawn = torch.Generator().manual_seed(1)
+    x = torch.randint(24, (3, 8), generator=drawn) if case == "tied" else torch.randn(3, 8, 8, generator=drawn).double()
+    targets = torch.randint(24, (3, 8), generator=drawn)
+    targets[:, :5] = -100
+    targets[0] = -100
+    model = copy.deepcopy(plain)
+    if x.is_floating_point():
+        x.requires_grad_()
+    posed = posed_on(axis, capture(model, (x, targets)))
+    weight, problem = posed.number(posed.captured.parameter_nodes[0]), posed.problem
+    fixed: dict[int, Held] = {problem.entry: Cut(1), weight: WHOLE} if case == "sequence" else {weight: Cut(0)}
+    layout = axis.agreed(solve(problem, Ask(fixed=fixed)) if axis.rank == 0 else None)
+    block, (held,) = cut_block(model, posed, layout, axis), Solved(posed, layout, axis).held
+    losses = [_stepped(each, x, targets, cut) for each, cut in ((plain, None), (model, block))]
+    wanted = as_held(plain.head.weight.detach(), held, axis.n, axis.rank)
+    error = max(abs(mine - other) / abs(other) for mine, other in zip(losses[1], losses[0], strict=True))
+    return Losing(error, float((model.head.weight.detach() - wanted).abs().max()), block.versions[0].solved.code.source)
+
+
+def _stepped(model: nn.Module, x: Tensor, targets: Tensor, block: CutBlock | None) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    found = []
+    for _ in range(STEPS):
+        loss = model(x, targets)
+        loss.backward()
+        for name, each in model.named_parameters() if block is not None else ():
+            if name not in block.cut.parameters and each.grad is not None:  # as the engine does with whole ones
+                dist.all_reduce(each.grad, group=block.axis.group)
+                each.grad /= block.axis.n
+        if x.grad is not None:
+            found.append(float(x.grad.square().sum()))
+            x.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss))
+    return found
 
 
 def refusal_of(what: str) -> str:
@@ -211,14 +293,13 @@ def refusal_of(what: str) -> str:
     torch.manual_seed(axis.rank if what == "seeds" else 0)
     rows = 4 + 2 * axis.rank if what == "batches" else 4
     x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(0))
-    block, another = (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2))
-    another[0].weight = block[0].weight
-    questions = [posed_on(axis, capture(each, (x,))) for each in ((block, another) if what == "shared" else (block,))]
+    block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    question = posed_on(axis, capture(block, (x[:4],)))
+    weight = question.number(question.captured.parameter_nodes[0])
+    layout = axis.agreed(solve(question.problem, Ask(fixed={weight: Cut(0)})))
+    cut_block(block, question, layout, axis)
     try:
-        for each, question in zip((block, another), questions, strict=False):
-            weight = question.number(question.captured.parameter_nodes[0])
-            layout = axis.agreed(solve(question.problem, Ask(fixed={weight: Cut(0)})))
-            CutBlock(each, question, layout, axis).install()
+        block(x)
     except ValueError as error:
         return str(error)
     return "nothing"

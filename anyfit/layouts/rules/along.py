@@ -1,12 +1,13 @@
-"""Ops that work along some dimensions and repeat themselves along the others: reductions, softmax, norms, sorts, attention."""
+"""Ops that work along some dimensions and repeat themselves along the others: reductions, softmax, norms, sorts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from anyfit.values.cuts import SUM, WHOLE, Cut, Held
+from anyfit.values.cuts import SUM, Cut, Held, Move
 
-from .op import Op, Rules, Shape
+from .op import Op, Rules
 
 
 def others(rank: int, dims: Sequence[int]) -> list[int]:
@@ -31,6 +32,8 @@ def extreme(op: Op) -> Rules:
     """Largest and smallest, with or without their places."""
     shape = op.shapes[0]
     named = op.arg("dim")
+    if named is None or not shape:
+        return
     dims = [named % len(shape)] if isinstance(named, int) else [dim % len(shape) for dim in named]
     for cut in op.cuts(shape, others(len(shape), dims) if dims else []):
         yield op.rule_of([cut], Cut(cut.dim if op.arg("keepdim") else cut.dim - sum(dim < cut.dim for dim in dims), cut.outer))
@@ -45,6 +48,23 @@ def along_one(op: Op) -> Rules:
         yield op.rule({"grad_output": SUM}, SUM)
     if op.name == "cumsum.default":
         yield op.rule({"self": SUM}, SUM)
+
+
+def log_softmax(op: Op) -> Rules:
+    """Over a cut dimension too: ranks tell each other the logarithm of their sums of exponentials."""
+    yield from along_one(op)
+    (shape,) = op.shapes
+    cut = Cut(op.dim("dim", len(shape)))
+    size = 4.0 * op.n * math.prod(shape) / shape[cut.dim]
+    yield op.rule({"self": cut}, cut, form="joint_log_softmax", exchanges=(("all_gather", size),))
+
+
+def log_softmax_backward(op: Op) -> Rules:
+    yield from along_one(op)
+    shape = op.shapes[0]
+    cut = Cut(op.dim("dim", len(shape)))
+    exchanges: tuple[tuple[Move, float], ...] = (("all_reduce", 4.0 * math.prod(shape) / shape[cut.dim]),)
+    yield op.rule({"grad_output": cut, "output": cut}, cut, form="joint_log_softmax_backward", exchanges=exchanges)
 
 
 def along_last_two(op: Op) -> Rules:
@@ -102,41 +122,3 @@ def group_norm_backward(op: Op) -> Rules:
         reads: dict[str, Held] = {**{name: Cut(1) for name in statistics}, "weight": Cut(0)}
         yield op.rule(reads, Cut(1), Cut(0), Cut(0), C=channels // op.n, group=groups // op.n)
     yield op.rule({"grad_out": SUM}, SUM)
-
-
-# ---------------------------------------------------------------------- attention
-
-
-def attention(op: Op) -> Rules:
-    """By rows or heads; by queries too, where no causal mask is implied: a part would begin its mask anew."""
-    if op.arg("dropout_p") != 0.0:
-        return
-    query, mask = op.shape("query"), op.shape("attn_mask")
-    assert query is not None
-    for dim in (0, 1):
-        reads: dict[str, Held] = {name: Cut(dim) for name in ("query", "key", "value")}
-        yield op.rule({**reads, "attn_mask": _of_mask(mask, query, dim)}, Cut(dim))
-    if not op.arg("is_causal"):
-        yield op.rule({"query": Cut(2), "attn_mask": _of_mask(mask, query, 2)}, Cut(2))
-
-
-def attention_backward(op: Op) -> Rules:
-    if op.arg("dropout_p") != 0.0:
-        return
-    query, mask = op.shape("query"), op.shape("attn_mask")
-    assert query is not None
-    by_query = ("grad_out", "query", "out", "logsumexp")
-    for dim in (0, 1):
-        reads: dict[str, Held] = {name: Cut(dim) for name in (*by_query, "key", "value")}
-        yield op.rule({**reads, "attn_mask": _of_mask(mask, query, dim)}, Cut(dim))
-    if not op.arg("is_causal"):
-        cut: dict[str, Held] = {name: Cut(2) for name in by_query}
-        yield op.rule({**cut, "attn_mask": _of_mask(mask, query, 2)}, Cut(2), SUM, SUM)
-
-
-def _of_mask(mask: Shape | None, query: Shape, dim: int) -> Held:
-    """A mask is cut with the dimension where it has it, and broadcast where not."""
-    if mask is None:
-        return WHOLE
-    own = dim - (4 - len(mask))
-    return Cut(own) if own >= 0 and mask[own] == query[dim] else WHOLE

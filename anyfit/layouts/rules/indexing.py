@@ -13,6 +13,7 @@ def embedding(op: Op) -> Rules:
         yield op.rule({"indices": cut}, cut)
     for cut in op.cuts(op.shape("weight") or (), [1]):
         yield op.rule({"weight": cut}, Cut(len(indices), cut.outer))
+    yield op.rule({"weight": Cut(0)}, SUM, form="own_embedding")
     yield op.rule({"weight": SUM}, SUM)
 
 
@@ -23,6 +24,7 @@ def embedding_backward(op: Op) -> Rules:
             yield op.rule({"grad_output": cut, "indices": cut}, SUM)
     for cut in op.cuts(gradient, [len(indices)]):
         yield op.rule({"grad_output": cut}, Cut(1, cut.outer))
+    yield op.rule({}, Cut(0), form="own_embedding_backward")
     yield op.rule({"grad_output": SUM}, SUM)
 
 
@@ -84,11 +86,13 @@ def gather(op: Op) -> Rules:
 
 
 def scatter(op: Op) -> Rules:
-    """Writes along one dimension."""
-    shape, indices = op.shape("self") or (), op.shape("index") or ()
+    """Writes along one dimension. What is written may be larger than the indices, of which it is the beginning then."""
+    shape, indices, written = op.shape("self") or (), op.shape("index") or (), op.shape("src")
     dim = op.dim("dim", len(shape))
     adds = op.name == "scatter_add.default"
     for cut in op.cuts(indices):
+        if written is not None and written[cut.dim] != indices[cut.dim]:
+            continue
         if cut.dim != dim and indices[cut.dim] == shape[cut.dim]:
             yield op.rule({"self": cut, "index": cut, "src": cut}, cut)
         elif cut.dim == dim and adds:

@@ -19,3 +19,9 @@ def drawn(op: Op) -> Rules:
     """Random numbers of the shape of the one tensor that is read: drawn for all of it, by the generator that all ranks share."""
     for cut in op.cuts(op.result):
         yield op.rule_of([cut], cut)._replace(form="drawn")
+
+
+def dropped(op: Op) -> Rules:
+    """Dropout with its mask: the mask is drawn for the whole tensor, since a kernel's numbers depend on how many there are."""
+    if op.arg("train") is not False:
+        yield from drawn(op)

@@ -1,10 +1,11 @@
 """Op and Rule: one call of an op, and one way in which ranks can make it together, each its part.
 
 A rule says how each tensor that is read has to be held, and how each result is held then, when every rank runs the op on what it
-has. `local` has the arguments that are other for a rank (sizes, numbers of groups). Two forms are more than the plain op:
+has. `local` has the arguments that are other for a rank (sizes, numbers of groups). Some forms are more than the plain op:
 
     averaged    the result is divided by n: a mean over a dimension that is cut
     drawn       the op is made for the whole tensor on every rank, and its part is taken: random numbers are those of one process
+    others      a function of `layouts/forms.py`, by name; `exchanges` says what ranks exchange inside of it
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
 from anyfit.values.call import leaves
-from anyfit.values.cuts import SUM, WHOLE, Cut, Held
+from anyfit.values.cuts import SUM, WHOLE, Cut, Held, Move
 
 from ..graph import name_of, reads_of, tensors_of, value_of
 
@@ -30,7 +31,8 @@ class Rule(NamedTuple):
     reads: tuple[Held, ...]
     gives: tuple[Held, ...]
     local: tuple[tuple[str, Any], ...] = ()
-    form: Literal["plain", "averaged", "drawn"] = "plain"
+    form: str = "plain"
+    exchanges: tuple[tuple[Move, float], ...] = ()  # with the bytes of the whole tensor, as a move's
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,10 @@ class Op:
     def arg(self, name: str) -> Any:
         return self._arguments[name]
 
+    def has(self, name: str) -> bool:
+        """Whether the op has such an argument, given or not."""
+        return name in self._arguments
+
     @cached_property
     def _read_by(self) -> dict[str, list[int]]:
         """Which of the tensors that are read an argument has."""
@@ -105,7 +111,8 @@ class Op:
         self,
         reads: Mapping[str, Held],
         *gives: Held,
-        form: Literal["plain", "averaged", "drawn"] = "plain",
+        form: str = "plain",
+        exchanges: tuple[tuple[Move, float], ...] = (),
         **local: Any,
     ) -> Rule:
         """By names of arguments; whole where none is said, and nothing where it is not given."""
@@ -115,7 +122,7 @@ class Op:
             for place in at:
                 needs[place] = held
         given = gives if len(gives) == len(self.results) else gives * len(self.results)
-        return Rule(tuple(needs), given, _local(local), form)
+        return Rule(tuple(needs), given, _local(local), form, exchanges)
 
     def rule_of(self, reads: Sequence[Held], *gives: Held, **local: Any) -> Rule:
         """By the order in which tensors are read."""

@@ -10,6 +10,7 @@ from .op import Op, Rules
 POINTWISE = {
     "clone.default", "_to_copy.default", "masked_fill.Scalar", "masked_fill.Tensor", "native_dropout_backward.default",
     "softplus_backward.default", "leaky_relu_backward.default", "elu_backward.default", "hardtanh_backward.default",
+    "floor_divide.default",
 }  # fmt: skip
 # By which of the tensors they read they are linear: a sum of them, the others whole, gives a sum.
 LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {

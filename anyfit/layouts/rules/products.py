@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from anyfit.values.cuts import SUM, WHOLE, Cut, Held
 
-from .op import Op, Rules
+from ..graph import reads_of, value_of
+from .op import Op, Rules, Shape
 
 
 def mm(op: Op) -> Rules:
@@ -49,6 +52,38 @@ def bmm(op: Op) -> Rules:
         yield op.rule({"self": Cut(2, cut.outer), "mat2": Cut(1, cut.outer)}, SUM)
     yield op.rule({"self": SUM}, SUM)
     yield op.rule({"mat2": SUM}, SUM)
+
+
+def grouped(op: Op) -> Rules:
+    """A product for each of several groups, of rows, columns or inner places that end where the offsets say: those stay whole.
+
+    (rows, inner) x (groups, inner, columns), (groups, rows, inner) x (inner, columns), and the way back to the weights of all
+    groups, (rows, inner) x (inner, columns) with inner places in groups.
+    """
+    left, right = op.shape("self") or (), op.shape("mat2") or ()
+    if op.arg("bias") is not None:
+        return
+    if len(left) == 3 or len(right) == 2:  # the rows are all of one group, or of every one
+        for cut in _aligned(op, left, len(left) - 2):
+            yield op.rule({"self": cut}, Cut(len(op.result) - 2, cut.outer))
+    if len(right) == 3 or len(left) == 2:
+        for cut in _aligned(op, right, len(right) - 1):
+            yield op.rule({"mat2": cut}, Cut(len(op.result) - 1, cut.outer))
+    if len(left) == 3 or len(right) == 3:
+        for cut in _aligned(op, left, len(left) - 1):
+            yield op.rule({"self": cut, "mat2": Cut(len(right) - 2, cut.outer)}, SUM)
+    if len(left) == len(right) == 3:
+        yield op.rule({"self": Cut(0), "mat2": Cut(0)}, Cut(0))
+    yield op.rule({"self": SUM}, SUM)
+    yield op.rule({"mat2": SUM}, SUM)
+
+
+def _aligned(op: Op, shape: Shape, dim: int) -> Iterator[Cut]:
+    """Cuts whose parts have rows that begin at multiples of 16 bytes, however they lie: kernels of grouped products want that."""
+    elements = 16 // value_of(reads_of(op.node)[0]).dtype.itemsize
+    for cut in op.cuts(shape, [dim]):
+        if cut.part(shape, op.n)[dim] % elements == 0:
+            yield cut
 
 
 def convolution(op: Op) -> Rules:

@@ -55,12 +55,11 @@ def through_view(a: Shape, b: Shape, cut: Cut, n: int) -> Cut | None:
 
 
 def view(op: Op) -> Rules:
-    sizes = "shape" if op.name == "reshape.default" else "size"
     (shape,) = op.shapes
     for cut in op.cuts(shape):
         found = through_view(shape, op.result, cut, op.n)
         if found is not None:
-            yield op.rule_of([cut], found, **{sizes: list(found.part(op.result, op.n))})
+            yield op.rule_of([cut], found, size=list(found.part(op.result, op.n)))
     yield op.rule_of([SUM], SUM)
 
 
@@ -172,8 +171,6 @@ def split(op: Op) -> Rules:
         local: dict[str, object] = {"split_size": size // op.n}
         if op.name == "split_with_sizes.default":
             local = {"split_sizes": [size // op.n] * count}
-        elif op.name == "chunk.default":
-            local = {}
         yield op.rule_of([Cut(dim, count)], Cut(dim), **local)
     yield op.rule_of([SUM], SUM)
 
@@ -199,11 +196,11 @@ def stack(op: Op) -> Rules:
 
 def outers_of(op: Op) -> Iterator[tuple[int, int]]:
     """(size of a dimension, what it holds side by side) that this op shows."""
-    if op.name in ("view.default", "_unsafe_view.default", "reshape.default"):
+    if op.name in ("view.default", "_unsafe_view.default"):
         for a, b in ((op.shapes[0], op.result), (op.result, op.shapes[0])):
             for mine, theirs in runs(_long(a), _long(b)):
                 yield from _flattened(_long(a)[mine.start : mine.stop], _long(b)[theirs.start : theirs.stop])
-    elif op.name.startswith(("split", "chunk")) and len(set(op.results)) == 1:
+    elif op.name.startswith("split") and len(set(op.results)) == 1:
         yield op.shapes[0][op.dim("dim", len(op.shapes[0]))], len(op.results)
     elif op.name == "cat.default" and len(set(op.shapes)) == 1:
         yield op.result[op.dim("dim", len(op.result))], len(op.shapes)
