@@ -20,6 +20,7 @@ import torch
 
 from anyfit.values.compiled import BlockFigures, CompiledFigures
 from anyfit.values.corrections import ClippedSteps, Correction, Corrections, Pace
+from anyfit.values.cut_figures import CutFigures, SolvedLayouts
 from anyfit.values.doing import doing
 from anyfit.values.folder import cache_folder
 from anyfit.values.machine import Device, Machine
@@ -28,6 +29,8 @@ from . import host, memory
 from .calls import measure_calls
 from .meters import Report
 from .probe import measure
+
+MOST_LAYOUTS = 200  # that are kept for a machine, the newest
 
 
 def cached(effort: Literal["quick", "full"] = "quick") -> Machine:
@@ -87,6 +90,23 @@ def keep_compiled(machine: Machine, found: Iterable[BlockFigures]) -> None:
 
 def _compiled_file(machine: Machine) -> Path:
     return cache_folder() / f"compiled-{machine.fingerprint}.json"
+
+
+def layouts_of(machine: Machine) -> SolvedLayouts:
+    """What was solved of blocks cut over a tensor axis of a machine; nothing where no file says so that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return SolvedLayouts.load(_layouts_file(machine))
+    return SolvedLayouts(machine.fingerprint, {})
+
+
+def keep_layouts(machine: Machine, found: Mapping[str, tuple[CutFigures, ...]]) -> None:
+    with contextlib.suppress(OSError):
+        layouts_of(machine).with_all(found, MOST_LAYOUTS).save(_layouts_file(machine))
+
+
+def _layouts_file(machine: Machine) -> Path:
+    """However many nodes there are: a tensor axis is inside one."""
+    return cache_folder() / f"layouts-{replace(machine, nodes=1).fingerprint}.json"
 
 
 def compiler_versions() -> str:

@@ -1,8 +1,10 @@
-"""Disk rates by requests in flight, past the page cache (O_DIRECT), as chunks of model state will be read and written.
+"""Disk rates by requests in flight, past the page cache (O_DIRECT), as chunks of model state will be read and written: one way
+alone, and both at once.
 
-Requests are 4 MiB, aligned, one thread for each in flight. The file is unlinked as soon as it is open, so that nothing is left
-behind whatever happens, and written once before it is measured, so that writes are overwrites: what training does from its second
-step on. A file system that refuses O_DIRECT is measured through the page cache, and its source says so.
+Requests are 4 MiB, aligned, one thread for each in flight. A few GiB are written in all, however fast the disk is, to a file that
+is unlinked as soon as it is open, so that nothing is left behind whatever happens. It is written once before it is measured, so
+that writes are overwrites: what training does from its second step on. A file system that refuses O_DIRECT is measured through
+the page cache, and its source says so.
 """
 
 from __future__ import annotations
@@ -14,23 +16,25 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 from anyfit.values.calibration import Figure
-from anyfit.values.machine import Disk
+from anyfit.values.engine import DISK_BLOCK_BYTES, DISK_REQUESTS
+from anyfit.values.machine import ASSUMED_ENDURANCE, Disk
 
 from .meters import Effort, Ladder, Meter
 
 Way = Literal["read", "write"]
-REQUEST_BYTES = 4 * 2**20
-DEPTHS = (1, 4, 8)
+REQUEST_BYTES = DISK_BLOCK_BYTES
+DEPTHS = (1, 4, DISK_REQUESTS)
 LEAST_REQUESTS = 2 * max(DEPTHS)
 FREE_SHARE = 0.05  # of the free space, at most, is written
 FILL_SECONDS = 1.5  # a slow disk gets a smaller file
 READING_SECONDS = 0.08
+MOST_REQUESTS = 48  # of one reading, each way: 192 MiB
 FREE_ERROR = 0.05  # others write too
 
 DIRECT = "measured"
@@ -44,7 +48,7 @@ def disk_ladders(folders: Iterable[Path], effort: Effort) -> Iterator[DiskLadder
         opened = _opened(folder)
         if opened is None:
             continue
-        ladders = DiskLadders(folder, *opened)
+        ladders = DiskLadders(folder, *opened, DEPTHS if effort.stride == 1 else DEPTHS[-1:])
         try:
             if ladders.fill(min(effort.disk_bytes, FREE_SHARE * shutil.disk_usage(folder).free)):
                 yield ladders
@@ -73,11 +77,12 @@ def _opened(folder: Path) -> tuple[int, str] | None:
 class DiskLadders:
     """Rates of an open file, with as many aligned buffers as requests may be in flight."""
 
-    def __init__(self, folder: Path, descriptor: int, source: str) -> None:
+    def __init__(self, folder: Path, descriptor: int, source: str, depths: Sequence[int]) -> None:
         self.folder, self.descriptor, self.source = folder, descriptor, source
-        self.read, self.write = self._ladder("read"), self._ladder("write")
+        self.read, self.write = self._ladder(depths, "read"), self._ladder(depths, "write")
+        self.both = self._ladder(depths[-1:], "read", "write")
         self.requests = 0  # that the file holds
-        self.buffers = [mmap.mmap(-1, REQUEST_BYTES) for _ in range(max(DEPTHS))]
+        self.buffers = [mmap.mmap(-1, REQUEST_BYTES) for _ in range(2 * max(DEPTHS))]
         content = os.urandom(REQUEST_BYTES)  # some drives compress
         for buffer in self.buffers:
             buffer[:] = content
@@ -103,31 +108,36 @@ class DiskLadders:
 
     @property
     def meters(self) -> list[Meter]:
-        return self.read.meters + self.write.meters
+        return self.read.meters + self.write.meters + self.both.meters
 
     def disk(self) -> Disk:
         free = Figure(float(shutil.disk_usage(self.folder).free), FREE_ERROR, "measured")
-        return Disk(free, self.read.curve(self.source), self.write.curve(self.source))
+        read, write, both = (each.curve(self.source) for each in (self.read, self.write, self.both))
+        return Disk(free, read, write, both, ASSUMED_ENDURANCE)
 
-    def _ladder(self, way: Way) -> Ladder:
-        return Ladder({depth: Meter(f"disk {way}", functools.partial(self._bytes_per_second, way, depth)) for depth in DEPTHS})
+    def _ladder(self, depths: Sequence[int], *ways: Way) -> Ladder:
+        label = f"disk {' and '.join(ways)}"
+        return Ladder({depth: Meter(label, functools.partial(self._bytes_per_second, ways, depth)) for depth in depths})
 
-    def _bytes_per_second(self, way: Way, depth: int) -> float:
-        if way == "read" and self.source != DIRECT and hasattr(os, "posix_fadvise"):
+    def _bytes_per_second(self, ways: tuple[Way, ...], depth: int) -> float:
+        """Of all ways together, with so many requests in flight each way."""
+        if "read" in ways and self.source != DIRECT and hasattr(os, "posix_fadvise"):
             os.fsync(self.descriptor)
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
         deadline = start + READING_SECONDS
 
         def keep_in_flight(lane: int) -> int:
-            done = 0
-            while done == 0 or time.perf_counter() < deadline:
-                self._transfer(way, lane, (lane + done * depth) % self.requests)
+            way, first, done = ways[lane // depth], lane % depth, 0
+            if way != ways[0]:
+                first += self.requests // 2  # nobody reads what is being written
+            while done == 0 or (time.perf_counter() < deadline and done < MOST_REQUESTS // depth):
+                self._transfer(way, lane, (first + done * depth) % self.requests)
                 done += 1
             return done
 
-        requests = sum(self.threads.map(keep_in_flight, range(depth)))
-        if way == "write" and self.source != DIRECT:
+        requests = sum(self.threads.map(keep_in_flight, range(len(ways) * depth)))
+        if "write" in ways and self.source != DIRECT:
             os.fsync(self.descriptor)
         return requests * REQUEST_BYTES / (time.perf_counter() - start)
 

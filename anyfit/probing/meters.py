@@ -3,6 +3,7 @@
 A `Meter` is one quantity; a `Ladder` is one quantity by size. All meters of a probe are read in rounds, each round reading every
 meter once, so that the repeats of one meter lie seconds apart: what the neighbours on the machine do, and how its clocks drift,
 then shows up in the error. The value is the median of the rounds; the measurement error is the widest distance of one from it.
+Of a rate, rounds far under the fastest say what others left of the machine, not what it can do: they count in the error alone.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ Result = TypeVar("Result")
 BURST_SECONDS = 0.0015
 LEAST_BURSTS = 4
 LEAST_ROUNDS = 3  # fewer say nothing about the error
+FAR_UNDER = 4  # times slower than the fastest round: two threads on one core, not clocks
 LEAST_ERROR = 0.05  # what one process cannot see: memory layout and clocks differ from process to process
 
 
@@ -65,7 +67,7 @@ QUICK = Effort(
     update_parameters=4 * 2**20,
     host_bytes=64 * 2**20,
     copy_bytes=(64 * 2**10, 1 * 2**20, 4 * 2**20, 64 * 2**20),
-    disk_bytes=0,
+    disk_bytes=128 * 2**20,
     link_bytes=32 * 2**20,
 )
 FULL = Effort(
@@ -139,8 +141,8 @@ class Meter:
         return figure(self.readings)
 
 
-def figure(readings: Sequence[float]) -> Figure:
-    middle = statistics.median(readings)
+def figure(readings: Sequence[float], undisturbed: Sequence[float] = ()) -> Figure:
+    middle = statistics.median(undisturbed or readings)
     error = max(abs(reading - middle) for reading in readings) / middle
     return Figure(middle, max(error, LEAST_ERROR), "measured")
 
@@ -156,10 +158,14 @@ class Ladder:
         return list(self.rungs.values())
 
     def curve(self, source: str = "measured") -> Curve:
-        figures = {size: meter.figure() for size, meter in self.rungs.items()}
+        figures = {size: _rate(meter.readings) for size, meter in self.rungs.items()}
         points = tuple((float(size), value.value) for size, value in figures.items())
         # One error for the whole curve, so it is the worst point's.
         return Curve(points, max(value.measurement_error for value in figures.values()), source)
+
+
+def _rate(readings: Sequence[float]) -> Figure:
+    return figure(readings, [each for each in readings if each * FAR_UNDER >= max(readings)])
 
 
 def rate_meter(label: str, work: Work, amount: float, timer: Timer, effort: Effort) -> tuple[Meter, float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ import psutil
 import torch
 
 from anyfit.values.calibration import Calibration, Figure
-from anyfit.values.folder import cache_folder
+from anyfit.values.disk_folder import DiskFolder
 from anyfit.values.machine import NO_LAUNCH_SLOWDOWN, Beside, Collective, Copies, Device, Disk, Host, Limits, Machine
 
 from . import compute, host, memory, operations
@@ -38,7 +37,7 @@ WORKING_SHARE = 1 / 16  # of the free memory: what one measure may hold
 
 
 def measure(effort: Literal["quick", "full"], report: Report | None = None) -> Machine:
-    """This machine: `quick` looks at few sizes and leaves the disk out, `full` takes its time."""
+    """This machine: `quick` looks at few sizes, `full` takes its time."""
     if effort not in EFFORTS:
         raise ValueError(f'no effort {effort!r}: write "quick" or "full"')
     level, tell = EFFORTS[effort], report or (lambda _label, _done: None)
@@ -136,9 +135,16 @@ def _set_up(device: torch.device, level: Effort, stack: ExitStack, tell: Report)
     if loads:
         beside: dict[Beside, Load] = {"updates": busy_host, "copies": loads.copies, "both": together(busy_host, loads.copies)}
         slowdowns = compute.launch_slowdown_meters(device, level, beside)
-    folders = (cache_folder(), Path(tempfile.gettempdir()))
-    disk = stack.enter_context(disk_ladders(folders, level)) if level.disk_bytes else None
+    disk = stack.enter_context(disk_ladders(_disk_folders(), level)) if level.disk_bytes else None
     return Subjects(ladders, elementwise, launch, training, slowdowns, bandwidth, *updates, copies, disk)
+
+
+def _disk_folders() -> tuple[Path, ...]:
+    """Where state would lie; none where no usual folder is on a disk of this machine."""
+    try:
+        return (DiskFolder().found(),)
+    except ValueError:
+        return ()
 
 
 def _device(device: torch.device, subjects: Subjects) -> Device:

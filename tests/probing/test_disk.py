@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+import threading
+import types
 from pathlib import Path
 
 import pytest
 
 from anyfit.probing import disk
-from anyfit.probing.meters import QUICK
+from anyfit.probing.meters import FULL, QUICK, Effort
+from anyfit.values.engine import DISK_REQUESTS
 
-EFFORT = dataclasses.replace(QUICK, disk_bytes=64 * 2**20)
+EFFORT = dataclasses.replace(FULL, disk_bytes=64 * 2**20)
 
 
-def measured(folders: list[Path]) -> disk.Disk | None:
-    with disk.disk_ladders(folders, EFFORT) as ladders:
+def measured(folders: list[Path], effort: Effort = EFFORT) -> disk.Disk | None:
+    with disk.disk_ladders(folders, effort) as ladders:
         if ladders is None:
             return None
         for meter in ladders.meters:
@@ -28,8 +32,41 @@ def test_rates_by_requests_in_flight_and_no_file_left(tmp_path: Path) -> None:
     assert result is not None
     assert [depth for depth, _ in result.read.points] == [1, 4, 8]
     assert [depth for depth, _ in result.write.points] == [1, 4, 8]
+    assert [depth for depth, _ in result.both.points] == [DISK_REQUESTS]
     assert result.free_bytes.value > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_both_at_once_count_the_bytes_of_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which every reading takes a second, so that rates are bytes."""
+    with disk.disk_ladders([tmp_path], EFFORT) as ladders:
+        assert ladders is not None
+        readings = itertools.count()
+
+        def clock() -> float:
+            return next(readings) if threading.current_thread() is threading.main_thread() else 0
+
+        monkeypatch.setattr(disk, "time", types.SimpleNamespace(perf_counter=clock))
+        (both,) = (meter.read() for meter in ladders.both.meters)
+        assert both == 2 * disk.MOST_REQUESTS * disk.REQUEST_BYTES
+        assert {meter.read() for meter in ladders.read.meters + ladders.write.meters} == {both / 2}
+
+
+@pytest.mark.parametrize("effort", [QUICK, FULL], ids=["quick", "full"])
+def test_a_few_gib_are_written_at_most_and_a_quick_look_has_the_engines_requests_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effort: Effort
+) -> None:
+    written: list[int] = []
+    monkeypatch.setattr(os, "pwritev", lambda _file, buffers, _at: (written.append(len(buffers[0])), len(buffers[0]))[1])
+    monkeypatch.setattr(os, "preadv", lambda _file, buffers, _at: len(buffers[0]))
+    with disk.disk_ladders([tmp_path], effort) as ladders:
+        assert ladders is not None
+        for _ in range(effort.rounds):
+            for meter in ladders.meters:
+                meter.read()
+        assert (len(ladders.read.rungs) == 1) == (effort is QUICK)
+        assert max(ladders.both.rungs) == DISK_REQUESTS
+    assert sum(written) <= 4 * 2**30
 
 
 def test_a_failure_in_the_middle_leaves_no_file(tmp_path: Path) -> None:

@@ -118,6 +118,11 @@ def test_a_curve_is_as_uncertain_as_its_worst_point() -> None:
     assert curve == Curve(((1.0, 10.0), (2.0, 10.0)), 0.5, "measured")
 
 
+def test_rounds_in_which_others_were_at_work_count_in_the_error_alone() -> None:
+    disturbed = Meter("disturbed", float, [0.003, 10.0, 0.005])
+    assert Ladder({1.0: disturbed}).curve() == Curve(((1.0, 10.0),), pytest.approx(1.0, abs=1e-3), "measured")  # type: ignore[arg-type]
+
+
 def test_every_meter_is_read_once_a_round() -> None:
     order: list[str] = []
 

@@ -69,7 +69,7 @@ class Route(Protocol):
         """Of scratch."""
 
 
-class SpeculatingRoute(Route, Protocol):
+class LaneRoute(Route, Protocol):
     def update(self, chunk: OptimizerState, inputs: Inputs) -> Ticket: ...
 
     def speculate(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:

@@ -8,7 +8,7 @@ parameter's own shape lie in flat buffers that share the chunk's offsets.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from anyfit.kernels.adamw import Begun, Part, Settings, State, adamw
 from anyfit.kernels.adamw_gpu import adamw_on_gpu, can_run_on_gpu
 from anyfit.kernels.split import Masters
+from anyfit.values.layout import Chunk
 from anyfit.values.machine import update_threads
 
 from ..chunks import ChunkState
@@ -29,6 +30,7 @@ from ..tiers import Scratch
 
 ADAM_KEYS = ("exp_avg", "exp_avg_sq")
 Groups = list[dict[str, Any]]
+Factor = float | Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +39,15 @@ class Inputs:
 
     gradients: dict[str, Tensor]  # by parameter that has one; emptied when the update needs them no more
     arrived: Ticket | None  # of those that are on their way
-    factor: float | Tensor | None  # that scales them; on the GPU, where the host does not know it yet
+    factor: Factor | Callable[[], Factor]  # that scales them; on the GPU, or to be asked for, where the host does not know it yet
     groups: Groups  # settings, as they were when the update was asked for
     before: Ticket | None = None  # the old weights have been read
+    step: int = 0  # in which it was asked for
+
+    @property
+    def known_factor(self) -> Factor:
+        """To be asked where the update is made, once the gradients are there."""
+        return self.factor() if callable(self.factor) else self.factor
 
 
 class Stepper:
@@ -48,6 +56,7 @@ class Stepper:
         self.coupled = coupled  # why all parameters are stepped at once, if they are
         self._threads = update_threads(torch.get_num_threads())
         self._parameters: dict[int, list[nn.Parameter]] = {}  # by chunk, of its masters in scratch
+        self.step = 0  # counts those that were begun
 
     def groups(self) -> Groups:
         """Learning rates and the like of every group as they are now: a scheduler may change them while an update runs."""
@@ -58,12 +67,12 @@ class Stepper:
 
     def one_pass(self, state: ChunkState, groups: Sequence[Mapping[str, Any]] | None = None) -> Settings | None:
         """Where a one-pass kernel steps the chunk: its group's settings."""
-        route = state.placement.route
+        placement = state.placement
         if self.coupled is not None or state.dtype.is_complex:
             return None
-        if route == "resident" and self._device.type == "cpu":  # forecasts of the CPU device rest on torch's own
+        if placement.route == "resident" and self._device.type == "cpu":  # forecasts of the CPU device rest on torch's own
             return None
-        if route != "host" and self._device.type == "cuda" and not can_run_on_gpu(self._device):
+        if placement.update == "device" and self._device.type == "cuda" and not can_run_on_gpu(self._device):
             return None
         return _adam(self._optimizer, (groups or self._optimizer.param_groups)[state.chunk.group])
 
@@ -76,10 +85,9 @@ class Stepper:
 
     def make_adam(self, chunk: OptimizerState) -> None:
         """Moments as torch's Adam makes them in its first step, taken at the start instead."""
-        if type(self._optimizer) not in (Adam, AdamW) or chunk.state.dtype.is_complex:
+        keys = adam_keys(self._optimizer, chunk.state.chunk)
+        if not keys:
             return
-        group = self._optimizer.param_groups[chunk.state.chunk.group]
-        keys = (*ADAM_KEYS, "max_exp_avg_sq") if group["amsgrad"] else ADAM_KEYS
         for key in keys:
             if key not in chunk.moments:
                 chunk.moments[key] = chunk.zeros()
@@ -91,7 +99,7 @@ class Stepper:
         self, chunk: OptimizerState, inputs: Inputs, gradient: Tensor, now: State, out: State | None = None, part: Part = "all"
     ) -> tuple[Entries, Begun | None]:
         """Steps parameters that have a gradient. Gives what is then known of each and what the host still has under way."""
-        settings, factor = self.one_pass(chunk.state, inputs.groups), inputs.factor
+        settings, factor = self.one_pass(chunk.state, inputs.groups), inputs.known_factor
         assert settings is not None
         made: Entries = {}
         ranges: dict[int, list[tuple[int, int]]] = {}  # by step count: a parameter without a gradient has stayed behind
@@ -109,7 +117,7 @@ class Stepper:
                 adamw_on_gpu(now, gradient, settings, step, out=out, scale=factor, ranges=own_ranges)
             else:
                 assert not isinstance(factor, Tensor)
-                waits = chunk.state.placement.route != "host" or step != last
+                waits = chunk.state.placement.update != "host" or step != last
                 on_gpu = self._device.type == "cuda"  # the same bits, wherever it is updated
                 how = functools.partial(adamw, part=part, threads=self._threads, as_on_gpu=on_gpu, waits=waits)
                 begun = how(now, gradient, settings, step, out=out, scale=factor, ranges=own_ranges)
@@ -120,7 +128,7 @@ class Stepper:
         self, chunk: OptimizerState, inputs: Inputs, own: Views, exact: Tensor, entries: Entries, asked: list[str] | None = None
     ) -> Entries:
         """Steps the optimizer on masters in `exact`, these parameters alone; what it then knows of each, or of those `asked`."""
-        factor, groups = inputs.factor, inputs.groups
+        factor, groups = inputs.known_factor, inputs.groups
         assert not isinstance(factor, Tensor)
         if factor is not None:
             torch._foreach_mul_(list(own.values()), factor)
@@ -154,6 +162,13 @@ class Stepper:
         if known is None or known[0].data_ptr() != state.view(exact, state.own.slots[0]).data_ptr():
             known = self._parameters[state.index] = [nn.Parameter(state.view(exact, slot)) for slot in state.own.slots]
         return known
+
+
+def adam_keys(optimizer: Optimizer, chunk: Chunk) -> tuple[str, ...]:
+    """Moments that torch's own Adam will make for a chunk; none of another, which nobody knows before its first step."""
+    if type(optimizer) not in (Adam, AdamW) or getattr(torch, chunk.dtype).is_complex:
+        return ()
+    return (*ADAM_KEYS, "max_exp_avg_sq") if optimizer.param_groups[chunk.group]["amsgrad"] else ADAM_KEYS
 
 
 def adam_state(masters: Masters, moments: Views) -> State:

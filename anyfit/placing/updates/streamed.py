@@ -6,7 +6,9 @@ stepped and a third's downloaded.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,8 +18,8 @@ from anyfit.values.engine import STREAMED_DEPTH
 
 from ..chunks import UpdatePhase
 from ..lanes import Label, Over, Task, Ticket
-from ..optimizer_state import Load, OptimizerState, Second
-from ..tiers import Scratch
+from ..optimizer_state import Generation, Load, OptimizerState
+from ..tiers import LANDED, LOW, WEIGHTS, Scratch
 from .route import Context
 from .stepper import Inputs, adam_state, gathered, moved, views
 
@@ -38,7 +40,7 @@ class Streamed:
 
     def furnish(self, chunk: OptimizerState) -> None:
         state, elements = chunk.state, chunk.state.own.elements
-        if len(self._first) < STREAMED_DEPTH:
+        if len(self._first) < STREAMED_DEPTH and state.disk is None:
             self._first.append(chunk)
         flat = self._context.gradients.flat(state)
         if self._context.stepper.one_pass(state) is None:
@@ -47,11 +49,11 @@ class Streamed:
         elif flat is None:
             self._scratch.flat("gathered", elements, state.dtype)
         for carrier in self._carriers:
-            carrier.flat("low", elements if state.is_split else 0, torch.int16)
-            if state.on_device is None or chunk.second is not None:
-                carrier.flat("weights", elements, state.dtype)
+            carrier.flat(LOW, elements if state.is_split else 0, torch.int16)
+            if state.on_device is None or chunk.second is not None or state.disk is not None:
+                carrier.flat(WEIGHTS, elements, state.dtype)
             if state.placement.gradients == "host" and self._context.device.type != "cpu":
-                carrier.flat("landed", elements, state.dtype if flat is None else flat.dtype)
+                carrier.flat(LANDED, elements, state.dtype if flat is None else flat.dtype)
             for key in chunk.moments:
                 carrier.flat(key, elements)
 
@@ -67,7 +69,14 @@ class Streamed:
         load, label = Load(inputs.gradients, chunk.second), Label(Task.SPECULATE, chunk.state.index)
         return self._start(chunk, load, inputs, label)
 
-    def _start(self, chunk: OptimizerState, load: Load, inputs: Inputs, label: Label) -> Ticket:
+    def carry(
+        self, chunk: OptimizerState, trip: Generation, inputs: Inputs, label: Label, after: Ticket, is_wanted: Callable[[], bool]
+    ) -> Ticket:
+        """The same with a state that lies in buffers of somebody else's, where what becomes of it is put, weights too."""
+        load = Load(inputs.gradients, trip, source=trip, is_wanted=is_wanted)
+        return self._start(chunk, load, inputs, label, after)
+
+    def _start(self, chunk: OptimizerState, load: Load, inputs: Inputs, label: Label, source: Ticket | None = None) -> Ticket:
         index = chunk.state.index
         load.gradients = inputs.gradients
 
@@ -76,12 +85,16 @@ class Streamed:
             if load.carrier is None:
                 self._lift(chunk, load)
 
+        def if_wanted(part: Callable[[], None]) -> None:
+            if load.is_wanted():
+                part()
+
         parts = (
-            (lift, Label(Task.LIFT, index)),
-            (lambda: self._step(chunk, load, inputs), label),
-            (lambda: self._lower(chunk, load), Label(Task.LOWER, index)),
+            (functools.partial(if_wanted, lift), Label(Task.LIFT, index)),
+            (functools.partial(if_wanted, lambda: self._step(chunk, load, inputs)), label),
+            (functools.partial(if_wanted, lambda: self._lower(chunk, load)), Label(Task.LOWER, index)),
         )
-        after = (chunk.update.last_over, load.ticket, inputs.arrived, inputs.before)
+        after = (chunk.update.last_over, load.ticket, inputs.arrived, inputs.before, source)
         chunk.update.last = load.ticket = self._lane.run_parts(parts, after, order=index)
         return load.ticket
 
@@ -109,15 +122,16 @@ class Streamed:
             Over(before.ticket).wait()
         carrier = load.carrier = self._carriers[which]
         load.weights, load.flat = state.own_on_device, self._context.gradients.flat(state)
-        load.moments = {key: carrier.flat(key, elements) for key in chunk.moments}
-        copies = [(load.moments[key], flat) for key, flat in chunk.moments.items()]
+        moments, low = (chunk.moments, state.low) if load.source is None else (load.source.moments, load.source.low)
+        load.moments = {key: carrier.flat(key, elements) for key in moments}
+        copies = [(load.moments[key], flat) for key, flat in moments.items()]
         if load.weights is None:
-            load.weights = carrier.flat("weights", elements, state.dtype)
+            load.weights = carrier.flat(WEIGHTS, elements, state.dtype)
             copies.append((load.weights, state.weights))
         if state.is_split:
-            copies.append((carrier.flat("low", elements, torch.int16), state.low))
+            copies.append((carrier.flat(LOW, elements, torch.int16), low))
         if load.flat is not None and load.flat.device != self._context.device:
-            copies.append((carrier.flat("landed", elements, load.flat.dtype), load.flat))
+            copies.append((carrier.flat(LANDED, elements, load.flat.dtype), load.flat))
             load.flat = copies[-1][0]
         self._lane.tracks[0].copy(copies, yields=True)  # to weights that the computation waits for
 
@@ -126,10 +140,10 @@ class Streamed:
         assert carrier is not None
         assert load.weights is not None
         self._lane.tracks[1].uses(own.values())
-        low = carrier.flat("low", state.own.elements, torch.int16) if state.is_split else None
+        low = carrier.flat(LOW, state.own.elements, torch.int16) if state.is_split else None
         old = Masters(load.weights, low)
         if load.second is not None:  # the old weights stay
-            load.weights = carrier.flat("weights", state.own.elements, state.dtype)
+            load.weights = carrier.flat(WEIGHTS, state.own.elements, state.dtype)
         new = Masters(load.weights, low)
         stepper = self._context.stepper
         if stepper.one_pass(state, inputs.groups) is not None:
@@ -149,16 +163,16 @@ class Streamed:
         state, second, carrier = chunk.state, load.second, load.carrier
         assert load.weights is not None
         assert carrier is not None
-        if second is not None:
+        if second is not None and second is chunk.second:
             self._context.readers.before_speculation(chunk)
-        home: OptimizerState | Second = chunk if second is None else second
+        home: OptimizerState | Generation = chunk if second is None else second
         for key in load.moments:
             if key not in home.moments:
-                home.moments[key] = chunk.zeros()
+                home.moments[key] = home.zeros(key)
         copies = [(home.moments[key], flat) for key, flat in load.moments.items()]
         if state.is_split:
             low = state.low if second is None else second.low
-            copies.append((low, carrier.flat("low", state.own.elements, torch.int16)))
+            copies.append((low, carrier.flat(LOW, state.own.elements, torch.int16)))
         weights = state.on_host if second is None else second.weights
         if weights is not None:
             copies.append((weights, load.weights))
@@ -167,4 +181,5 @@ class Streamed:
             second.made = load.rest
         else:
             chunk.rest |= load.rest
-        load.gradients.clear()  # the carrier knows this load until it takes another, which may be in the next step
+        if load.source is None:  # else whoever lent it may have to begin again
+            load.gradients.clear()  # the carrier knows this load until it takes another, which may be in the next step

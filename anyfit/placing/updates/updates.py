@@ -1,8 +1,8 @@
 """The order of a step's updates: what begins before the norm is known, what waits for it, and which chunk comes first.
 
-1. While backward runs, chunks whose gradients are there are speculated on: updated into a second generation of their state,
-   which is taken over when nothing was clipped. Where steps clip often, updates wait for the norm, and only the states of the
-   first streamed chunks are uploaded before.
+1. While the last backward runs, chunks whose gradients are final are speculated on: updated into a second generation of their
+   state, which is taken over when nothing was clipped. Where steps clip often, updates wait for the norm, and only the states of
+   the first streamed chunks are uploaded before.
 2. When the GPU has the norm and the host does not, the GPU is given the resident chunks.
 3. When the host has the norm, the other resident chunks are updated at once, so that the GPU has work. The rest go to their
    lanes, in the layout's order, which the next forward follows roughly. Whoever uses a chunk first waits for it.
@@ -10,10 +10,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,83 +22,20 @@ from ..chunks import Carried, ChunkState, ModelState, UpdatePhase
 from ..gradients import Gradients, clip_factor
 from ..lanes import Label, Lanes, Task, Ticket
 from ..mirrors import Mirrors
-from ..optimizer_state import Entries, OptimizerState, Second
+from ..optimizer_state import Entries, OptimizerState
 from ..optimizers import UsersOptimizer, steps_together
 from ..residency import Residency
 from ..tiers import Tier
+from .disk import OnDisk
 from .host import OnHost
 from .resident import Resident
-from .route import BROKEN_OFF, Context, Pace, Route, SpeculatingRoute
+from .route import BROKEN_OFF, Context, LaneRoute, Pace, Route
+from .speculation import Speculation, keeps_generations
 from .states import OptimizerStates
 from .stepper import Groups, Inputs, Stepper
 from .streamed import Streamed
 
-
-class Speculation:
-    """Updates before the norm is known, into a second generation of a chunk's state."""
-
-    def __init__(self, context: Context, routes: Mapping[str, SpeculatingRoute], host: Tier) -> None:
-        self._context, self._routes, chunks = context, routes, context.chunks
-        self._by_index = {chunk.state.index: chunk for chunk in chunks}
-        for chunk in chunks:
-            if chunk.state.placement.speculates and not context.gradients.adds_up:  # sums are not known before the last part
-                chunk.second = Second(chunk.state, host)
-                chunk.second.moments = {key: chunk.zeros() for key in chunk.moments}
-        if any(chunk.second is not None for chunk in chunks):
-            context.gradients.on_complete, context.gradients.on_late = self._speculate, self._revoke
-            context.residency.on_edit = self._revoke
-
-    def _speculate(self, state: ChunkState) -> None:
-        """All gradients of the chunk are there, or on their way: steps it, out of place, as if nothing were clipped."""
-        chunk = self._by_index.get(state.index)
-        if chunk is None or chunk.second is None or len(chunk.rest) != len(state.own.slots):
-            return  # a first step makes state, which is taken over in place
-        route = self._routes[state.placement.route]
-        if not self._context.pace.may_speculate:
-            route.lift_ahead(chunk)
-            return
-        self._context.residency.heed(state.index)
-        own, arrived = self._context.gradients.of(state)
-        chunk.update.speculated = route.speculate(chunk, Inputs(own, arrived, None, self._context.stepper.groups()))
-
-    def _revoke(self, state: ChunkState) -> None:
-        """The chunk's gradients, or its weights, have changed after all."""
-        chunk = self._by_index.get(state.index)
-        if chunk is None:
-            return
-        chunk.update.lifted = None  # its gradients may have been lifted with it
-        ticket = chunk.update.speculated
-        if ticket is not None:
-            chunk.update.drop_speculated()
-            with contextlib.suppress(BaseException):  # of an update that does not count
-                ticket.wait()
-
-    def commit(self, chunk: OptimizerState, inputs: Inputs) -> Ticket:
-        """Takes over what was speculated, and sends its weights to where they live."""
-        state, second, gradients = chunk.state, chunk.second, inputs.gradients
-        assert second is not None
-
-        def take_over() -> None:
-            if state.on_host is not None:
-                state.on_host, second.weights = second.weights, state.on_host
-            state.low, second.low = second.low, state.low
-            chunk.moments, second.moments = second.moments, chunk.moments
-            chunk.keep(second.made)
-            second.may_be_read = True
-            gradients.clear()
-            if state.on_device is not None:
-                chunk.upload()
-
-        return self._context.lanes.fresh.run(take_over, (chunk.update.speculated, inputs.before), Label(Task.COMMIT, state.index))
-
-    def comes_later(self, chunk: OptimizerState) -> bool:
-        """The chunk's state of now is not overwritten before the next step speculates."""
-        return chunk.second is not None and keeps_generations(chunk.state) and self._context.pace.may_speculate
-
-
-def keeps_generations(state: ChunkState) -> bool:
-    """A step that is taken over leaves the state before it whole, until the next speculates: weights are on the host too."""
-    return state.on_host is not None
+COMMITTED_BYTES = 2**26  # of weights whose updates are taken over together
 
 
 class Updates:
@@ -132,13 +68,19 @@ class Updates:
         self.pace, self._check = context.pace, context.integrity.check
         states = self._states = OptimizerStates(context)
         self.names, self.home = states.names, states.home
-        self.load_scalars, self.forget_all = states.load_scalars, states.forget_all
+        self.load_scalars, self.forget_all, self.put_away = states.load_scalars, states.forget_all, states.put_away
         states.make(carried)
         self._resident = Resident(context)
-        self._others: dict[str, SpeculatingRoute] = {"streamed": Streamed(context), "host": OnHost(context)}
+        streamed = Streamed(context)
+        self._others: dict[str, LaneRoute] = {
+            "streamed": streamed,
+            "host": OnHost(context),
+            "disk": OnDisk(context, host, streamed),
+        }
         self._routes: dict[str, Route] = {"resident": self._resident, **self._others}
         self._speculation = Speculation(context, self._others, host)
         self._before: Ticket | None = None  # what was computed before the GPU was given resident chunks
+        self._is_expecting = False  # the step's norm: what comes before it is done
         self.users.show()
         for chunk in self.chunks:
             self._routes[chunk.state.placement.route].furnish(chunk)
@@ -146,19 +88,27 @@ class Updates:
     def ready(self) -> None:
         """Before a step: takes over what user code has done to the optimizer since the last, or raises where it cannot."""
         self.users.refuse_changed()
+        self._context.stepper.step += 1
         given = self.users.replaced()
         if given is not None:
             self._residency.settle_all()
             self._states.replace(given)
         self.users.show_hidden()
 
+    def begin_last_backward(self, weight: Tensor | None) -> None:
+        """Of a step: with the weight that this rank's sums have, if gradients are to be divided by that of all."""
+        self._speculation.begin(weight)
+
     def begin(self, norm: Tensor, clip_norm: float | None, scale: Tensor | None) -> None:
-        """Gives the GPU the updates of resident chunks before the host knows the norm: it has work while the host waits. `apply`
-        or `leave_out` has to follow. Times `scale` the gradients have this norm."""
+        """Before the host knows the norm: gives the GPU the updates of resident chunks, so that it has work while the host waits,
+        and does what does not depend on it. `apply` or `leave_out` has to follow. Times `scale` the gradients have this norm."""
         self._check()
+        if self._context.device.type == "cuda":
+            self._begin_resident(norm, clip_norm, scale)
+        self._expect()
+
+    def _begin_resident(self, norm: Tensor, clip_norm: float | None, scale: Tensor | None) -> None:
         context = self._context
-        if context.device.type != "cuda":
-            return
         groups = context.stepper.groups()
         begun = [chunk for chunk in self.chunks if self._resident.can_begin(chunk, groups)]
         if not begun or self.users.steps_itself(context.stepper.coupled):
@@ -173,6 +123,19 @@ class Updates:
             if own:
                 self._resident.begin(chunk, Inputs(own, None, factor, groups))
 
+    def _expect(self) -> None:
+        """What an update begins with, whatever the norm is. Until their chunks are updated, or used, parameters that are updated
+        elsewhere stand for no number."""
+        self._take_back()
+        self._residency.heed_all()
+        self._residency.refuse_kept()
+        self._context.mirrors.collect()
+        if not self.users.steps_itself(self._context.stepper.coupled):
+            for chunk in self.chunks:
+                if chunk.state.placement.route != "resident":
+                    self._residency.part(chunk.state)
+        self._is_expecting = True
+
     def leave_out(self) -> None:
         """Nothing is to change in this step."""
         for chunk in self.chunks:
@@ -182,16 +145,18 @@ class Updates:
     def apply(self, factor: float | None) -> None:
         """One optimizer step with the gradients at hand (times `factor`) on every parameter that has one."""
         self._check()
-        self._take_back()
-        self._residency.heed_all()
-        self._residency.refuse_kept()
+        if not self._is_expecting:
+            self._expect()
         context = self._context
-        context.mirrors.collect()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers, which would warn
-        context.pace.note(clips=factor is not None, is_late=any(chunk.update.moments_pending for chunk in self.chunks))
+        is_as_speculated = factor == self._speculation.factor()
+        context.pace.note(clips=not is_as_speculated, is_late=any(chunk.update.moments_pending for chunk in self.chunks))
         if context.ranks.are_several:
             for chunk in self.chunks:
                 self._residency.settle(chunk.state)  # one that only other ranks used may still be at its last update
+        if not is_as_speculated:  # all of them first: a lane is then at once through with those that it has not begun
+            for chunk in self.chunks:
+                chunk.update.drop_speculated()
         with context.integrity.stepping():
             if self.users.steps_itself(context.stepper.coupled):
                 self._resident.update_together(factor)
@@ -200,17 +165,14 @@ class Updates:
                 context.mirrors.write_back()
 
     def _update_apart(self, factor: float | None) -> None:
-        if factor is not None:  # all of them first: a lane is then at once through with those that it has not begun
-            for chunk in self.chunks:
-                chunk.update.drop_speculated()
         groups = self._context.stepper.groups()
         before = self._before or self._context.lanes.so_far()  # the old weights have been read
         for chunk in self.chunks:
             if chunk.state.placement.route == "resident":
                 self._update_resident(chunk, factor, groups)
-        for chunk in self.chunks:
-            if chunk.state.placement.route != "resident":
-                self._update_on_lane(chunk, factor, groups, before)
+        lanes = self._context.lanes
+        with lanes.host.holding(), lanes.streamed.holding(), lanes.fresh.holding():
+            self._update_on_lanes(factor, groups, before)
 
     def _update_resident(self, chunk: OptimizerState, factor: float | None, groups: Groups) -> None:
         if chunk.update.begun is not None:
@@ -223,21 +185,57 @@ class Updates:
             self._resident.update(chunk, Inputs(own, arrived, factor, groups))
         self._share(chunk.state, None)
 
-    def _update_on_lane(self, chunk: OptimizerState, factor: float | None, groups: Groups, before: Ticket) -> None:
+    def _update_on_lanes(self, factor: float | None, groups: Groups, before: Ticket) -> None:
+        """In the layout's order. Neighbours whose speculation is done are taken over together: a job for each takes the host
+        longer than their copies take the link. Ranks, whose neighbours may be others, take over one by one."""
+        done: list[tuple[OptimizerState, Inputs]] = []
+        most = 0 if self._context.ranks.are_several else COMMITTED_BYTES
+
+        def commit(chunks: list[tuple[OptimizerState, Inputs]]) -> None:
+            if chunks:
+                self._fresh([chunk for chunk, _ in chunks], self._speculation.commit(chunks), before)
+
+        for chunk in self.chunks:
+            if chunk.state.placement.route == "resident":
+                continue
+            inputs, speculated = self._begun_on_lane(chunk, factor, groups, before), chunk.update.speculated
+            if inputs is not None and speculated is not None and speculated.is_issued and speculated.is_over:
+                done.append((chunk, inputs))
+                if sum(each.state.chunk.bytes for each, _ in done) < most:
+                    continue
+                inputs = None
+            commit(done)
+            done = []
+            if inputs is None:
+                continue
+            if speculated is not None:
+                commit([(chunk, inputs)])
+            else:
+                assert chunk.update.restart is not None
+                self._fresh([chunk], chunk.update.restart(), before)
+        commit(done)
+
+    def _begun_on_lane(self, chunk: OptimizerState, factor: float | None, groups: Groups, before: Ticket) -> Inputs | None:
+        """None where it has no gradient."""
         state, update = chunk.state, chunk.update
         own, arrived = self._context.gradients.of(state)
-        is_taken_over = update.phase is UpdatePhase.SPECULATED
-        if not (is_taken_over and keeps_generations(state)):
+        if not (update.phase is UpdatePhase.SPECULATED and keeps_generations(state)):
             self._context.readers.wait_for(state.index)
         if not own:
             self._share(state, None)
-            return
+            return None
         self._residency.drop(state)  # the weights that are there will be old
-        inputs = Inputs(own, arrived, factor, groups, before)
+        inputs = Inputs(own, arrived, factor, groups, before, self._context.stepper.step)
         update.restart = functools.partial(self._others[state.placement.route].update, chunk, inputs)
-        update.fresh = self._speculation.commit(chunk, inputs) if is_taken_over else update.restart()
-        self._residency.part(state)
-        self._share(state, before)
+        return inputs
+
+    def _fresh(self, chunks: Sequence[OptimizerState], ticket: Ticket, before: Ticket) -> None:
+        """Their weights will be, with this ticket."""
+        for chunk in chunks:
+            chunk.update.fresh = ticket
+        for chunk in chunks:
+            self._residency.part(chunk.state)
+            self._share(chunk.state, before)
 
     def _share(self, state: ChunkState, before: Ticket | None) -> None:
         """Ranks all-gather the fresh weights of a sharded chunk: now, where each holds all of them; else when they are next used.
@@ -264,7 +262,8 @@ class Updates:
         integrity = self._context.integrity
         if any(chunk.update.phase is UpdatePhase.BEGUN for chunk in self.chunks):
             integrity.broken = integrity.broken or BROKEN_OFF
-        self._before = None
+        self._before, self._is_expecting = None, False
+        self._speculation.forget_step()
         for chunk in self.chunks:
             chunk.update.forget_step()
 
