@@ -51,18 +51,19 @@ class Beat:
         )
 
 
-def why_off(seconds: float, clipped_share: float, forecast: Forecast) -> str | None:
-    """What steps on a CPU were to take, where that is far from what they do, and what may be the reason."""
+def why_off(seconds: float, clipped_share: float, forecast: Forecast, check: str) -> str | None:
+    """What steps on a CPU were to take, where that is far from what they do, and what may be the reason. `check`: the command
+    that times the same job."""
     times = seconds / forecast.seconds_with(clipped_share)
     if times > 1 + FAR_OFF * forecast.step_error:
         return (
             f"a step takes {times:.1f}x its forecast: other work on this CPU slows it, or it is too short to forecast; "
-            "`anyfit check` times the job, and later plans account for it"
+            f"this times the job, and later plans account for it: {check}"
         )
     if times < 1 / (1 + FAR_OFF * forecast.step_error):
         return (
-            f"a step takes {times:.2g}x its forecast: this CPU was measured while it did other work; `anyfit probe` measures it "
-            "anew"
+            f"a step takes {times:.2g}x its forecast: this CPU was measured while it did other work; this measures it anew: "
+            "anyfit probe"
         )
     return None
 

@@ -14,9 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from anyfit.values.answers import Outcome, Ranked, beside
+from anyfit.values.calibration import Figure
 from anyfit.values.check import Check
-from anyfit.values.machine import Machine
-from anyfit.values.plan import TIERS, Forecast, Plan
+from anyfit.values.cut_figures import OpRow
+from anyfit.values.machine import Machine, named_figures
+from anyfit.values.no_plan import NoPlan
+from anyfit.values.plan import TIERS, DeviceKind, Forecast, Plan, TierName
+from anyfit.values.plan_rows import memory_name
+from anyfit.values.prices import Price
 from anyfit.values.profile import BlockCost, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
 from anyfit.values.weights import Match
@@ -25,6 +30,8 @@ from .progress import against
 from .tables import Column, side_by_side, table
 
 BAR_CELLS = 40
+NARROW = 80  # columns of a terminal, under which bars are half as long
+LEAST_SHARE = 0.005  # of a step, to be named beside its bar
 # One colour a meaning, told apart by lightness as well: readable without colour vision.
 PARTS = {"compute": "blue", "recompute": "cyan", "update": "magenta", "communication": "yellow", "offload": "red"}
 
@@ -34,29 +41,33 @@ def show_plan(plan: Plan, console: Console) -> None:
     show_rows(plan.rows(), console)
     forecast = plan.forecast
     bars = Table.grid(padding=(0, 2))
+    bars.add_column(no_wrap=True)
+    bars.add_column(no_wrap=True)  # on a narrow terminal what is said beside it wraps
+    cells = BAR_CELLS if console.width >= NARROW else BAR_CELLS // 2
     for tier in TIERS:
         used = forecast.reserved_bytes if tier == "device" else forecast.peak_bytes[tier]
         limit = plan.limit_bytes[tier]
         if used and limit:
             share = used / limit
-            bar = _bar([("green" if share < 0.9 else "yellow", share)])
-            bars.add_row(Text(tier), bar, Text(f"{share:.0%} of {show_bytes(limit)}"))
-    parts = [(name, seconds) for name, seconds in forecast.split_seconds.items() if seconds > 0]
-    shares = [(PARTS.get(name, "white"), seconds / forecast.step_seconds) for name, seconds in parts]
-    legend = ", ".join(f"{name} {seconds / forecast.step_seconds:.0%}" for name, seconds in parts)
-    bars.add_row(Text("step"), _bar(shares), Text(legend))
+            bar = _bar([("green" if share < 0.9 else "yellow", share)], cells)
+            label = tier if plan.device_kind != "cpu" or tier != "device" else "memory"
+            bars.add_row(Text(label), bar, Text(f"{share:.0%} of {show_bytes(limit)}"))
+    parts = {name: seconds / forecast.step_seconds for name, seconds in forecast.split_seconds.items() if seconds > 0}
+    shares = [(PARTS.get(name, "white"), share) for name, share in parts.items()]
+    legend = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= LEAST_SHARE)
+    bars.add_row(Text("step"), _bar(shares, cells), Text(legend))
     console.print(bars)
 
 
-def _bar(shares: Sequence[tuple[str, float]]) -> Text:
+def _bar(shares: Sequence[tuple[str, float]], count: int) -> Text:
     """Coloured shares of a whole, the rest dotted."""
     bar, filled, end = Text(), 0, 0.0
     for colour, share in shares:
         end += share
-        cells = max(round(min(end, 1.0) * BAR_CELLS) - filled, 0)
+        cells = max(round(min(end, 1.0) * count) - filled, 0)
         bar.append("█" * cells, style=colour)
         filled += cells
-    bar.append("·" * (BAR_CELLS - filled), style="dim")
+    bar.append("·" * (count - filled), style="dim")
     return bar
 
 
@@ -138,6 +149,18 @@ def show_modules(profile: Profile, modules: Sequence[BlockCost], console: Consol
     costs.show(console)
 
 
+def show_layouts(path: str, rows: Sequence[OpRow], n: int, console: Console) -> None:
+    """A row an op: what is exchanged for it, and how a rank holds what it reads and gives."""
+    columns = [
+        Column("op", tuple(row.op for row in rows)),
+        Column("pass", tuple(row.phase for row in rows)),
+        Column("exchanged first", tuple("; ".join(row.exchanges) for row in rows)),
+        Column("reads", tuple(", ".join(row.reads) for row in rows)),
+        Column("gives", tuple(", ".join(row.gives) for row in rows)),
+    ]
+    console.print(table(columns, console, title=f"{path} on one of {n} ranks", drop=("pass",)))
+
+
 class Costs:
     """A row a group of blocks or modules that are alike."""
 
@@ -201,24 +224,85 @@ def show_ranking(ranked: Sequence[Ranked], tokens: int, console: Console) -> Non
     priced = sorted(each.cost for each in ranked if each.cost is not None)
     rows: list[tuple[str, ...]] = []
     for each in ranked:
-        outcome = each.outcome
+        outcome, gpus = each.outcome, str(each.devices)
         if not isinstance(outcome, Plan):
-            lacking = f"does not fit: {show_bytes(outcome.shortfall_bytes)} of {outcome.tier} memory too little"
-            rows.append((each.machine, "-", "-", "-", "-", lacking))
+            lacking = (
+                f"does not fit: {show_bytes(outcome.shortfall_bytes)} of {outcome.tier} memory too little"
+                if (isinstance(outcome, NoPlan))
+                else outcome.why
+            )
+            rows.append((each.machine, gpus, "-", "-", "-", "-", "-", lacking))
             continue
         assert each.seconds is not None
         cost = "-"
         if each.cost is not None:
-            cost = f"{each.cost:,.2f}" + (", the least" if each.cost == priced[0] and len(priced) > 1 else "")
+            cost = show_money(each.cost) + (", the least" if each.cost == priced[0] and len(priced) > 1 else "")
         step = f"{show_seconds(outcome.forecast.step_seconds)} ± {outcome.forecast.step_error:.0%}"
         rate, state = show_count(outcome.forecast.tokens_per_second), outcome.decision("model state").choice
-        rows.append((each.machine, show_duration(each.seconds), cost, step, rate, state))
-    names = ("machine", "time", "cost", "a step", "tokens/s", "model state")
+        rows.append((each.machine, gpus, show_duration(each.seconds), cost, str(outcome.batch_size), step, rate, state))
+    names = ("machine", "devices", "time", "cost", "batch", "a step", "tokens/s", "model state")
     columns = [Column(name, cells) for name, cells in zip(names, zip(*rows, strict=True), strict=True)]
     if not priced:
         del columns[names.index("cost")]
-    title = f"{show_count(tokens)} tokens, on one device of each machine"
-    console.print(table(columns, console, title=title, drop=("a step", "tokens/s")))
+    title = f"{show_count(tokens)} tokens, on all devices of each machine"
+    console.print(table(columns, console, title=title, drop=("model state", "a step", "tokens/s")))
+    if any(each.cost is not None and each.price and each.price.date for each in ranked):
+        console.print("prices are typical ones, dated, for renting; anyfit machines has them with their sources", style="dim")
+
+
+def show_money(amount: float) -> str:
+    """
+    >>> show_money(0.256), show_money(12345.6)
+    ('$0.26', '$12,346')
+    """
+    return f"${amount:,.2f}" if amount < 100 else f"${amount:,.0f}"
+
+
+def show_presets(machines: Mapping[str, Machine], prices: Mapping[str, Price], own_file: str, console: Console) -> None:
+    """A row a machine, smallest first: what it is, and what it is rented for."""
+    rows: list[tuple[str, ...]] = []
+    for name, machine in sorted(machines.items(), key=lambda pair: _size(pair[1])):
+        device, price = machine.device, prices.get(name)
+        best = device.matmul.get("bfloat16") or device.matmul["float32"]
+        dtype = "" if "bfloat16" in device.matmul else " (fp32)"
+        rows.append(
+            (
+                name,
+                f"{device.count} x {device.name}" if device.count > 1 else device.name,
+                show_bytes(device.memory_bytes.value),
+                f"{best.peak / 1e12:,.0f} TFLOP/s{dtype}",
+                f"{show_bytes(device.memory.peak)}/s",
+                show_bytes(machine.host.memory_bytes.value),
+                "-" if price is None else f"${price.usd_per_hour:,.2f}",
+                "" if price is None else ", ".join(filter(None, (price.source, price.date))),
+            )
+        )
+    names = ("machine", "GPUs", "memory", "products", "at", "host", "an hour", "price from")
+    columns = [Column(name, cells) for name, cells in zip(names, zip(*rows, strict=True), strict=True)]
+    console.print(table(columns, console, drop=("price from", "at", "GPUs")))
+    console.print(
+        f"Figures of one GPU, sustained. Prices are typical, of the whole machine; your own in {own_file} come before them.",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _size(machine: Machine) -> tuple[bool, int, float, str]:
+    device = machine.device
+    return device.kind == "cuda", device.count, device.memory_bytes.value, machine.name
+
+
+def show_figures(machine: Machine, price: Price | None, console: Console) -> None:
+    """Every figure and curve of a machine, with its source."""
+    rows = [("", machine.comment)]
+    if price is not None:
+        rows.append(("rented", f"${price.usd_per_hour:,.2f} an hour ({', '.join(filter(None, (price.source, price.date)))})"))
+    seen: dict[tuple[str, str], str] = {}
+    for path, figure in named_figures(machine):
+        value = f"{figure.value:,.6g}" if isinstance(figure, Figure) else f"up to {show_count(figure.peak)}"
+        seen.setdefault((path, figure.source), f"{value} ± {figure.measurement_error:.0%}")
+    rows += [(path, f"{value} · {source}") for (path, source), value in seen.items()]
+    show_rows(rows, console)
 
 
 def show_duration(seconds: float) -> str:
@@ -233,7 +317,7 @@ def show_machine(machine: Machine, console: Console) -> None:
     device, host = machine.device, machine.host
     rows = {
         "machine": f"{machine.name}: {machine.nodes} x {device.count} {device.name}, measured {machine.date}",
-        "device memory": f"{show_bytes(device.memory_bytes.value)}, at {show_bytes(device.memory.peak)}/s",
+        memory_name("device", device.kind): f"{show_bytes(device.memory_bytes.value)}, at {show_bytes(device.memory.peak)}/s",
         "matmul": ", ".join(
             f"{dtype} {show_count(curve.peak)}FLOP/s ± {curve.measurement_error:.0%}" for dtype, curve in device.matmul.items()
         ),
@@ -244,7 +328,7 @@ def show_machine(machine: Machine, console: Console) -> None:
     if machine.copies is not None:
         rows["copies"] = f"up {show_bytes(machine.copies.up.peak)}/s, down {show_bytes(machine.copies.down.peak)}/s"
     if (disk := machine.disk) is not None:
-        rates = f"read {show_bytes(disk.read.peak)}/s, write {show_bytes(disk.write.peak)}/s"
+        rates = f"read {show_bytes(disk.read.peak)}/s, write {show_bytes(disk.write.peak)}/s, both {show_bytes(disk.both.peak)}/s"
         rows["disk"] = f"{rates}, {show_bytes(disk.free_bytes.value)} free"
     show_rows(rows, console)
 
@@ -260,11 +344,25 @@ class Beside:
     show: Callable[[float], str]
 
 
-def show_forecast_beside_measured(plan: Plan, seconds: float, clipped_share: float, peak_bytes: int, console: Console) -> None:
-    forecast = plan.forecast
-    step = _step_beside(forecast, seconds, clipped_share)
-    peak = Beside("device peak", forecast.peak_bytes["device"], forecast.peak_error, peak_bytes or None, show_bytes)
+def show_forecast_beside_measured(
+    plan: Plan, seconds: float, clipped_share: float, peak_bytes: int, console: Console, largest: Plan | None = None
+) -> None:
+    """Of a run that has moved to another plan: its steps beside the last one, its peak beside the largest."""
+    step = _step_beside(plan.forecast, seconds, clipped_share)
+    peak = _peak_beside("device", (largest or plan).forecast, peak_bytes, plan.device_kind)
     console.print(_beside_measured([step, peak]))
+
+
+def _peak_beside(tier: TierName, forecast: Forecast, measured: int, kind: DeviceKind | None) -> Beside:
+    """What tensors take. Where that is all that the plan's own line of memory counts, it has the same band; else it says so."""
+    predicted, error, name = forecast.peak_bytes[tier], forecast.peak_error, f"{tier} peak"
+    if tier == "device":
+        name = "memory peak" if kind == "cpu" else name
+        if forecast.reserved_bytes == predicted:
+            error = forecast.reserved_error
+        else:
+            name += ", allocated"
+    return Beside(name, predicted, error, measured or None, show_bytes)
 
 
 def _step_beside(forecast: Forecast, seconds: float, clipped_share: float) -> Beside:
@@ -273,7 +371,7 @@ def _step_beside(forecast: Forecast, seconds: float, clipped_share: float) -> Be
     return Beside(f"median step{clipped}", forecast.seconds_with(clipped_share), forecast.step_error, seconds, show_seconds)
 
 
-def show_check(check: Check, console: Console) -> None:
+def show_check(check: Check, console: Console, kind: DeviceKind | None = None) -> None:
     """Predicted beside measured: the step, what it is spent on, and each tier's peak; then how far it is from plain PyTorch."""
     forecast, split = check.forecast, dict(check.forecast.split_seconds)
     again, launches = split.pop("recompute", 0.0), split.pop("exposed launch", 0.0)
@@ -287,9 +385,8 @@ def show_check(check: Check, console: Console) -> None:
         if predicted or measured:
             rows.append(Beside(label, predicted, None, measured, show_seconds))
     for tier in TIERS:
-        predicted, measured = forecast.peak_bytes[tier], check.peak_bytes[tier]
-        if predicted or measured:
-            rows.append(Beside(f"{tier} peak", predicted, forecast.peak_error, measured, show_bytes))
+        if forecast.peak_bytes[tier] or check.peak_bytes[tier]:
+            rows.append(_peak_beside(tier, forecast, check.peak_bytes[tier], kind))
     console.print(_beside_measured(rows))
     show_rows(dict(_found(check)), console)
 

@@ -40,10 +40,13 @@ KINDS = {
     "upload": ("#7fd1b9", "updated weights back to the device"),
     "gradients": ("#e69f00", "gradients of a chunk to the host"),
     "add": ("#b38600", "micro-batches' gradients added up"),
+    "weights": ("#c9a14a", "weights of the ranks' sums exchanged"),
     "speculate": ("#8064a2", "update before the norm is known"),
     "commit": ("#c5b0d5", "that update taken over"),
     "offload": ("#8c564b", "activations to the host"),
     "return": ("#c49c94", "activations back"),
+    "gather": ("#17a2b8", "shards of weights from other ranks"),
+    "reduce": ("#bcbd22", "gradients summed over ranks"),
     "other": ("#5b6770", "other"),
 }
 

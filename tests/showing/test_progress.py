@@ -49,10 +49,13 @@ def test_a_beat_and_the_table_at_the_end_compare_with_the_forecast_alike(plan: P
 
 def test_steps_on_a_cpu_that_are_far_from_their_forecast_say_why_that_may_be(plan: Plan) -> None:
     forecast = replace(plan.forecast, step_error=0.45)  # of half a second
-    assert why_off(0.9, 0.0, forecast) is None
-    assert why_off(0.3, 0.0, forecast) is None
-    assert str(why_off(5.0, 0.0, forecast)).startswith("a step takes 10.0x its forecast: other work on this CPU slows it")
-    assert str(why_off(0.1, 0.0, forecast)).startswith("a step takes 0.2x its forecast: this CPU was measured while it did other")
+    check = "anyfit check demo --batch 4"
+    assert why_off(0.9, 0.0, forecast, check) is None
+    assert why_off(0.3, 0.0, forecast, check) is None
+    slow, fast = (str(why_off(seconds, 0.0, forecast, check)) for seconds in (5.0, 0.1))
+    assert slow.startswith("a step takes 10.0x its forecast: other work on this CPU slows it")
+    assert slow.endswith(f": {check}")
+    assert fast.startswith("a step takes 0.2x its forecast: this CPU was measured while it did other work")
 
 
 def lines_of(plan: Plan, steps: range, total: int | None, every: int) -> list[str]:

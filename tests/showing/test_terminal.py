@@ -32,12 +32,12 @@ from anyfit.showing.terminal import (
 )
 from anyfit.values.check import Check, Parity
 from anyfit.values.corrections import Correction, Pace
-from anyfit.values.machine import Copies, Disk
+from anyfit.values.machine import Copies
 from anyfit.values.plan import Clipping
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
 from anyfit.values.weights import Match
-from tests.machines import GIB, constant, figure, small_machine
+from tests.machines import GIB, constant, figure, small_disk, small_machine
 from tests.planning.profiles import block, one_pass, small_profile
 
 
@@ -99,6 +99,18 @@ def test_the_step_bar_is_full_and_its_parts_are_named(plan: Plan, console: Conso
     assert re.search(r"compute \d+%, update \d+%", text)
 
 
+@pytest.mark.parametrize(("width", "cells"), [(60, BAR_CELLS // 2), (80, BAR_CELLS), (200, BAR_CELLS)])
+def test_a_narrow_console_wraps_what_is_beside_a_bar_and_leaves_the_bar_whole(plan: Plan, width: int, cells: int) -> None:
+    console = Console(file=StringIO(), width=width, color_system=None)
+    parts = {"compute": 0.6, "recompute": 0.2, "exposed update": 0.1, "exposed offload": 0.098, "exposed launch": 0.002}
+    split = {name: share * plan.forecast.step_seconds for name, share in parts.items()}
+    show_plan(replace(plan, forecast=replace(plan.forecast, split_seconds=split)), console)
+    assert bar_of(shown(console), "step") == "█" * cells
+    assert len(bar_of(shown(console), "device")) == cells
+    beside = " ".join(shown(console).split("step    ")[-1].split())
+    assert beside == f"{'█' * cells} compute 60%, recompute 20%, exposed update 10%, exposed offload 10%"  # no 0%
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_narrow_console_wraps_a_plan_and_drops_nothing(plan: Plan, width: int) -> None:
     console = Console(file=StringIO(), width=width, color_system=None)
@@ -110,7 +122,7 @@ def test_a_narrow_console_wraps_a_plan_and_drops_nothing(plan: Plan, width: int)
 
 @given(st.lists(st.floats(0, 1.5), max_size=5))
 def test_the_cells_of_a_bar_add_up_and_each_share_is_within_a_cell(shares: Sequence[float]) -> None:
-    bar = _bar([(f"color({index})", share) for index, share in enumerate(shares)])
+    bar = _bar([(f"color({index})", share) for index, share in enumerate(shares)], BAR_CELLS)
     assert len(bar.plain) == BAR_CELLS
     assert set(bar.plain) <= {"█", "·"}
     assert abs(bar.plain.count("█") - min(sum(shares), 1.0) * BAR_CELLS) <= 0.5 + 1e-9
@@ -270,11 +282,11 @@ def test_a_machine_is_shown_with_what_it_has(console: Console) -> None:
 
 def test_copies_and_disk_are_shown_where_they_are_known(console: Console) -> None:
     copies = Copies(*(constant(rate * GIB) for rate in (50.0, 40.0, 30.0, 20.0)), *(figure(2e10),) * 2, pageable=figure(7e9))
-    disk = Disk(figure(100 * GIB), read=constant(3 * GIB), write=constant(2 * GIB))
+    disk = small_disk(read=3 * GIB, write=2 * GIB, both=2.5 * GIB)
     show_machine(replace(small_machine(), copies=copies, disk=disk), console)
     text = shown(console)
     assert "up 50.0 GiB/s, down 40.0 GiB/s" in text
-    assert "read 3.00 GiB/s, write 2.00 GiB/s, 100 GiB free" in text
+    assert "read 3.00 GiB/s, write 2.00 GiB/s, both 2.50 GiB/s, 100 GiB free" in text
 
 
 def test_a_forecast_is_shown_beside_what_was_measured(plan: Plan, console: Console) -> None:
@@ -283,6 +295,35 @@ def test_a_forecast_is_shown_beside_what_was_measured(plan: Plan, console: Conso
     text = shown(console)
     assert re.search(rf"step .*{show_seconds(forecast.step_seconds)} .*{show_seconds(2 * forecast.step_seconds)} .*\+100%", text)
     assert re.search(r"device peak .*\+0%", text)
+
+
+def test_the_peak_of_a_run_that_moved_is_shown_beside_the_largest_of_its_plans(plan: Plan, console: Console) -> None:
+    peak = plan.forecast.peak_bytes["device"]
+    later = replace(plan, forecast=replace(plan.forecast, peak_bytes=plan.forecast.peak_bytes | {"device": peak // 2}))
+    show_forecast_beside_measured(later, 1.0, 0.0, peak, console, plan)
+    assert re.search(r"device peak .*\+0%", shown(console))
+
+
+def test_the_peak_of_a_run_has_the_band_of_the_plans_own_line_or_says_what_else_it_counts(plan: Plan, console: Console) -> None:
+    plan = replace(plan, forecast=replace(plan.forecast, reserved_error=0.08, peak_error=0.02), device_kind="cpu")
+    assert plan.forecast.reserved_bytes == plan.forecast.peak_bytes["device"]
+    size = show_bytes(plan.forecast.reserved_bytes)
+    assert f"{size} ± 8% of 8.00 GiB" in dict(plan.rows())["memory"]
+    show_forecast_beside_measured(plan, 1.0, 0.0, 1, console)
+    assert re.search(f"memory peak .* {size} ± 8%", shown(console))
+    more = replace(plan, forecast=replace(plan.forecast, reserved_bytes=2 * plan.forecast.reserved_bytes), device_kind="cuda")
+    assert " ± 8% reserved, of 8.00 GiB" in dict(more.rows())["device memory"]
+    show_forecast_beside_measured(more, 1.0, 0.0, 1, console)
+    assert re.search(f"device peak, allocated .* {size} ± 2%", shown(console))
+
+
+def test_the_memory_of_a_cpu_is_not_called_a_devices(plan: Plan, console: Console) -> None:
+    show_plan(replace(plan, device_kind="cpu"), console)
+    show_forecast_beside_measured(replace(plan, device_kind="cpu"), 1.0, 0.0, 1, console)
+    show_machine(small_machine(), console)
+    text = shown(console)
+    assert "device" not in text.replace(plan.decision("model state").choice, "")
+    assert bar_of(text, "memory")
 
 
 def test_what_was_not_measured_is_not_compared(plan: Plan, console: Console) -> None:
@@ -315,7 +356,7 @@ def test_a_check_shows_each_part_and_tier_that_was_measured_and_what_was_made_of
         r"  compute, recompute .* 600 ms .* 1.20 s .* \+100%",
         r"  update .* 200 ms .* 200 ms .* \+0%",
         r"  exposed offload .* 50.0 ms .* 300 ms .* \+500%",
-        r"device peak .* 100 GiB ± 8% .* 125 GiB .* \+25%",
+        r"device peak, allocated .* 100 GiB ± 8% .* 125 GiB .* \+25%",
         r"host peak .* 10.0 GiB ± 8% .* 10.0 GiB .* \+0%",
         "plain PyTorch +2 steps of 3 of 10 blocks and 2 of 8 samples: losses off by 1.0e-07, weights by 2.0e-06",
         "pace +measured 2.0x slower than forecast; later plans account for it",
