@@ -4,7 +4,7 @@
 
 Reads what benchmarks/planned.py and benchmarks/profiler.py recorded on GPUs, measures nothing, prints a line a family, and draws
 docs/accuracy.svg: a point a step, its forecast of then against its measurement. Points that are not filled are of rows that are
-excluded, which say why.
+excluded, which say why; those with a ring are of jobs that clip at every step.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Point:
     measured: float  # seconds a step
     forecast: float
     is_excluded: bool
+    clips: bool = False  # at every step
 
     @property
     def off(self) -> float:
@@ -58,26 +59,33 @@ class Point:
 def points() -> list[Point]:
     """All steps that were forecast and then measured on a GPU."""
     planned = [
-        (JOBS[row["job"]].whole_case, f"{row['job']}, {row['plan']}", row)
+        (JOBS[row["job"]].whole_case, f"{row['job']}, {row['plan']}", row, JOBS[row["job"]].clips)
         for recording in record.recordings("planned", "regret")
         for row in recording.rows
     ]
     resident = [
-        (case, case.name, row)
+        (case, case.name, row, False)
         for recording in record.recordings("profiler")
         for row in recording.rows
         for case in [Case.from_json(row["case"])]
     ]
     return [
-        Point(case.kind, name, row["measured"]["step_seconds"], row["predicted_then"]["step_seconds"], "excluded" in row)
-        for case, name, row in planned + resident
+        Point(case.kind, name, row["measured"]["step_seconds"], row["predicted_then"]["step_seconds"], "excluded" in row, clips)
+        for case, name, row, clips in planned + resident
     ]
 
 
 def line_of(kind: str, found: list[Point]) -> str:
     """'GPT-2: 203 steps, median 3.8 %, worst 24 %', off its forecast, of those that count."""
-    off = [abs(point.off) for point in found if point.kind == kind and not point.is_excluded]
-    name = FAMILIES[kind][0]
+    return _line(FAMILIES[kind][0], [point for point in found if point.kind == kind])
+
+
+def clipped_line(found: list[Point]) -> str:
+    return _line("all clip", [point for point in found if point.clips])
+
+
+def _line(name: str, found: list[Point]) -> str:
+    off = [abs(point.off) for point in found if not point.is_excluded]
     if not off:
         return f"{name}: excluded"
     median, worst = (f"{100 * share:.{int(share < 0.1)}f} %" for share in (statistics.median(off), max(off)))
@@ -90,9 +98,10 @@ WIDTH, LEFT, TOP, SIDE, RADIUS = 900, 62, 40, 520, 3.6
 ALL_STEPS = [float(f"{step}e{decade}") for decade in range(-6, 6) for step in (1, 2, 5)]  # seconds, where an axis has a tick
 LIGHT = (
     ".mark { fill-opacity: 0.5; stroke-width: 1.2; } .excluded { fill-opacity: 0; } "
+    ".ring { fill: none; stroke: #1f2328; stroke-width: 1; } "
     ".band { fill: #1f2328; fill-opacity: 0.08; } .diagonal { stroke: #1f2328; stroke-width: 1.2; }"
 )
-DARK = ".band { fill: #e6edf3; fill-opacity: 0.12; } .diagonal { stroke: #e6edf3; }"
+DARK = ".ring { stroke: #e6edf3; } .band { fill: #e6edf3; fill-opacity: 0.12; } .diagonal { stroke: #e6edf3; }"
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,7 @@ def draw(found: list[Point]) -> str:
     axis = Axis.over([seconds for point in found for seconds in (point.measured, point.forecast)])
     kinds = [kind for kind in FAMILIES if any(point.kind == kind for point in found)]
     ordered = sorted(found, key=lambda point: -sum(other.kind == point.kind for other in found))  # the rare ones on top
-    parts = [*_grid(axis), *_band(axis), *(_mark(point, axis) for point in ordered), *_legend(kinds, found)]
+    parts = [*_grid(axis), *_band(axis), *(_mark(point, axis) for point in ordered), *_rings(found, axis), *_legend(kinds, found)]
     light = " ".join(f".{kind} {{ fill: {FAMILIES[kind][2]}; stroke: {FAMILIES[kind][2]}; }}" for kind in kinds)
     dark = " ".join(f".{kind} {{ fill: {FAMILIES[kind][3]}; stroke: {FAMILIES[kind][3]}; }}" for kind in kinds)
     title = "Seconds a step on a GPU: forecast before it ran, against measured"
@@ -163,6 +172,16 @@ def _mark(point: Point, axis: Axis) -> str:
     return _shape(point.kind, axis.x(point.measured), axis.y(point.forecast), said, is_excluded=point.is_excluded)
 
 
+def _rings(found: list[Point], axis: Axis) -> Iterator[str]:
+    for point in found:
+        if point.clips:
+            yield _ring(axis.x(point.measured), axis.y(point.forecast))
+
+
+def _ring(x: float, y: float) -> str:
+    return f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="{2 * RADIUS:.1f}"/>'
+
+
 def _shape(kind: str, x: float, y: float, said: str = "", *, is_excluded: bool = False) -> str:
     style = f'class="mark {kind}{" excluded" * is_excluded}"'
     title = f"<title>{escape(said)}</title>" if said else ""
@@ -185,6 +204,10 @@ def _legend(kinds: list[str], found: list[Point]) -> Iterator[str]:
         yield _shape(kind, x, y)
         yield f'<text class="ink" x="{x + 10}" y="{y + 4}">{escape(line_of(kind, found))}</text>'
         y += 20
+    y += 8
+    yield _ring(x, y)
+    yield f'<text class="ink" x="{x + 14}" y="{y + 4}">{escape(clipped_line(found))}</text>'
+    y += 14
     left_out = sum(point.is_excluded for point in found)
     lines = (f"not filled: {left_out} excluded, each row says why", f"shaded: within {BAND:.0%}, the band that plans state")
     for index, words in enumerate(lines):
@@ -195,6 +218,7 @@ def main() -> None:
     found = points()
     for kind in FAMILIES:
         print(line_of(kind, found))
+    print(clipped_line(found))
     PICTURE.write_text(draw(found))
 
 

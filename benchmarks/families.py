@@ -1,17 +1,18 @@
 """Models of many families: how fast beside plain PyTorch, and as forecast?
 
-    python -m benchmarks.families [--jobs WORD ...] [--seconds 500] [--into FILE] [--record]
-    python -m benchmarks.families --plain [--compiled] [--jobs WORD ...] [--rounds 5]
+    python -m benchmarks.families [--jobs WORD ...] [--seconds 500] [--into FILE] [--traces FOLDER] [--record]
+    python -m benchmarks.families --plain [--compiled] [--jobs WORD ...] [--rounds 5] ...
 
 (a GPU and its host.) Without `--plain`, every job is planned as `anyfit.start` would, for all of the GPU's memory or for a third
 of what the job needs with all state on the device, and trained for a few steps under a hard cap of that size, with a norm that
 never or always is over the limit, and with blocks compiled where that was measured to pay: the step and its memory stand beside
 the forecast, and beside what no plan is under (step_bound.py). Half of the jobs, chosen by a hash of their names, are held out
-from every fit. Rows that are in `--into FILE` are not measured again, and new ones are added to it.
+from every fit. Rows that are in `--into FILE` are not measured again, and new ones are added to it. `--traces FOLDER` keeps what
+was traced; `--timelines FOLDER` has what each lane did when, over three steps of every job.
 
-With `--plain`, a step with no cap stands beside plain PyTorch, in interleaved rounds: the faster of bf16 weights with fp32
-masters and of autocast over fp32 weights, with fused AdamW and clipping, the same attention and the same micro-batch. With
-`--plain --compiled` the blocks of both are compiled one by one, as torch.compile does it and as `Job(compile="fast")` does.
+With `--plain`, a step with no cap stands beside plain PyTorch and the forecast, in interleaved rounds: the faster of bf16 weights
+with fp32 masters and of autocast over fp32 weights, with fused AdamW and clipping, the same attention and the same micro-batch.
+With `--plain --compiled` the blocks of both are compiled one by one, as torch.compile does it and as `Job(compile="fast")` does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import gc
 import hashlib
 import json
 import math
+import pickle
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,10 +40,10 @@ import anyfit
 from anyfit.measuring import measure_blocks
 from anyfit.planning import search
 from anyfit.planning.enough import are_enough
-from anyfit.profiling import profile_of, profiled, traced
-from anyfit.values.batches import map_tensors
+from anyfit.profiling import profiled, traced
 from anyfit.values.graph import Graph
 from anyfit.values.machine import Machine
+from anyfit.values.nests import map_tensors
 
 from . import record
 from .own_models import QWEN3, clip_job, lora_job, unet_job, wav2vec2_job
@@ -49,10 +51,10 @@ from .peers import ALWAYS, CONTEXT_BYTES, GIB, NEVER
 from .profiler import quickly_built
 from .step_bound import bound_of
 
-TRACERS = 8  # processes
+TRACERS = 12  # processes
 WARM_UP, TIMED = 4, 8
 CLIPPED_WARM_UP = 10  # a run waits for the norm after some steps that clip
-STEPS_A_ROUND = 6
+STEPS_A_ROUND = 4
 COMPILED_STEPS = 10**6  # for which plans are made that may compile: what is measured is the step
 Row = dict[str, Any]
 Step = Callable[[Any], Any]
@@ -164,10 +166,17 @@ def traced_family(name: str) -> list[Graph]:
     return traced(FAMILIES[name].job(), "cuda")
 
 
-def traced_families(names: Sequence[str]) -> dict[str, list[Graph]]:
+def traced_families(names: Sequence[str], folder: Path | None) -> dict[str, list[Graph]]:
     """Each by a process of its own, before anything is measured: on a GPU machine traces take longer than all steps."""
+    files = {} if folder is None else {name: folder / f"{name}.pickle" for name in names}
+    found = {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
+    others = [name for name in names if name not in found]
     with ProcessPoolExecutor(TRACERS, get_context("spawn")) as tracers:
-        return dict(zip(names, tracers.map(traced_family, names), strict=True))
+        found |= zip(others, tracers.map(traced_family, others), strict=True)
+    for name in others if folder is not None else ():
+        folder.mkdir(parents=True, exist_ok=True)
+        files[name].write_bytes(pickle.dumps(found[name]))
+    return found
 
 
 def profile_for(training: anyfit.Job, graphs: list[Graph], machine: Machine) -> anyfit.Profile:
@@ -186,7 +195,9 @@ def all_on_device_bytes(training: anyfit.Job, graphs: list[Graph], machine: Mach
     return plan.forecast.peak_bytes["device"]
 
 
-def measured(job: anyfit.Job, batch: Any, profile: anyfit.Profile, machine: Machine, warm_up: int) -> tuple[Row, anyfit.Plan]:
+def measured(
+    job: anyfit.Job, batch: Any, profile: anyfit.Profile, machine: Machine, warm_up: int, timeline: Path | None
+) -> tuple[Row, anyfit.Plan]:
     """Steps, and the plan that they were made by in the end: a start may plan anew."""
     began = time.perf_counter()
     with anyfit.start(quickly_built(job), machine=machine, profile=profile) as run:
@@ -207,10 +218,16 @@ def measured(job: anyfit.Job, batch: Any, profile: anyfit.Profile, machine: Mach
             "start_seconds": started,
             "clipped": clipped,
         }
+        if timeline is not None:
+            recorded = run.record()
+            while not recorded.is_done:
+                run.step(batch)
+            timeline.parent.mkdir(parents=True, exist_ok=True)
+            timeline.write_text(json.dumps(recorded.document(timeline.stem)))
         return row, run.plan
 
 
-def row_of(job: Job, graphs: list[Graph], machine: Machine) -> Row:
+def row_of(job: Job, graphs: list[Graph], machine: Machine, timelines: Path | None = None) -> Row:
     family, total = FAMILIES[job.family], torch.cuda.get_device_properties(0).total_memory
     eager = replace(family.job(), clip_norm=ALWAYS if job.clips else NEVER, compile=False)
     training = replace(eager, compile=None) if job.compiles else eager
@@ -221,8 +238,9 @@ def row_of(job: Job, graphs: list[Graph], machine: Machine) -> Row:
     profile = profile_for(training, graphs, limited)
     torch.cuda.set_per_process_memory_fraction(1.0 if cap is None else min(1.0, max(cap - CONTEXT_BYTES, 0) / total))
     warm_up = CLIPPED_WARM_UP if job.clips else WARM_UP
-    real, plan = measured(training, family.batch_for(training), profile, limited, warm_up)
-    forecast, bound = plan.forecast, bound_of(profile, limited.device_limit_bytes - machine.device.context_bytes.value)
+    timeline = timelines and timelines / f"{job.name.replace(', ', '-').replace(' ', '-')}.json"
+    real, plan = measured(training, family.batch_for(training), profile, limited, warm_up, timeline)
+    bound = bound_of(profile, limited.device_limit_bytes - machine.device.context_bytes.value)
     return {
         "job": job.name,
         "family": job.family,
@@ -231,11 +249,16 @@ def row_of(job: Job, graphs: list[Graph], machine: Machine) -> Row:
         "replayed": len(plan.replayed),
         "bound": bound and asdict(bound),
         "measured": real,
-        "predicted_then": {
-            "step_seconds": forecast.step_seconds,
-            "device_bytes": forecast.peak_bytes["device"],
-            "reserved_bytes": forecast.reserved_bytes,
-        },
+        "predicted_then": predicted(plan),
+    }
+
+
+def predicted(plan: anyfit.Plan) -> Row:
+    forecast = plan.forecast
+    return {
+        "step_seconds": forecast.step_seconds,
+        "device_bytes": forecast.peak_bytes["device"],
+        "reserved_bytes": forecast.reserved_bytes,
     }
 
 
@@ -312,7 +335,7 @@ def with_autocast(job: anyfit.Job, compiled: Sequence[str]) -> Step:
     return step
 
 
-def beside_plain(name: str, machine: Machine, rounds: int, *, compiled: bool) -> Row:
+def beside_plain(name: str, graphs: list[Graph], machine: Machine, rounds: int, *, compiled: bool) -> Row:
     family = FAMILIES[name]
     training = family.job()
     numerics: Any = "fast" if compiled else False  # as torch.compile's own, or as eager's
@@ -321,11 +344,15 @@ def beside_plain(name: str, machine: Machine, rounds: int, *, compiled: bool) ->
     if compiled:
         measure_blocks(training, machine)
     began = time.perf_counter()
-    profile = profile_of(training, machine, (1, 1), for_plan=True)
+    profile = profiled(training, graphs[:1], machine, (1, 1), training.batch_size)
     plan = search(profile, COMPILED_STEPS)
     planned = time.perf_counter() - began
     blocks = [block.name for block in profile.passes[0].blocks if "recompute" in block.choices] if compiled else []
     with anyfit.start(quickly_built(training), plan, machine) as run:
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(WARM_UP):
+            run.step(batch)
+        allocated = torch.cuda.max_memory_allocated()
         steps = {"masters": with_masters(training, blocks), "autocast": with_autocast(training, blocks), "anyfit": run.step}
         seconds: dict[str, list[float]] = {each: [] for each in steps}
         for number in range(rounds + 1):  # the first warms up
@@ -340,16 +367,21 @@ def beside_plain(name: str, machine: Machine, rounds: int, *, compiled: bool) ->
     plain = min(("masters", "autocast"), key=lambda each: statistics.median(seconds[each]))
     ratio = statistics.median(ours / theirs for ours, theirs in zip(seconds["anyfit"], seconds[plain], strict=True))
     compiles = {"blocks": len(blocks), "ours": len(plan.compiled)}
-    return {"family": name, "compiled": compiles, "plain": plain, "seconds": seconds, "ratio": ratio, "plan_seconds": planned}
+    real = {"step_seconds": statistics.median(seconds["anyfit"]), "allocated_bytes": allocated}
+    found = {"family": name, "compiled": compiles, "plain": plain, "seconds": seconds, "ratio": ratio, "plan_seconds": planned}
+    return {**found, "replayed": len(plan.replayed), "measured": real, "predicted_then": predicted(plan)}
 
 
 def plain_line(row: Row) -> str:
     medians = {each: statistics.median(seconds) for each, seconds in row["seconds"].items()}
     shown = ", ".join(f"{each} {seconds * 1e3:.1f} ms" for each, seconds in medians.items())
     compiled = f", {row['compiled']['ours']} of {row['compiled']['blocks']} blocks compiled" if row["compiled"]["blocks"] else ""
+    real, then = row["measured"], row["predicted_then"]
     return (
-        f"{row['family']:20} {shown}; anyfit is {row['ratio']:.3f} of {row['plain']}{compiled}, planned in "
-        f"{row['plan_seconds']:.0f} s"
+        f"{row['family']:20} {shown}; anyfit is {row['ratio']:.3f} of {row['plain']}{compiled}; forecast "
+        f"{then['step_seconds'] * 1e3:.1f} ms ({then['step_seconds'] / real['step_seconds'] - 1:+.1%}), GPU "
+        f"{real['allocated_bytes'] / GIB:.1f} GiB ({then['device_bytes'] / real['allocated_bytes'] - 1:+.1%}), "
+        f"{row['replayed']} blocks replayed, planned in {row['plan_seconds']:.0f} s"
     )
 
 
@@ -371,13 +403,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so long")
     parser.add_argument("--into", type=Path, help="rows so far; new ones are added")
+    parser.add_argument("--traces", type=Path, help="a folder of what was traced; new ones are added")
+    parser.add_argument("--timelines", type=Path, help="a folder, for a trace file of three steps of each job")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     rows: list[Row] = json.loads(options.into.read_text()) if options.into and options.into.exists() else []
     known = {row.get("job", row["family"]) for row in rows}
     asked = (name for name in (FAMILIES if options.plain else JOBS) if any(word in name for word in options.jobs))
     names = [name for name in asked if name not in known]
-    traces = {} if options.plain else traced_families(list(dict.fromkeys(JOBS[name].family for name in names)))
+    families = list(dict.fromkeys(name.partition(",")[0] for name in names))
+    traces = traced_families(families, options.traces)
     machine = anyfit.probe()
     for name in names:
         if time.perf_counter() - began > options.seconds:
@@ -385,9 +420,9 @@ def main() -> None:
             break
         try:
             if options.plain:
-                row = beside_plain(name, machine, options.rounds, compiled=options.compiled)
+                row = beside_plain(name, traces[name], machine, options.rounds, compiled=options.compiled)
             else:
-                row = row_of(JOBS[name], traces[JOBS[name].family], machine)
+                row = row_of(JOBS[name], traces[JOBS[name].family], machine, options.timelines)
         except (RuntimeError, MemoryError, ValueError, anyfit.NoPlan) as error:
             row = {"job": name, "family": name.partition(",")[0], "error": f"{type(error).__name__}: {str(error)[:300]}"}
         rows.append(row)

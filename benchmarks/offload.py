@@ -32,6 +32,8 @@ from xml.sax.saxutils import escape
 import psutil
 import torch
 
+from anyfit.values.units import show_count
+
 from . import peers, record
 from .peers import CONTEXT_BYTES, GIB, JOBS, MODELS, SYSTEMS, Job
 from .picture import framed
@@ -428,6 +430,7 @@ def table(figures: Row) -> str:
 WIDTH, LEFT, RIGHT, TOP = 900, 170, 230, 44
 ROW, BAR, GAP = 22, 15, 34
 COLOURS = {"anyfit": "ours", "plain": "all", "plain fp32 masters": "all"}
+SHOWN = {"deepspeed zero-3": "DeepSpeed ZeRO-3 offload", "fsdp2": "FSDP2 offload", "plain fp32 masters": "plain PyTorch"}
 LIGHT = (
     ".ours { fill: #0072b2; } .peer { fill: #e69f00; } .all { fill: #8b9097; } "
     ".exact { stroke: #1f2328; stroke-width: 1.5; } .free { stroke: #1f2328; stroke-width: 1.5; stroke-dasharray: 3 3; }"
@@ -445,7 +448,7 @@ def draw(figures: Row, about: Row) -> str:
         of_job = sorted(
             (row for row in figures["medians"] if row["job"] == job), key=lambda row: -(row["tokens_per_second"] or 0)
         )
-        parts.append(f'<text class="ink big" x="8" y="{y + 14}">{escape(job)}</text>')
+        parts.append(f'<text class="ink big" x="8" y="{y + 14}">{escape(_in_words(JOBS[job]))}</text>')
         y += ROW
         for name in ("exact", "free"):
             x = LEFT + bound[name]["tokens_per_second"] * scale
@@ -467,8 +470,21 @@ def draw(figures: Row, about: Row) -> str:
     return framed(title, WIDTH, height, parts, LIGHT, DARK)
 
 
+def _in_words(job: Job) -> str:
+    """
+    >>> _in_words(JOBS["4b batch 8 cap 24"])
+    'GPT-2, 3.78 B parameters, batch 8 x 1024, in 24 GiB of GPU memory, every block recomputed'
+    """
+    cap = "" if job.cap_bytes is None else f", in {job.cap_bytes // GIB} GiB of GPU memory"
+    blocks = "every activation kept" if job.kept else "every block recomputed"
+    also = ", blocks compiled" * job.compiled + ", every step clipped" * (job.clip_norm == peers.ALWAYS)
+    size = show_count(job.parameters)
+    return f"GPT-2, {size} parameters, batch {job.batch} x {job.case.length}{cap}, {blocks}{also}"
+
+
 def _bar(row: Row, y: int, scale: float) -> Iterator[str]:
-    yield f'<text class="ink" x="{LEFT - 8}" y="{y + 12}" text-anchor="end">{escape(row["system"])}</text>'
+    system = SHOWN.get(row["system"], row["system"])
+    yield f'<text class="ink" x="{LEFT - 8}" y="{y + 12}" text-anchor="end">{escape(system)}</text>'
     if row["error"]:
         yield f'<text class="faint" x="{LEFT + 4}" y="{y + 12}">{escape(row["error"])}</text>'
         return

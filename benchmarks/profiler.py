@@ -33,10 +33,10 @@ import anyfit
 from anyfit.costing.times import call_weights, curve_seconds
 from anyfit.probing.calls import measure_calls
 from anyfit.tracing import trace
-from anyfit.values.batches import map_tensors
 from anyfit.values.graph import Graph
 from anyfit.values.job import Batch
 from anyfit.values.machine import Device, Machine
+from anyfit.values.nests import map_tensors
 
 from . import record
 from .cases import CASES, Case, job_of

@@ -1,6 +1,6 @@
 """What does a step over several ranks take, beside FSDP2 and DDP with the same division of the same model?
 
-    python -m benchmarks.ranks [--ranks 2 4] [--rounds 11] [--record]
+    python -m benchmarks.ranks [--ranks 2 4] [--rounds 11] [--steps 2] [--divisions stages] [--record]
 
 Each rank is a process with one thread; they meet over gloo on this machine. All train the demo's GPT in fp32 with AdamW and
 clipping on the same batches, everything resident, nothing recomputed:
@@ -8,6 +8,10 @@ clipping on the same batches, everything resident, nothing recomputed:
     whole           every rank has all state, gradients are summed               DDP                               anyfit
     gathered once   all state divided, weights put together once a step          FSDP2, reshard_after_forward=False   all slots
     gathered twice  … for forward and for backward again                         FSDP2, reshard_after_forward=True    few slots
+    stages          a pipeline, 1F1B with 4 micro-batches                        PipelineStage, Schedule1F1B          as many
+
+torch's stages cannot hold a weight together, so the head of the model in stages has one of its own. There are stages where the
+ranks divide the layers evenly; all of them see the whole batch.
 
 Rounds of each are interleaved; the figure is the median of the rounds' ratios, which stands a machine that has other work too. A
 round of anyfit ends when nothing is under way any more, weights that it fetches ahead for its next round included.
@@ -19,8 +23,9 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import anyfit
@@ -37,14 +43,18 @@ from anyfit import demo
 from anyfit.placing import place
 from anyfit.placing.ranks import Ranks
 from anyfit.running.run import Run
+from anyfit.staging import look
 from anyfit.values.plan import Placement
 
 from . import record
 from .by_hand import hand_written
 
 WIDTH, LAYERS, LENGTH, ROWS = 512, 6, 128, 4  # rows a rank
-STEPS = 2  # a round
+MICRO_BATCHES = 4  # of a pipeline
 CHUNK_BYTES = 13 * 2**20  # a block's, as FSDP2 has it
+STAGES = "stages"
+DIVISIONS = ("whole", "gathered once", "gathered twice", STAGES)
+PEERS = {"whole": "DDP", STAGES: "torch's"}  # others: FSDP2
 Step = Callable[[Tensor], float]  # from a rank's part of the batch to the loss of all
 
 
@@ -96,6 +106,64 @@ def fsdp2(model: Any, *, reshard_after_forward: bool) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+class Untied(demo.GPT):
+    """With a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, LAYERS, 8, LENGTH)
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+
+class Part(nn.Module):
+    """What one of so many ranks has of the model."""
+
+    def __init__(self, model: demo.GPT, rank: int, ranks: int) -> None:
+        super().__init__()
+        own = LAYERS // ranks
+        self.enter = nn.ModuleList([model.bytes, model.places] if rank == 0 else [])
+        self.blocks = model.blocks[rank * own : (rank + 1) * own]
+        self.leave = nn.Sequential(*([model.norm, model.head] if rank == ranks - 1 else []))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.enter:
+            x = self.enter[0](x) + self.enter[1](torch.arange(x.shape[1]))
+        for block in self.blocks:  # type: ignore[union-attr]
+            x = block(x)
+        found: Tensor = self.leave(x)
+        return found
+
+
+def torchs_stages(job: anyfit.Job) -> Step:
+    """A plain loop over torch's own stages, which clips by the norm of all."""
+    torch.manual_seed(job.seed)
+    model: Any = job.build()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    part = Part(model, rank, ranks)
+    stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
+    schedule = Schedule1F1B(
+        stage, MICRO_BATCHES, lambda logits, ids: nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    )
+    optimizer = job.optimizer(part)
+
+    def step(batch: Tensor) -> float:
+        losses: list[Tensor] = []
+        given = (batch[:, :-1],) if rank == 0 else ()
+        told: dict[str, Any] = {"target": batch[:, 1:], "losses": losses} if rank == ranks - 1 else {}
+        schedule.step(*given, **told)
+        if job.clip_norm is not None:
+            norm = torch.nn.utils.get_total_norm([each.grad for each in part.parameters() if each.grad is not None])
+            squares = norm.square()
+            dist.all_reduce(squares)
+            torch.nn.utils.clip_grads_with_norm_(part.parameters(), job.clip_norm, squares.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = torch.stack(losses).detach().mean() if losses else torch.zeros(())
+        dist.all_reduce(mean)
+        return float(mean)
+
+    return step
+
+
 # ---------------------------------------------------------------------- anyfit
 
 
@@ -104,6 +172,17 @@ def ours(job: anyfit.Job, placement: Placement, *, chunk_bytes: int = CHUNK_BYTE
     plan = hand_written(job, placement, chunk_bytes=chunk_bytes, slots=slots, prefetch=prefetch, ranks=ranks.count)
     torch.manual_seed(job.seed)
     return Run(job, plan, place(job, plan, job.build(), torch.device("cpu"), ranks=ranks))
+
+
+def our_stages(job: anyfit.Job) -> Run:
+    ranks = Ranks.of_process_group()
+    own = LAYERS // ranks.count
+    stages = tuple((rank * own, (rank + 1) * own - 1) for rank in range(ranks.count))
+    options: Any = {"ranks": ranks.count, "pipeline": ranks.count, "stages": stages, "accumulation": MICRO_BATCHES}
+    plan = hand_written(job, Placement(), chunk_bytes=CHUNK_BYTES, slots=64, **options)
+    looked = look(job, plan)
+    torch.manual_seed(job.seed)
+    return Run(job, plan, place(job, plan, job.build(), torch.device("cpu"), ranks=ranks, looked=looked))
 
 
 def divided(shards: int) -> Placement:
@@ -121,59 +200,69 @@ def come_to_rest(run: Run) -> None:
 # ---------------------------------------------------------------------- a rank
 
 
-def contenders(ranks: int, closing: ExitStack) -> Iterator[tuple[str, str, Step, Callable[[], None]]]:
+def contenders(ranks: int, divisions: Sequence[str], closing: ExitStack) -> Iterator[tuple[str, str, Step, Callable[[], None]]]:
     """(division, name, a step, what ends a round)."""
     job = job_for(ranks)
+    untied = replace(job, model=Untied)
+    pairs: dict[str, tuple[Callable[[], Step], Callable[[], Run]]] = {
+        "whole": (lambda: peer(job, ddp), lambda: ours(job, Placement())),
+        "gathered once": (
+            lambda: peer(job, lambda model: fsdp2(model, reshard_after_forward=False)),
+            lambda: ours(job, divided(ranks)),
+        ),
+        "gathered twice": (
+            lambda: peer(job, lambda model: fsdp2(model, reshard_after_forward=True)),
+            lambda: ours(job, divided(ranks), slots=3, prefetch=2),
+        ),
+        STAGES: (lambda: torchs_stages(untied), lambda: our_stages(untied)),
+    }
 
-    def of_anyfit(division: str, placement: Placement, **options: int) -> tuple[str, str, Step, Callable[[], None]]:
-        run = closing.enter_context(ours(job, placement, **options))
-        return division, "anyfit", lambda part: float(run.step(part)), lambda: come_to_rest(run)
+    def of_anyfit(run: Run) -> tuple[Step, Callable[[], None]]:
+        return lambda part: float(run.step(part)), lambda: come_to_rest(run)
 
-    def nothing() -> None:
-        return
-
-    yield "whole", "peer", peer(job, ddp), nothing
-    yield of_anyfit("whole", Placement())
-    yield "gathered once", "peer", peer(job, lambda model: fsdp2(model, reshard_after_forward=False)), nothing
-    yield of_anyfit("gathered once", divided(ranks))
-    yield "gathered twice", "peer", peer(job, lambda model: fsdp2(model, reshard_after_forward=True)), nothing
-    yield of_anyfit("gathered twice", divided(ranks), slots=3, prefetch=2)
+    for division in divisions:
+        make_theirs, make_ours = pairs[division]
+        yield division, "peer", make_theirs(), lambda: None
+        yield division, "anyfit", *of_anyfit(closing.enter_context(make_ours()))
 
 
-def measure(ranks: int, rounds: int) -> dict[tuple[str, str], list[float]]:
+def measure(ranks: int, rounds: int, steps: int, divisions: Sequence[str]) -> dict[tuple[str, str], list[float]]:
     """Seconds of a step in each round."""
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(0, 256, (ROWS * ranks, LENGTH + 1), generator=generator) for _ in range(STEPS)]
+    batches = [torch.randint(0, 256, (ROWS * ranks, LENGTH + 1), generator=generator) for _ in range(steps)]
     parts = [batch.chunk(ranks)[dist.get_rank()] for batch in batches]
+    given = {STAGES: batches}
     found: dict[tuple[str, str], list[float]] = {}
     with ExitStack() as closing:
-        there = list(contenders(ranks, closing))
+        there = list(contenders(ranks, divisions, closing))
         for number in range(rounds + 2):  # two to warm up
             for division, name, step, end in there:
                 dist.barrier()
                 began = time.perf_counter()
-                for part in parts:
+                for part in given.get(division, parts):
                     step(part)
                 end()
                 dist.barrier()
                 if number >= 2:
-                    found.setdefault((division, name), []).append((time.perf_counter() - began) / STEPS)
+                    found.setdefault((division, name), []).append((time.perf_counter() - began) / steps)
     return found
 
 
-def serve(rank: int, ranks: int, rounds: int, store: str, results: Any) -> None:
+def serve(rank: int, ranks: int, rounds: int, steps: int, divisions: Sequence[str], store: str, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    found = measure(ranks, rounds)
+    found = measure(ranks, rounds, steps, divisions)
     if rank == 0:
         results.put(found)
     dist.destroy_process_group()
 
 
-def measured(ranks: int, rounds: int) -> dict[tuple[str, str], list[float]]:
+def measured(ranks: int, rounds: int, steps: int, divisions: Sequence[str]) -> dict[tuple[str, str], list[float]]:
     """In so many processes."""
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[tuple[str, str], list[float]] = in_processes(serve, ranks, rounds, str(Path(folder) / "store"))
+        found: dict[tuple[str, str], list[float]] = in_processes(
+            serve, ranks, rounds, steps, divisions, str(Path(folder) / "store")
+        )
     return found
 
 
@@ -195,20 +284,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--steps", type=int, default=2, help="a round")
+    parser.add_argument("--divisions", nargs="+", choices=DIVISIONS, default=DIVISIONS)
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
     rows = []
     for ranks in options.ranks:
-        seconds = measured(ranks, options.rounds)
-        for division in dict.fromkeys(division for division, _ in seconds):
+        divisions = [each for each in options.divisions if each != STAGES or LAYERS % ranks == 0]
+        seconds = measured(ranks, options.rounds, options.steps, divisions)
+        for division in divisions:
             mine, theirs = (statistics.median(seconds[division, name]) for name in ("anyfit", "peer"))
             pairs = zip(seconds[division, "anyfit"], seconds[division, "peer"], strict=True)
             ratio = statistics.median(one / other for one, other in pairs)
-            name = "DDP" if division == "whole" else "FSDP2"
+            name = PEERS.get(division, "FSDP2")
             print(
-                f"{ranks} ranks, {division:<14}: {name:<5} {theirs * 1e3:7.1f} ms, anyfit {mine * 1e3:7.1f} ms, "
+                f"{ranks} ranks, {division:<14}: {name:<7} {theirs * 1e3:7.1f} ms, anyfit {mine * 1e3:7.1f} ms, "
                 f"ratio {ratio:.3f}",
                 flush=True,
             )

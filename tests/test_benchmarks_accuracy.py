@@ -36,6 +36,16 @@ def test_every_recorded_step_is_a_point() -> None:
     assert {point.kind for point in found} <= accuracy.FAMILIES.keys()
 
 
+def test_steps_that_clip_have_a_ring() -> None:
+    found = accuracy.points()
+    picture = ElementTree.fromstring(accuracy.draw(found))
+    rings = [each for each in picture.iter() if each.get("class") == "ring"]
+    clipping = [point for point in found if point.clips]
+    assert len(rings) == len(clipping) + 1  # and that of the legend
+    assert any(accuracy.clipped_line(found) == each.text for each in picture.iter())
+    assert clipping
+
+
 def test_a_point_lies_where_its_seconds_say() -> None:
     found = [
         Point("gpt2", "as forecast", 0.1, 0.1, is_excluded=False),

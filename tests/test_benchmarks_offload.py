@@ -150,7 +150,8 @@ def test_table_and_picture_show_figures_errors_and_bounds() -> None:
     assert lines[3].endswith("out of <memory>")
     picture = ElementTree.fromstring(offload.draw(figures, {"gpu": None, "processor": "x86_64"}))
     texts = [each.text for each in picture.iter(f"{SVG}text")]
-    assert {"tiny", "anyfit", "fsdp2", "out of <memory>"} <= set(texts)
+    tiny = "GPT-2, 121 k parameters, batch 4 x 64, every block recomputed"
+    assert {tiny, "anyfit", "FSDP2 offload", "out of <memory>"} <= set(texts)
     assert "256 tokens/s, 1.00 s, 1.0 GiB" in texts
     widths = [float(each.attrib["width"]) for each in picture.iter(f"{SVG}rect") if each.attrib["class"] in ("ours", "peer")]
     assert widths[0] == pytest.approx(2 * widths[1], rel=0.05)
