@@ -10,18 +10,20 @@ Each verb is one way through the house; torch is imported when one is called, no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .values.job import Job
 from .values.machine import Machine
-from .values.plan import NoPlan, Plan
+from .values.no_plan import NoPlan
+from .values.plan import Plan
 
 if TYPE_CHECKING:
     from .running.run import Run
     from .values.profile import Profile
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Job", "Machine", "NoPlan", "Plan", "Run", "plan", "probe", "profile", "start"]
 
 
@@ -44,16 +46,31 @@ def profile(job: Job, machine: Machine | None = None, *, ranks: int | None = Non
         return profile_of(job, machine, machine.rank_grid(ranks))
 
 
-def plan(job: Job, machine: Machine | None = None, *, ranks: int | None = None) -> Plan:
+def plan(
+    job: Job,
+    machine: Machine | None = None,
+    *,
+    ranks: int | None = None,
+    mesh: Mapping[str, int] | None = None,
+    layout: str | None = None,
+) -> Plan:
     """The best way to train the job on a machine, with its forecast and reasons; NoPlan when nothing fits. So many ranks train it
-    together, each on a device of its own: all the machine has, when no number is given."""
-    from .planning import search
-    from .profiling import profile_of
+    together, each on a device of its own: all the machine has, when no number is given.
+
+    mesh            the ranks as axes, such as {"data": 2, "tensor": 4}; what it does not name follows. Ranks along the tensor
+                    axis hold the blocks of the model together, those along the data axis see samples of their own; along a
+                    "pipeline" axis they hold other blocks each; {"pipeline": 1} leaves that axis out
+    layout          how a tensor axis cuts the blocks: "data", "megatron", "sequence" or "ulysses"
+    """
+    from .meshing import Axes
+    from .planning.meshes import search_meshes
+    from .profiling import meshes_of
     from .showing.status import status_line
 
+    axes = Axes.of(mesh, layout)
     with status_line():
         machine = machine or probe()
-        return search(profile_of(job, machine, machine.rank_grid(ranks), for_plan=True))
+        return search_meshes(meshes_of(job, machine, machine.rank_grid(ranks), axes), asked=axes.is_asked)
 
 
 def start(
@@ -63,8 +80,12 @@ def start(
     resume: str | Path | None = None,
     *,
     profile: Profile | None = None,
+    mesh: Mapping[str, int] | None = None,
+    layout: str | None = None,
     deterministic: bool = False,
     hang_seconds: float | None = None,
+    disk_folder: str | Path | None = None,
+    any_file_system: bool = False,
 ) -> Run:
     """Places the job's model as the plan says, and gives back a Run whose `step` trains it.
 
@@ -75,17 +96,24 @@ def start(
                     end stands for the newest whole one of a folder of numbered ones, such as checkpoints/latest, and alone, under
                     `anyfit fit`, for the newest of the run's
     profile         what `anyfit.profile` gave, to plan with; made anew when not given
+    mesh, layout    as for `anyfit.plan`; {"tensor": 1} leaves out both axes along which ranks hold the model together
     deterministic   two runs give the same bits, at some cost in speed; ops that cannot are refused
     hang_seconds    of several ranks, one that waits longer than this for the others ends the run, and says for what; ten minutes
+    disk_folder     where optimizer state lies that the plan has on the disk, in a file without a name; the roomiest of the folder
+                    for temporary files, /var/tmp, anyfit's cache and the current one. One in memory, or behind a network, is
+                    refused, unless any_file_system is True
 
     Started by torchrun, by Slurm's srun or by `anyfit fit --gpus`, it is one of several ranks: each calls this, rank 0 plans for
     all, and each trains on its share of every batch.
     """
+    from .meshing import Axes
     from .showing.status import status_line
     from .starting import Start
+    from .values.disk_folder import DiskFolder
 
+    axes, disk = Axes.of(mesh, layout), DiskFolder.asked(disk_folder, any_file_system=any_file_system)
     with status_line():
-        return Start(job, plan, profile, hang_seconds).run(machine, resume, deterministic=deterministic)
+        return Start(job, plan, profile, axes, hang_seconds, disk).run(machine, resume, deterministic=deterministic)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,28 +16,32 @@ from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
-from .planning import searched
-from .planning.answers import answered, as_options, at_limits, change_to, no_plan, shortfall
-from .planning.enough import are_enough, needed_of
+from .meshing import WITHOUT, Axes, Meshes
+from .planning.answers import answered, as_options, at_limits, change_to, named, no_plan, shortfall
+from .planning.enough import are_enough
 from .planning.fastest import Found, fastest, may_fit, most_sharded, quickly
+from .planning.meshes import MeshChoice, best_of, nearest_to_fit, offers_of, tried_meshes
 from .planning.reasons import explained, settled
 from .planning.space import space_of
+from .profiling import CALLS_SECONDS, micro_batches, priced, staged, traced
 from .targets import job_for, machine_as_asked, name_of, optimizer_class, tell_of_default, with_optimizer
 from .values.answers import Outcome
 from .values.graph import Graph
 from .values.job import Job
 from .values.machine import Machine
-from .values.plan import Change, NoPlan, Plan
+from .values.no_plan import Change, NoPlan
+from .values.plan import Plan
 from .values.precision import PRECISIONS
 from .values.profile import Profile
 from .values.record import nearest
-from .values.units import parse_bytes, parse_count
+from .values.units import parse_bytes, show_bytes
 
 Kind = Literal["cpu", "cuda"]
 # What `--what-if` may change, each with an example.
 CHANGES = {
     "device-memory": "40GiB",
     "host-memory": "256GiB",
+    "disk": "60GiB",
     "machine": "h200",
     "batch": "16",
     "seq": "2048",
@@ -45,11 +49,11 @@ CHANGES = {
     "optimizer": "sgd",
     "lora": "16",
 }
+TIER_OF = {"device-memory": "device", "host-memory": "host", "disk": "disk"}
 COUNTS = ("batch", "seq", "lora")  # of these
-MACHINES_OFFERED = 2
 TIMES_SHORTER = (2, 4)
 SMALLER_OPTIMIZERS = ("adafactor", "sgd")
-LORA_RANK = 16
+MACHINES_OFFERED, LORA_RANK = 2, 16
 NODE_GPUS = (2, 4, 8)
 TIMES_NODES = (2, 4)
 
@@ -60,15 +64,48 @@ class Traced:
 
     job: Job
     name: str = ""  # for people
+    axes: Axes = WITHOUT
     _graphs: dict[tuple[Kind, int], list[Graph]] = field(default_factory=dict)
+    _known: dict[tuple[str, tuple[int, int], int], Meshes] = field(default_factory=dict)
 
     def profile(self, machine: Machine, batch_size: int | None = None) -> Profile:
-        """On all devices of any machine; of a smaller batch, by the passes there are."""
+        """On all devices of any machine, without a tensor axis where that can be; of a smaller batch, by the passes there are."""
         return self._priced(self._traced(machine), machine, batch_size)
 
-    def profile_to_plan(self, machine: Machine) -> Profile:
+    def meshes(self, machine: Machine) -> list[MeshChoice]:
         """With the micro-batches alone that the best plan may have."""
-        return self._priced(self._traced(machine, are_enough), machine)
+        if self.axes.has_stages:
+            return staged(self.job, machine, machine.rank_grid(), self.axes, self.name)
+        enough = partial(are_enough, for_stages=self._meshes(machine).may_have_stages)
+        graphs = self._traced(machine, enough)
+        if self._meshes(machine).changed_by(graphs[0].loss):
+            graphs = self._traced(machine, enough)
+        return self.meshes_of(machine, graphs)
+
+    def looks_for_stages(self, machine: Machine) -> bool:
+        return self._meshes(machine).may_have_stages
+
+    def meshes_of(self, machine: Machine, graphs: Sequence[Graph]) -> list[MeshChoice]:
+        """With the micro-batches of these graphs."""
+        return self._meshes(machine).choices(graphs, self._base(graphs, machine, self.job.batch_size), machine)
+
+    def graphs(self, machine: Machine) -> list[Graph]:
+        """Of all micro-batches on one rank of the machine."""
+        return self._traced(machine)
+
+    def trace_all(self, kind: Kind) -> None:
+        """Of all micro-batches on one device, of which `with_batch` has those of its ranks."""
+        self._graphs[kind, 1] = traced(self.job, kind)
+
+    def with_batch(self, batch: int) -> Traced:
+        """The same of another batch, with the graphs that are there."""
+        return Traced(replace(self.job, batch_size=batch), self.name, self.axes, self._graphs)
+
+    def _meshes(self, machine: Machine, batch_size: int | None = None) -> Meshes:
+        key = machine.name, machine.rank_grid(), batch_size or self.job.batch_size
+        if key not in self._known:
+            self._known[key] = Meshes(self.job, machine.rank_grid(), self.axes, batch_size)
+        return self._known[key]
 
     def profile_that_fits(self, machine: Machine) -> Profile:
         """With the micro-batches, the largest first, down to one of which something fits."""
@@ -85,19 +122,18 @@ class Traced:
             grouped = (tuple(replace(one, group=0 if one.trainable else -1) for one in each.parameters) for each in known)
             pairs = zip(known, grouped, strict=True)
             graphs[kind, ranks] = [replace(each, update=rule, parameters=parameters) for each, parameters in pairs]
-        return Traced(job, self.name, graphs)
+        return Traced(job, self.name, self.axes, graphs)
 
     def _traced(self, machine: Machine, enough: Callable[[Profile], bool] | None = None) -> list[Graph]:
-        from .profiling import traced
-
-        key = kind, ranks = machine.device.kind, math.prod(machine.rank_grid())
-        if key in self._graphs:
-            return self._graphs[key]
+        key = kind, ranks = machine.device.kind, self._meshes(machine).data_ranks
+        known = self._known_graphs(kind, ranks)
+        if known is not None:
+            return known
         stopped = False
 
         def stop(graphs: Sequence[Graph]) -> bool:
             nonlocal stopped
-            stopped = enough is not None and enough(self._priced(graphs, machine))
+            stopped = enough is not None and graphs[0].loss.may_be_cut and enough(self._priced(graphs, machine))
             return stopped
 
         made = traced(self.job, kind, ranks, stop)
@@ -105,12 +141,23 @@ class Traced:
             self._graphs[key] = made  # all of them
         return made
 
-    def _priced(self, graphs: Sequence[Graph], machine: Machine, batch_size: int | None = None) -> Profile:
-        from .profiling import profiled
+    def _known_graphs(self, kind: Kind, ranks: int) -> list[Graph] | None:
+        """Where they are there: the pass of a micro-batch is the same on any number of ranks, and in any batch."""
+        share = -(-self.job.batch_size // ranks)
+        sizes = micro_batches(self.job, share)
+        for (of, _), graphs in self._graphs.items():
+            by_size = {graph.micro_batch: graph for graph in graphs}
+            if of == kind and set(sizes) <= set(by_size):
+                return [by_size[size] for size in sizes]
+        return self._graphs.get((kind, ranks))
 
-        size, rank_grid = batch_size or self.job.batch_size, machine.rank_grid()
-        graphs = [graph for graph in graphs if graph.micro_batch * math.prod(rank_grid) <= size]
-        return replace(profiled(self.job, graphs, machine, rank_grid, size), name=self.name)
+    def _priced(self, graphs: Sequence[Graph], machine: Machine, batch_size: int | None = None) -> Profile:
+        size, meshes = batch_size or self.job.batch_size, self._meshes(machine, batch_size)
+        graphs = [graph for graph in graphs if graph.micro_batch * meshes.data_ranks <= size]
+        return meshes.least(graphs, self._base(graphs, machine, size), machine)
+
+    def _base(self, graphs: Sequence[Graph], machine: Machine, batch_size: int) -> Profile:
+        return replace(priced(self.job, graphs, machine, machine.rank_grid(), batch_size, CALLS_SECONDS), name=self.name)
 
 
 @dataclass(frozen=True)
@@ -123,10 +170,11 @@ class Question:
     machine_name: str | None = None  # None: the machine that is here
     # By name, with so many GPUs and nodes, and the same limits; without a word.
     machine_as_asked: Callable[[str | None, int | None, int | None], Machine] = field(
-        default_factory=lambda: partial(machine_as_asked, device_memory=None, host_memory=None)
+        default_factory=lambda: partial(machine_as_asked, device_memory=None, host_memory=None, disk=None)
     )
     gpus: int | None = None  # in each node, where somebody asked for so many
     nodes: int | None = None
+    axes: Axes = field(default_factory=Axes)
 
     def traced_first(self, **more: Any) -> Traced:
         """What the others are compared with. Of a kind of model that may be meant as a folder, it says so."""
@@ -135,30 +183,46 @@ class Question:
         return made
 
     def traced(self, **changes: Any) -> Traced:
-        return Traced(job_for(self.target, **{**self.options, **changes}), name_of(self.target))
+        return Traced(job_for(self.target, **{**self.options, **changes}), name_of(self.target), self.axes)
 
 
 def planned(question: Question, machine: Machine) -> Plan:
     """The plan with what more memory is worth; or the verdict that nothing fits, with what would."""
     traced = question.traced_first()
-    profile = traced.profile_to_plan(machine)
-    found = searched(profile, answered)
+    meshes = traced.meshes(machine)
+    tried = tried_meshes(meshes, answered, asked=question.axes.is_asked)
+    found = best_of(tried, answered, asked=question.axes.is_asked)
     if found is not None:
         return found
+    profile = nearest_to_fit(meshes)
     verdict = no_plan(profile, partial(_flags, machine, question.machine_name))
-    raise verdict.with_changes((*verdict.changes, *nearest_changes(question, traced, machine, profile, verdict)))
+    nearest = nearest_changes(question, traced, machine, profile, verdict)
+    raise verdict.with_changes((*offers_of(tried), *verdict.changes, *nearest))
 
 
 # ---------------------------------------------------------------------- when nothing fits
 
 
-def _flags(machine: Machine, name: str | None, limits: Mapping[str, str]) -> str | None:
+def _flags(machine: Machine, name: str | None, limits: Mapping[str, str], seconds: float) -> Change | None:
     """Sizes by tier as options to type. A machine that is only described may be planned for with more; of the one that is here,
     what more would do can be asked, of one tier at a time."""
-    more = machine.lacks(limits) if name is None else []
-    asked = [f"--what-if {tier}-memory={limits[tier]}" for tier in more]
+    lacking = machine.lacks(limits)
+    more = lacking if name is None else []
+    asked = [f"--what-if {named(tier)}={limits[tier]}" for tier in more]
     rest = as_options({tier: size for tier, size in limits.items() if tier not in more})
-    return " ".join(filter(None, (rest, *asked))) if len(more) < 2 else None
+    if len(more) > 1:
+        return None
+    note = " and ".join(_larger(machine, tier, limits[tier]) for tier in lacking)
+    return Change(" ".join(filter(None, (rest, *asked))), seconds, note)
+
+
+def _larger(machine: Machine, tier: str, size: str) -> str:
+    """What has to be bought or rented for so much memory."""
+    shown = show_bytes(parse_bytes(size))
+    if tier == "device" and machine.device.kind == "cuda":
+        return f"on a larger GPU, of {shown} ({machine.name} has {show_bytes(machine.device_limit_bytes)})"
+    there = f"the preset assumes {show_bytes(machine.host_limit_bytes)}" if machine.assumes_host else "more than there is"
+    return f"with {shown} of RAM ({there})"
 
 
 def nearest_changes(question: Question, traced: Traced, machine: Machine, profile: Profile, verdict: NoPlan) -> Iterator[Change]:
@@ -188,8 +252,7 @@ def nearest_changes(question: Question, traced: Traced, machine: Machine, profil
 
 
 def _shorter(question: Question, machine: Machine, profile: Profile, verdict: NoPlan) -> Iterator[Change]:
-    smallest = profile.passes[-1]
-    length = smallest.tokens // smallest.micro_batch
+    length = profile.passes[-1].tokens // profile.passes[-1].micro_batch
     if verdict.tier == "host" and not _holds_state(machine, profile):
         return  # shorter samples need less of activations alone
     larger = replace(most_sharded(profile), device_limit_bytes=profile.device_limit_bytes + verdict.shortfall_bytes)
@@ -256,7 +319,10 @@ def _other_machines(question: Question, traced: Traced, machine: Machine, profil
     those with as many GPUs."""
     own, grid = most_sharded(profile), machine.rank_grid()
     space = space_of(own)
+    weight = PRECISIONS[profile.precision].weight
     for name, other in sorted(_presets(question, machine), key=lambda pair: _size(pair[1], grid)):
+        if not other.device.computes_in(weight):
+            continue
         host = min(other.host_limit_bytes, int(other.host.memory_bytes.value) // other.rank_grid()[0])
         like = replace(own, device_limit_bytes=other.device_limit_bytes, host_limit_bytes=host)
         if other.rank_grid() == grid:
@@ -312,7 +378,7 @@ def parse_changes(given: list[str]) -> dict[str, tuple[str, str]]:
             raise ValueError(f"--what-if {text} is given twice")
         if key in COUNTS and not (value.isascii() and value.isdigit() and int(value) > 0):
             raise ValueError(f"--what-if {text}: give a whole number from 1 up")
-        if key.endswith("memory") and _parsed(f"--what-if {text}", parse_bytes, value) == 0:
+        if key in TIER_OF and parsed(f"--what-if {text}", parse_bytes, value) == 0:
             raise ValueError(f"--what-if {text}: give more than nothing")
         changes[text] = key, value
     return changes
@@ -323,7 +389,7 @@ def refuse_changes(question: Question, changes: Mapping[str, tuple[str, str]]) -
     for text, (key, value) in changes.items():
         if key == "machine":
             question.machine_for(value)
-        elif not key.endswith("memory") and ":" in question.target:
+        elif key not in TIER_OF and ":" in question.target:
             raise ValueError(
                 f"--what-if {text}: --{key} is not for functions; {question.target} decides it in the Job it returns"
             )
@@ -333,7 +399,7 @@ def refuse_changes(question: Question, changes: Mapping[str, tuple[str, str]]) -
             optimizer_class(value)
 
 
-def _parsed(option: str, parse: Callable[[str], int], text: str) -> int:
+def parsed(option: str, parse: Callable[[str], int], text: str) -> int:
     try:
         return parse(text)
     except ValueError as error:
@@ -344,19 +410,21 @@ def what_ifs(
     question: Question, traced: Traced, profile: Profile, changes: Mapping[str, tuple[str, str]]
 ) -> tuple[Outcome, dict[str, Outcome]]:
     """The plan as it is, or why there is none; and by change, what it makes of it."""
-    fast = fastest(profile)
-    found = None if fast is None else settled(fast)
+    found = None if (fast := fastest(profile)) is None else settled(fast)
     made = shortfall(profile) if found is None else answered(found)
     return made, {text: what_if(question, traced, profile, found, key, value) for text, (key, value) in changes.items()}
 
 
 def what_if(question: Question, traced: Traced, profile: Profile, found: Found | None, key: str, value: str) -> Outcome:
     """The same with one thing changed, `found` being the fastest without; memory may be more than the machine has."""
-    if key in ("device-memory", "host-memory"):
-        name, size = f"{key.removesuffix('-memory')}_limit_bytes", parse_bytes(value)
+    if key in TIER_OF:
+        name, size = f"{TIER_OF[key]}_limit_bytes", parse_bytes(value)
+        if key == "disk" and profile.disk is None:
+            raise ValueError(f"--what-if disk={value}: no disk is known of {profile.machine!r}; measure it with: anyfit probe")
+        limits = {name: size, "assumes_host": profile.assumes_host and key != "host-memory"}
         if found is not None and found.whole is None and size >= getattr(profile, name):
-            return explained(at_limits(found, **{name: size}))
-        return outcome(replace(profile, **{name: size}))  # type: ignore[arg-type]
+            return explained(at_limits(found, **limits))
+        return outcome(replace(profile, **limits))  # type: ignore[arg-type]
     if key == "machine":
         return outcome(traced.profile(question.machine_for(value)))
     changed = question.traced(**{key: int(value) if key in COUNTS else value})
@@ -364,56 +432,4 @@ def what_if(question: Question, traced: Traced, profile: Profile, found: Found |
 
 
 def outcome(profile: Profile) -> Outcome:
-    found = fastest(profile)
-    return shortfall(profile) if found is None else explained(found)
-
-
-# ---------------------------------------------------------------------- which machine
-
-
-def parse_machines(text: str) -> list[str]:
-    """
-    >>> parse_machines("rtx-4090, h200")
-    ['rtx-4090', 'h200']
-    """
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise ValueError(f"--compare {text!r}: write machines with commas between, such as rtx-4090,h200")
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ValueError(f"--compare {text}: {twice[0]} is given twice")
-    return names
-
-
-def parse_prices(text: str, machines: list[str]) -> dict[str, float]:
-    """
-    >>> parse_prices("h200=3.5", ["h200", "l4"])
-    {'h200': 3.5}
-    """
-    prices: dict[str, float] = {}
-    for part in text.split(","):
-        name, equals, price = (word.strip() for word in part.partition("="))
-        if not equals:
-            raise ValueError(f"--price {text}: write it like {machines[0]}=2.5, an hour's price, with commas between")
-        if name not in machines:
-            raise ValueError(f"--price {text}: {name!r} is not compared{nearest(name, machines)}")
-        if name in prices:
-            raise ValueError(f"--price {text}: {name} is given twice")
-        if not price.replace(".", "", 1).isdecimal() or not float(price) > 0:
-            raise ValueError(f"--price {text}: {price!r} is no price; write a number above 0, such as 2.5")
-        prices[name] = float(price)
-    return prices
-
-
-def parse_tokens(text: str) -> int:
-    tokens = _parsed(f"--tokens {text}", parse_count, text)
-    if tokens < 1:
-        raise ValueError(f"--tokens {text}: give at least one")
-    return tokens
-
-
-def compared(question: Question, machines: list[str]) -> dict[str, Outcome]:
-    """By machine, the plan on all its devices or the verdict that none fits."""
-    found = {name: question.machine_for(name) for name in machines}  # all names are good before any work is done
-    traced = question.traced_first(ranks=math.lcm(*(math.prod(machine.rank_grid()) for machine in found.values())))
-    return {name: outcome(needed_of(traced.profile(machine))) for name, machine in found.items()}
+    return shortfall(profile) if (found := fastest(profile)) is None else explained(found)

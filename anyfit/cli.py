@@ -12,26 +12,35 @@ import typer
 from typer import Argument, Option
 
 from . import __version__, fit_options
-from .ending import end, error_json, in_words
+from .ending import error_json, in_words
 from .fit_options import FitCommand
 from .options import (
+    ActivationsOfAll,
     Agree,
     Batch,
+    Chunks,
     Command,
     DeviceMemory,
+    Disk,
     Dtype,
     Gpus,
     HostMemory,
     Json,
+    LayoutOption,
     Lora,
     MachineName,
+    MeshAxes,
+    MicroBatch,
     NoCompile,
     Nodes,
     OptimizerName,
+    PlanBatch,
     PlanDeviceMemory,
     PlanHostMemory,
     RealRun,
+    ScheduleName,
     Seq,
+    Shard,
     Target,
     precision,
     size,
@@ -84,9 +93,17 @@ def profile(
     device_memory: PlanDeviceMemory = None,
     host_memory: PlanHostMemory = None,
     depth: Annotated[int | None, Option("--depth", min=1, help="also every module, so many names deep")] = None,
+    layouts: Annotated[
+        bool, Option("--layouts", help="instead, how a tensor axis would cut each distinct block: its ops and what is exchanged")
+    ] = False,
+    tensor: Annotated[int, Option("--tensor", min=2, help="ranks of that axis; for --layouts")] = 2,
+    layout: LayoutOption = None,
     as_json: Json = False,
 ) -> None:
-    """Parameters, FLOPs, seconds and bytes of every block, without running the model."""
+    """Parameters, FLOPs, seconds and bytes of every block.
+
+    The model is not run.
+    """
     from . import profile as make_profile
     from .profiling import with_calls
     from .targets import job_for, machine_for, module_costs, name_of, tell_of_default
@@ -94,6 +111,10 @@ def profile(
     on = machine_for(machine, gpus, nodes, device_memory, host_memory)
     job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, lora=lora, real_run=real_run, agree=agree)
     tell_of_default(target)
+    if layouts:
+        from .meshing import show_cut
+
+        return show_cut(job, on, tensor, layout, as_json=as_json)
     if as_json and depth is None:
         return print_json(make_profile(job, on, ranks=1).to_json())
     from .costing import cost
@@ -120,7 +141,7 @@ def profile(
 def plan(
     target: Target = "demo",
     machine: MachineName = None,
-    batch: Batch = None,
+    batch: PlanBatch = None,
     seq: Seq = None,
     dtype: Dtype = None,
     optimizer: OptimizerName = None,
@@ -132,19 +153,33 @@ def plan(
     nodes: Nodes = None,
     device_memory: PlanDeviceMemory = None,
     host_memory: PlanHostMemory = None,
+    disk: Disk = None,
+    mesh: MeshAxes = None,
+    layout: LayoutOption = None,
+    schedule: ScheduleName = None,
+    chunks: Chunks = None,
+    micro_batch: MicroBatch = None,
+    activations: ActivationsOfAll = None,
+    shard: Shard = None,
     what_if: Annotated[
         list[str] | None,
         Option("--what-if", help="also with one change, such as device-memory=40GiB, batch=16 or machine=h200; repeatable"),
     ] = None,
     compare: Annotated[
-        str | None, Option("--compare", help="machines to rank, with commas between: rtx-4090,h200,mine.json")
+        str | None,
+        Option("--compare", help="machines to rank, each with its best batch: rtx-4090,h200,mine.json, or all"),
     ] = None,
     tokens: Annotated[str | None, Option("--tokens", help="to train on, such as 10B; for --compare")] = None,
-    price: Annotated[str | None, Option("--price", help="an hour's, such as h200=3.5,l4=0.7; for --compare")] = None,
+    price: Annotated[
+        str | None, Option("--price", help="an hour's, such as h200=3.5,l4=0.7; for --compare; see anyfit machines")
+    ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="also write the plan to this file")] = None,
     as_json: Json = False,
 ) -> None:
-    """Does it fit, how fast will it be, and why; what would a change make of it; which machine is best. Needs no GPU."""
+    """Does it fit, how fast will it be, and why? Needs no GPU.
+
+    Also what a change would make of it (--what-if), and which machine is best (--compare).
+    """
     asked = dict(locals())
     with doing("loading torch"):
         from .plan_command import Ask
@@ -158,7 +193,7 @@ def why(
     other: Annotated[str | None, Argument(help="one of its decisions, or a second plan file to compare with")] = None,
     as_json: Json = False,
 ) -> None:
-    """Explains the decisions of a plan, one of them, or the difference between two plans."""
+    """Explains a plan, one of its decisions, or what differs in two."""
     from .showing.terminal import show_beside, show_rows
 
     first = Plan.load(plan)
@@ -172,8 +207,23 @@ def why(
 
 
 @app.command()
+def machines(
+    name: Annotated[str | None, Argument(help="one of them: then all its figures, with their sources")] = None,
+    as_json: Json = False,
+) -> None:
+    """The machines that can be planned for without having them.
+
+    With their memory, speed and links from datasheets, and what renting them takes: typical prices, dated, or your own from
+    ~/.config/anyfit/prices.json.
+    """
+    from .machines_command import show
+
+    show(name, as_json=as_json)
+
+
+@app.command()
 def probe(
-    full: Annotated[bool, Option("--full", help="more sizes and repeats, and the disk")] = False,
+    full: Annotated[bool, Option("--full", help="more sizes and repeats")] = False,
     output: Annotated[Path | None, Option("--output", "-o", help="also write the machine to this file")] = None,
     forget: Annotated[
         bool, Option("--forget", help="only drop the margins and paces that runs and checks left for later plans")
@@ -183,7 +233,10 @@ def probe(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measures this machine anew: compute, memory, copies, disk. Later plans use what it found."""
+    """Measures this machine anew: compute, memory, copies, disk. Later plans use what it found.
+
+    To the disk it writes at most 4 GiB, in a file without a name.
+    """
     from .probing.cache import forget_corrections, remeasured
     from .showing.terminal import show_machine, show_rows, shown_progress
 
@@ -226,36 +279,42 @@ def check(
     steps: Annotated[int, Option("--steps", min=3, help="real steps to time")] = 8,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    disk: Disk = None,
     as_json: Json = False,
 ) -> None:
-    """A few real steps: predicted beside measured, and beside plain PyTorch. Later plans use what was measured."""
-    from . import profile as make_profile
-    from .planning import search
-    from .planning.answers import as_options
-    from .probing.cache import keep_correction, keep_pace
-    from .running.check import check as run_check
-    from .targets import job_for, machine_for, tell_of_default
-    from .tracing.blocks import kinds_of
+    """A few real steps: the forecast beside what is measured.
 
-    job = job_for(target, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, lora=lora, real_run=real_run, agree=agree)
-    tell_of_default(target)
-    given = None if plan is None else Plan.load(plan)
-    machine = machine_for(None, None, None, device_memory, host_memory)
-    made_of = make_profile(job, machine, ranks=1)
-    chosen = given or search(made_of, typed=lambda sizes: None if machine.lacks(sizes) else as_options(sizes))
-    found = run_check(job, chosen, made_of, machine, steps, kinds_of)
-    if found.pace is not None:
-        keep_pace(machine, found.pace)
-    if found.correction is not None:
-        keep_correction(machine, found.correction)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        from .showing.terminal import show_check
+    Their losses are compared with plain PyTorch's. Later plans use what was measured.
+    """
+    asked = dict(locals())
+    from .check_command import check as run_check
 
-        show_check(found, console())
-    if found.parity is not None and not found.parity.agrees:
-        end(ValueError("the steps differ from plain PyTorch's by more than rounding explains"))
+    run_check(**asked)
+
+
+@app.command()
+def report(
+    what: Annotated[Path, Argument(help="a plan file, or the folder of a run")],
+    output: Annotated[Path | None, Option("--output", "-o", help="the HTML file; report.html when not given")] = None,
+    timeline: Annotated[Path | None, Option("--timeline", help="that anyfit fit --timeline wrote, to be shown too")] = None,
+    perfetto: Annotated[Path | None, Option("--perfetto", help="also write the step's timeline for ui.perfetto.dev")] = None,
+    job: Annotated[str | None, Option("--job", help="the model, as anyfit plan takes it, to plan it elsewhere")] = None,
+    machine: MachineName = None,
+    seq: Seq = None,
+    optimizer: OptimizerName = None,
+    lora: Lora = None,
+    compare: Annotated[str | None, Option("--compare", help="machines whose cost is shown: h100,l40s, or all")] = None,
+    tokens: Annotated[str | None, Option("--tokens", help="to train on, such as 10B; for --compare")] = None,
+) -> None:
+    """A plan or a run as one HTML file, to look at in a browser.
+
+    Memory over a step, who works when, blocks by choice, what else was weighed; of a run its curves beside the forecast. The file
+    asks nothing of a network. What takes planning anew is there with --job.
+    """
+    asked = dict(locals())
+    from .report_command import Report
+
+    Report(**asked).run()
 
 
 @app.command(cls=FitCommand, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
@@ -291,12 +350,19 @@ def fit(
     timeline: fit_options.Timeline = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    disk: Disk = None,
+    mesh: MeshAxes = None,
+    layout: LayoutOption = None,
     gpus: fit_options.FitGpus = None,
     ranks: fit_options.Ranks = None,
     restarts: fit_options.Restarts = None,
     hang_seconds: fit_options.HangSeconds = None,
+    disk_folder: fit_options.DiskFolder = None,
+    any_file_system: fit_options.AnyFileSystem = False,
 ) -> None:
-    """Trains: the built-in demo (a byte-level GPT that learns Python's own source), your script, or a Hugging Face folder.
+    """Trains a Hugging Face folder, your script, or the built-in demo.
+
+    The demo is a byte-level GPT that learns Python's own source code.
 
     Options before a script's name are anyfit's, those after it its own. A folder is fine-tuned on --data, without a script:
     anyfit fit FOLDER --data data.jsonl --eval 5%. With --gpus N it is started N times, and each of them trains on its share of
@@ -318,8 +384,10 @@ def export(
     ] = None,
     merge: Annotated[bool, Option("--merge", help="adapters into the weights of their layers: a plain model")] = False,
 ) -> None:
-    """Writes a checkpoint's weights as a folder of safetensors, which transformers loads; of an adapted model the adapter, which
-    PEFT loads."""
+    """Writes a checkpoint's weights as a folder for transformers.
+
+    They are safetensors. Of an adapted model it is the adapter, which PEFT loads, or with --merge a plain model.
+    """
     from .running.checkpoint import newest
     from .running.export import export as write
     from .running.export import export_merged

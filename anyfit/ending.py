@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import typer
 
 from .values.answers import Outcome
-from .values.plan import NoPlan
+from .values.no_plan import NoPlan
 
 
 def end(error: Exception) -> NoReturn:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from . import fitting
 from .finetune import options as finetune
+from .meshing import Axes
 from .reporting import Reports
-from .targets import folders_here
+from .targets import SIZES, folders_here
+from .values.disk_folder import DiskFolder
 from .values.record import nearest
 
 if TYPE_CHECKING:
@@ -53,10 +55,15 @@ class Fit:
     timeline: Path | None
     device_memory: str | None
     host_memory: str | None
+    disk: str | None
+    mesh: str | None
+    layout: str | None
     gpus: int | None
     ranks: int | None
     restarts: int | None
     hang_seconds: float | None
+    disk_folder: Path | None
+    any_file_system: bool
 
     def run(self) -> None:
         self._team = fitting.joined(self.hang_seconds)
@@ -71,6 +78,9 @@ class Fit:
             raise FileNotFoundError(f"no run folder {self.resume} to resume")
         if self.timeline is not None:
             fitting.refuse_timeline(self.timeline)
+        self._axes = Axes.parse(self.mesh, self.layout)
+        if self._axes.is_asked and self.plan is not None:
+            raise ValueError("--plan has its mesh and layout; leave --mesh and --layout out, or the plan")
         self._refuse_of_others(is_restarted=is_restarted)
         options = self._options()
         try:
@@ -123,14 +133,25 @@ class Fit:
         return None
 
     def _refuse_unless_folder(self, *, is_restarted: bool) -> None:
+        if self._axes.has_stages:
+            raise ValueError(
+                f"--mesh {self.mesh}: a folder's samples are written by the whole model, and a rank of a pipeline has its stages "
+                "alone; leave pipeline out"
+            )
         if not (self.script and self.script.is_dir()):
+            if str(self.script) in SIZES:
+                raise FileNotFoundError(
+                    f"{self.script} is a size to plan with, and has no weights; fetch a folder that has: "
+                    "hf download ORGANISATION/MODEL --local-dir FOLDER"
+                )
             near = nearest(str(self.script), folders_here())
             raise FileNotFoundError(
                 f"no folder {self.script}; a model on the hub is fetched first: hf download {self.script} --local-dir FOLDER"
                 + (near if "?" in near else "")
             )
         if self.data is None:
-            raise ValueError(f"{self.script} is a folder; say what to train it on: --data data.jsonl")
+            named = next((each for each in self.arguments or () if Path(each).is_file()), "data.jsonl")
+            raise ValueError(f"{self.script} is a folder; say what to train it on: --data {named}")
         if self.arguments:
             raise ValueError(f"a folder is trained without a script, and {self.arguments[0]!r} is no option")
         if self.steps is not None:
@@ -140,7 +161,7 @@ class Fit:
 
     def _refuse_changed(self, of_folder: list[str]) -> None:
         kept = self._of_demo | {"--save-every": self.save_every, "--keep": self.keep, "--keep-every": self.keep_every}
-        kept |= {"--device-memory": self.device_memory, "--host-memory": self.host_memory}
+        kept |= {"--device-memory": self.device_memory, "--host-memory": self.host_memory, "--disk": self.disk}
         given = of_folder + [name for name, value in kept.items() if value is not None]
         if given or self.deterministic:
             raise ValueError(f"a resumed run keeps its options; leave {given[0] if given else '--deterministic'} out")
@@ -160,6 +181,11 @@ class Fit:
         self._reports = Reports(self._report_names or asked.report_to)
         fitting.fit_folder(work, work.job(optimizer), self._launch(work.options), self._reports, self.log_every)
 
+    @property
+    def _ranks_as_typed(self) -> tuple[str, ...]:
+        typed = {"--gpus": self.gpus, "--ranks": self.ranks}
+        return next(((name, str(count)) for name, count in typed.items() if count is not None and count > 1), ())
+
     def _launch(self, told: Fit | fitting.DemoOptions | finetune.Options) -> Launch:
         from .running.launch import Launch
 
@@ -169,12 +195,18 @@ class Fit:
             save_every=told.save_every or 0,
             keep=told.keep or KEEP,
             keep_every=told.keep_every or 0,
-            limits={"device_memory": told.device_memory, "host_memory": told.host_memory},
+            limits={"device_memory": told.device_memory, "host_memory": told.host_memory, "disk": told.disk},
             plan=self.plan,
+            mesh=self._axes.lengths_asked,
+            layout=self.layout,
             deterministic=told.deterministic,
             timeline=self.timeline,
             hang_seconds=self.hang_seconds,
+            disk=DiskFolder(self.disk_folder, self.any_file_system),
             steps=told.steps,
+            model=_name_of(told),
+            ranks=self._ranks_as_typed,
+            script=() if self.script is None or self._is_folder else (str(self.script), *(self.arguments or [])),
             compiles=not self.no_compile,
             rank=0 if self._team is None else self._team.index,
             on_start=self._reports.attach,
@@ -216,6 +248,7 @@ class Fit:
             deterministic=self.deterministic,
             device_memory=self.device_memory,
             host_memory=self.host_memory,
+            disk=self.disk,
         )
         file = made.evaluation_file
         return made if file is None else replace(made, evaluation=str(file.resolve()))
@@ -235,4 +268,12 @@ class Fit:
             deterministic=self.deterministic,
             device_memory=self.device_memory,
             host_memory=self.host_memory,
+            disk=self.disk,
         )
+
+
+def _name_of(told: Fit | fitting.DemoOptions | finetune.Options) -> str:
+    """What the model is called; "" of a script's, whose class has a name of its own."""
+    return (
+        Path(told.model).name if isinstance(told, finetune.Options) else "demo" if isinstance(told, fitting.DemoOptions) else ""
+    )

@@ -28,9 +28,7 @@ What = Annotated[
 Arguments = Annotated[list[str] | None, Argument(help="the script's own arguments")]
 
 # Of fine-tuning a folder.
-Data = Annotated[
-    Path | None, Option("--data", help="of a folder: a .jsonl or .parquet of messages, prompt and completion, or text")
-]
+Data = Annotated[Path | None, Option("--data", help="of a folder: a .jsonl or .parquet of chats, instructions or text")]
 Evaluation = Annotated[str | None, Option("--eval", help="of a folder: a share such as 5%, so many examples, or another file")]
 EvalEvery = Annotated[
     int | None, Option("--eval-every", min=1, help="of a folder: steps between evaluations and samples; a tenth of a run, or 5")
@@ -68,6 +66,11 @@ Ranks = Annotated[int | None, Option("--ranks", min=1, help="in so many processe
 Restarts = Annotated[
     int | None, Option("--restarts", min=0, help="times that ranks which die are started again, from the last checkpoint")
 ]
+DiskFolder = Annotated[
+    Path | None,
+    Option("--disk-folder", help="where optimizer state lies that the plan has on the disk; the roomiest usual folder"),
+]
+AnyFileSystem = Annotated[bool, Option("--any-file-system", help="also one in memory, or behind a network")]
 HangSeconds = Annotated[
     float | None,
     Option("--hang-seconds", min=1, callback=finite, help="a rank that waits longer for the others gives up; 600"),

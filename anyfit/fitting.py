@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import runpy
+import shlex
 import signal
 import statistics
 import sys
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .values.job import Job
 
 MUCH_PADDING = 0.02  # of a batch, to be spoken of
+CHECK_SCRIPT = "anyfit check FILE.py:FUNCTION, with a function that returns the Job"
 RECENT = 20  # steps that make up the speed shown
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals by which somebody stops a run
 SHUTDOWN_SECONDS = 600  # that ranks have to end a step and save it, once they were told to stop
@@ -56,6 +58,7 @@ class DemoOptions:
     deterministic: bool
     device_memory: str | None
     host_memory: str | None
+    disk: str | None = None
 
 
 def run_folder(resume: Path | None, asked_for: Path | None, team: Team | None) -> Path:
@@ -226,7 +229,7 @@ def fit_demo(options: DemoOptions, launch: Launch, log_every: int) -> None:
     )
     with launched(launch):
         with _watcher(console, log_every) as watcher:
-            run, report = _started(job, options.steps, "start anew with more --steps", launch, watcher, console)
+            run, report = _started(job, options, "start anew with more --steps", launch, watcher, console)
             dataset = demo.SourceCode(options.length)
             epochs = -(-options.steps * options.batch_size // len(dataset))
             for batch in run.loader(dataset, epochs=epochs):
@@ -234,9 +237,10 @@ def fit_demo(options: DemoOptions, launch: Launch, log_every: int) -> None:
                     break
                 run.step(batch)
         finish(run, launch, report if launch.is_first else None, console)
-        with run.weights() as model:
-            console.print("\nwhat it writes now:\n", style="bold")
-            console.print(demo.write(model.eval(), options.length), markup=False, highlight=False)
+        if run.plan.pipeline == 1:  # else no rank has all of the model
+            with run.weights() as model:
+                console.print("\nwhat it writes now:\n", style="bold")
+                console.print(demo.write(model.eval(), options.length), markup=False, highlight=False)
         run.close()
 
 
@@ -253,7 +257,7 @@ def fit_folder(work: Work, job: Job, launch: Launch, reports: Reports, log_every
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     with launched(launch):
         with _watcher(console, log_every) as watcher:
-            run, report = _started(job, options.steps, _train_further(launch.folder, options), launch, watcher, console)
+            run, report = _started(job, options, _train_further(launch.folder, options), launch, watcher, console)
             refuse_leaks(run, work.training)
             looks = Looks(run, launch, work, watcher.say, reports.text)
             for batch in run.loader(work.training, epochs=options.epochs, collate_fn=work.training.collate):
@@ -261,19 +265,25 @@ def fit_folder(work: Work, job: Job, launch: Launch, reports: Reports, log_every
                 if looks.is_due:
                     looks.look()
         finish(run, launch, report if launch.is_first else None, console)
+        if options.lora is not None:
+            step = run.steps if launch.best is None else launch.best
+            merge = f"anyfit export --merge {shlex.quote(str(launch.checkpoints / f'{step:08d}'))} merged"
+            said = f"the weights are the adapter alone, for {options.model}; both as one plain model: {merge}"
+            console.print(said, markup=False, highlight=False, soft_wrap=True)
         for sample in looks.written:
-            console.print(
-                f"\nasked   {sample['prompt']!r}\nwrites  {sample['written']!r}\ndata    {sample['data']!r}", markup=False
-            )
+            shown = f"\nasked   {sample['prompt']!r}\nwrites  {sample['written']!r}\ndata    {sample['data']!r}"
+            console.print(shown, markup=False, soft_wrap=True)
         run.close()
 
 
-def _started(job: Job, steps: int | None, way_on: str, launch: Launch, watcher: Watcher, console: Console) -> tuple[Run, Report]:
+def _started(
+    job: Job, options: DemoOptions | FinetuneOptions, way_on: str, launch: Launch, watcher: Watcher, console: Console
+) -> tuple[Run, Report]:
     """A run that is watched. One that is resumed and has nothing left to do says so, and how to go on."""
     from . import start
 
-    run = start(job)
-    report = Report(run, watcher, steps, launch.timeline)
+    run, steps = start(job), options.steps
+    report = Report(run, watcher, steps, launch.timeline, check_of(options))
     launch.say, launch.on_step = watcher.say, report.step
     _show_plan(run, console)
     if launch.resume and steps is not None and run.steps >= steps:
@@ -287,8 +297,18 @@ def _show_plan(run: Run, console: Console) -> None:
     show_plan(run.plan, console)
     padding = padding_share(run.job.sample)
     if padding >= MUCH_PADDING:
-        note = f"tokens/s of the plan count padding, {padding:.0%} of Job(sample=); those of the run do not"
+        note = f"the plan's tokens/s count padding ({padding:.0%} of its batch), those of the run do not"
         console.print(f"note           {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def check_of(options: DemoOptions | FinetuneOptions) -> str:
+    """The command that times the job of such a run."""
+    target, how = "demo", {"--batch": options.batch_size, "--seq": options.length, "--dtype": options.precision}
+    if isinstance(options, FinetuneOptions):
+        target = shlex.quote(options.model)
+        how |= {"--lora": options.lora, "--optimizer": options.optimizer}
+    how |= {"--device-memory": options.device_memory, "--host-memory": options.host_memory, "--disk": options.disk}
+    return " ".join(["anyfit check", target, *(f"{option} {value}" for option, value in how.items() if value is not None)])
 
 
 def _train_further(folder: Path, options: FinetuneOptions) -> str:
@@ -308,6 +328,7 @@ def resumed_options(folder: Path) -> DemoOptions | FinetuneOptions:
         document = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file}: not JSON ({error}); start anew with another --folder") from None
+    document = {"disk": None, **document} if isinstance(document, dict) else document  # a run may be older than a disk
     kind = FinetuneOptions if isinstance(document, dict) and "data" in document else DemoOptions
     return cast(DemoOptions | FinetuneOptions, decode(kind, document, str(file)))
 
@@ -327,7 +348,7 @@ def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every
                 def step(run: Run, alarms: list[str]) -> None:
                     if id(run) not in reports:
                         _show_plan(run, console)
-                        reports[id(run)] = Report(run, watcher, None, (run.launch or launch).timeline)
+                        reports[id(run)] = Report(run, watcher, None, (run.launch or launch).timeline, CHECK_SCRIPT)
                     reports[id(run)].step(run, alarms)
 
                 launch.say, launch.on_step = watcher.say, step
@@ -347,15 +368,17 @@ def fit_script(script: Path, arguments: Sequence[str], launch: Launch, log_every
 class Report:
     """Turns a run's metrics into beats for a watcher, and keeps what the closing lines need."""
 
-    def __init__(self, run: Run, watcher: Watcher, steps: int | None, timeline: Path | None) -> None:
-        self.run, self._watcher, self._steps, self._timeline = run, watcher, steps, timeline
+    def __init__(self, run: Run, watcher: Watcher, steps: int | None, timeline: Path | None, check: str) -> None:
+        self.run, self._watcher, self._steps, self._timeline, self._check = run, watcher, steps, timeline, check
         self.recorded: timelines.Timeline | None = None
         self.seconds: deque[float] = deque(maxlen=1000)
+        self.largest = run.plan  # of those that the run had: its peak may be from before it moved
         self._said_why = False
 
     def step(self, run: Run, alarms: list[str]) -> None:
         metrics = run.metrics
         self.seconds.append(metrics.seconds)
+        self.largest = max(self.largest, run.plan, key=lambda plan: plan.forecast.peak_bytes["device"])
         recent = statistics.median(list(self.seconds)[-RECENT:])
         for line in alarms:
             self._watcher.say(f"alarm: {line}")
@@ -379,7 +402,8 @@ class Report:
     def say_why(self, seconds: float, say: Callable[[str], None]) -> None:
         """Once, where steps on a CPU are far from their forecast: GPUs are rarely shared, and held to it."""
         plan, metrics = self.run.plan, self.run.metrics
-        why = why_off(seconds, metrics.clipped_share, plan.forecast) if self.run.device.type == "cpu" else None
+        off = functools.partial(why_off, seconds, metrics.clipped_share, plan.forecast, self._check)
+        why = off() if self.run.device.type == "cpu" else None
         if why is not None and not self._said_why:
             say(why)
             self._said_why = True
@@ -411,7 +435,8 @@ def finish(run: Run, launch: Launch, report: Report | None, console: Console) ->
     if report.seconds:
         seconds = statistics.median(list(report.seconds)[3:] or report.seconds)  # the first steps were watched for memory
         metrics = run.metrics
-        show_forecast_beside_measured(run.plan, seconds, metrics.clipped_share, metrics.peak_bytes["device"], console)
+        peak = metrics.peak_bytes["device"]
+        show_forecast_beside_measured(run.plan, seconds, metrics.clipped_share, peak, console, report.largest)
         report.say_why(seconds, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
         console.print(f"loss {metrics.loss:.3f} after {run.steps} steps", highlight=False)
     if launch.timeline is not None:

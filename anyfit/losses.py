@@ -26,7 +26,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 SLICE_BYTES = 2**28  # of one slice's logits in fp32; its log-softmax takes as much again
 TILE = 128  # rows: a GPU's products work in multiples of them
+OTHERS = -100  # a word that is another rank's, or does not count
 _tanh_backward = torch.ops.aten.tanh_backward
 
 
@@ -58,20 +59,27 @@ def sliced_cross_entropy(
     slice_rows   tokens whose logits exist at a time; when not given, as many as 256 MiB hold in fp32, or all where slices would
                  not save memory
     softcap      logits are `softcap * tanh(logits / softcap)`, as Gemma's
+
+    A weight whose rows are cut over several ranks has a method `of_ranks`: it gives this rank's rows, and the ranks.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} is not known; 'mean' and 'sum' are")
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(f"targets of shape {tuple(targets.shape)} do not belong to hidden states of {tuple(hidden.shape)}")
-    rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    rows, wanted, ranks = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), None
+    if hasattr(weight, "of_ranks"):
+        weight, ranks = weight.of_ranks()
+        rows, bias = ranks.shared(rows), None if bias is None else ranks.own(bias)
     learns = torch.is_grad_enabled()  # inside the function it never is
     if slice_rows is None:
         vocabulary, width = weight.shape
+        if ranks is not None:  # the same number of slices on all of them, of which the last may have fewer words
+            vocabulary = -(-ranks.counted(vocabulary)[1] // ranks.n)
         slice_rows = default_slice_rows(len(rows), vocabulary, width if learns and weight.requires_grad else 0)
     elif slice_rows < 1:
         raise ValueError(f"slice_rows must be at least 1, got {slice_rows}")
     apply: Any = _Sliced.apply
-    loss: Tensor = apply(rows, weight, bias, wanted, ignore_index, slice_rows, reduction, softcap, learns)
+    loss: Tensor = apply(rows, weight, bias, wanted, ignore_index, slice_rows, reduction, softcap, learns, ranks)
     return loss
 
 
@@ -81,6 +89,34 @@ def default_slice_rows(rows: int, vocabulary: int, learnt_width: int) -> int:
     fitting = SLICE_BYTES // (4 * vocabulary)
     fitting = max(fitting - fitting % TILE if fitting > TILE else fitting, 1)
     return max(rows, 1) if rows <= fitting + learnt_width // 2 else fitting
+
+
+class Ranks(Protocol):
+    """Those that have the words' rows of a head together, from the side of one."""
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def counted(self, own: int) -> tuple[int, int]:
+        """Of words of which this rank has `own`: where they begin, and how many all have."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    def stacked(self, x: Tensor) -> Tensor:
+        """What all of them have, one after the other."""
+        ...
+
+    def shared(self, x: Tensor) -> Tensor:
+        """The same tensor, whose gradient adds up over them."""
+        ...
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's part of what all of them have, cut as the rows are."""
+        ...
 
 
 class _Sliced(torch.autograd.Function):
@@ -96,24 +132,29 @@ class _Sliced(torch.autograd.Function):
         reduction: str,
         softcap: float | None,
         learns: bool,
+        ranks: Ranks | None,
     ) -> Tensor:
         to_hidden, to_weight, to_bias = (learns and needed for needed in ctx.needs_input_grad[:3])
         counts = targets != ignore_index
         count = counts.sum().float() if reduction == "mean" else None
         shares = counts.float() if count is None else torch.where(counts, 1 / count, 0.0)  # of each token in the loss
-        places = torch.where(counts, targets, 0)
+        wanted, ignored, hits = targets, ignore_index, shares  # words as the rows here count them, and their share
+        if ranks is not None:
+            wanted, ignored = _own_words(targets, counts, len(weight), ranks), OTHERS
+            hits = torch.where(wanted != ignored, shares, 0.0)
+        places = torch.where(wanted != ignored, wanted, 0)
         losses: list[Tensor] = []
         of_hidden = torch.empty_like(hidden) if to_hidden else None
         of_weight: Tensor | None = None
         of_bias: Tensor | None = None
         slices = list(_slices(len(hidden), slice_rows))
         for rows in slices:
-            logs, slope = _log_softmax(F.linear(hidden[rows], weight, bias), softcap)
-            losses.append(F.nll_loss(logs, targets[rows], ignore_index=ignore_index, reduction="sum"))
+            logs, slope = _log_softmax(F.linear(hidden[rows], weight, bias), softcap, ranks)
+            losses.append(F.nll_loss(logs, wanted[rows], ignore_index=ignored, reduction="sum"))
             if not (to_hidden or to_weight or to_bias):
                 del logs, slope  # as large as a slice may be: the next is not to meet them
                 continue
-            gradient = slope(_of_logits(logs, places[rows], shares[rows]))
+            gradient = slope(_of_logits(logs, places[rows], shares[rows], hits[rows]))
             del logs, slope
             if of_hidden is not None:
                 of_hidden[rows] = gradient @ weight
@@ -134,6 +175,7 @@ class _Sliced(torch.autograd.Function):
             ctx.anyfit_divisor, ctx.anyfit_labels = count, targets.numel()  # by which losses of micro-batches are weighted
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        total = total if ranks is None else ranks.all_reduce(total)
         return total if count is None else total / count
 
     @staticmethod
@@ -144,7 +186,7 @@ class _Sliced(torch.autograd.Function):
             None if gradient is None else _scaled(gradient, incoming, dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return *made, None, None, None, None, None, None
+        return *made, None, None, None, None, None, None, None
 
 
 def _slices(rows: int, slice_rows: int) -> Iterator[slice]:
@@ -153,21 +195,36 @@ def _slices(rows: int, slice_rows: int) -> Iterator[slice]:
         yield slice(start, min(start + slice_rows, rows))
 
 
-def _log_softmax(logits: Tensor, softcap: float | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _own_words(targets: Tensor, counts: Tensor, words: int, ranks: Ranks) -> Tensor:
+    """Counted from this rank's first; those of others, and what does not count, are OTHERS. A word that is nobody's is an error,
+    as it is of the whole."""
+    first, total = ranks.counted(words)
+    torch._assert_async((~counts | ((targets >= 0) & (targets < total))).all(), "a target is out of range")
+    own = targets - first
+    return torch.where(counts & (own >= 0) & (own < words), own, OTHERS)
+
+
+def _log_softmax(logits: Tensor, softcap: float | None, ranks: Ranks | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Of the capped logits, in fp32; and what takes its gradient by them to that by the logits, in their dtype."""
     dtype = logits.dtype
     if softcap is None:
         logits = logits.float()  # and those in the model's dtype go
-        return F.log_softmax(logits, dim=-1), lambda gradient: gradient.to(dtype)
+        return _logs(logits, ranks), lambda gradient: gradient.to(dtype)
     bent = torch.tanh(logits / softcap)
     logits = (bent * softcap).float()
-    return F.log_softmax(logits, dim=-1), lambda gradient: _tanh_backward(gradient.to(dtype) * softcap, bent) / softcap
+    return _logs(logits, ranks), lambda gradient: _tanh_backward(gradient.to(dtype) * softcap, bent) / softcap
 
 
-def _of_logits(logs: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+def _logs(logits: Tensor, ranks: Ranks | None) -> Tensor:
+    """Over the words of all ranks."""
+    if ranks is None:
+        return F.log_softmax(logits, dim=-1)
+    return logits - ranks.stacked(logits.logsumexp(-1, keepdim=True)).logsumexp(0)
+
+
+def _of_logits(logs: Tensor, places: Tensor, shares: Tensor, hits: Tensor) -> Tensor:
     """The loss's gradient by the logits, in the place of their log-softmax: share * (softmax - onehot)."""
-    shares = shares[:, None]
-    return logs.exp_().mul_(shares).scatter_add_(1, places[:, None], -shares)
+    return logs.exp_().mul_(shares[:, None]).scatter_add_(1, places[:, None], -hits[:, None])
 
 
 def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:

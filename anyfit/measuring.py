@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from .meshing import Axes
 from .planning import search
 from .probing import cache
 from .profiling import profile_of
@@ -30,7 +31,7 @@ def measure_blocks(job: Job, machine: Machine) -> list[BlockFigures]:
     plan = search(profile)
     whole = next(each for each in profile.passes if each.micro_batch == plan.micro_batch)
     names = [block.name for block in whole.blocks if "recompute" in block.choices]
-    start = Start(job, None, profile, None)
+    start = Start(job, None, profile, Axes(), None)
     with start.run(machine, None, deterministic=False):
         assert start.placed is not None
         found = figures_of_blocks(job, start.placed, names, plan.micro_batch, cache.compiler_versions())

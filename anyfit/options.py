@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperCommand
 
+from .values.best_batch import parse_batch
 from .values.precision import PRECISIONS
 from .values.units import parse_bytes
 
@@ -30,6 +32,16 @@ def precision(parameter: typer.CallbackParam, name: str | None) -> str | None:
     if name is not None and name not in PRECISIONS:
         raise ValueError(f"{parameter.opts[0]} {name}: {' or '.join(PRECISIONS)} today")
     return name
+
+
+def samples(_parameter: typer.CallbackParam, text: str | None) -> str | None:
+    """A number of samples, or that the best is to be found, before anything is built."""
+    try:
+        if text is not None:
+            parse_batch(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
 
 
 def finite(parameter: typer.CallbackParam, seconds: float | None) -> float | None:
@@ -71,6 +83,9 @@ NEEDLESS = {
     "name the folder itself: anyfit fit FOLDER": ("model", "model-name", "model-name-or-path", "base-model"),
     "gradients are clipped to a norm of 1": ("max-grad-norm", "clip-norm", "gradient-clipping"),
     "the optimizer has torch's own; for another, write a script": ("weight-decay",),
+    "--lora adapts every linear layer, with an alpha of twice its rank; for others, write a script": (
+        "lora-alpha", "lora-dropout", "lora-target-modules", "target-modules",
+    ),
     "anyfit runs no code of a folder": ("trust-remote-code",),
     "a run is on this machine, and anyfit plan is for any": ("machine",),
 }  # fmt: skip
@@ -92,6 +107,8 @@ class Command(TyperCommand):
             hint = self._known_as(refused.option_name) if hasattr(error, "possibilities") else None  # no such option
             if hint is not None:
                 refused.message, refused.possibilities = f"{refused.message}; {hint}", None
+            elif hasattr(error, "message"):
+                refused.message = _in_words(refused.message)
             raise
 
     def _known_as(self, option: str) -> str | None:
@@ -102,6 +119,20 @@ class Command(TyperCommand):
         return next((f"leave it out: {why}" for why, others in NEEDLESS.items() if name in others), None)
 
 
+def _in_words(message: str) -> str:
+    """What a value should be, without the parser's own words.
+
+    >>> _in_words("Input should be a valid integer, unable to parse string as an integer")
+    'give a whole number'
+    >>> _in_words("Input should be greater than or equal to 1")
+    'give 1 or more'
+    """
+    for kind, wanted in {"integer": "a whole number", "number": "a number"}.items():
+        if message.startswith(f"Input should be a valid {kind}"):
+            return f"give {wanted}"
+    return re.sub(r"^Input should be greater than or equal to (\S+)$", r"give \1 or more", message)
+
+
 Target = Annotated[
     str,
     Argument(
@@ -110,6 +141,15 @@ Target = Annotated[
     ),
 ]
 Batch = Annotated[int | None, Option("--batch", min=1, help="samples a step, of all GPUs together")]
+PlanBatch = Annotated[
+    str | None,
+    Option(
+        "--batch",
+        callback=samples,
+        help="samples a step, of all GPUs together; best (or best:256): as many of up to 64 (256) as give most tokens/s",
+        metavar="INTEGER|best",
+    ),
+]
 Seq = Annotated[int | None, Option("--seq", min=1, help="tokens a sample; bytes, for the demo")]
 Dtype = Annotated[str | None, Option("--dtype", callback=precision, help="bf16 or fp32")]
 OptimizerName = Annotated[str | None, Option("--optimizer", help="adamw, adam, sgd, or another class of torch.optim")]
@@ -131,6 +171,29 @@ Agree = Annotated[
 NoCompile = Annotated[bool, Option("--no-compile", help="no block is compiled")]
 Gpus = Annotated[int | None, Option("--gpus", min=1, help="as if each node had so many GPUs")]
 Nodes = Annotated[int | None, Option("--nodes", min=1, help="as if there were so many nodes")]
+MeshAxes = Annotated[
+    str | None,
+    Option(
+        "--mesh",
+        help="ranks as axes, such as data=2,tensor=4: along the tensor axis they hold each block together, along a pipeline axis "
+        "other blocks each",
+    ),
+]
+LayoutOption = Annotated[
+    str | None, Option("--layout", help="how a tensor axis cuts blocks: data, megatron, sequence or ulysses")
+]
+# What a user decides of a plan, by the field of values/forced.py.
+ScheduleName = Annotated[str | None, Option("--schedule", help="of a pipeline: 1f1b or interleaved")]
+Chunks = Annotated[int | None, Option("--chunks", min=1, help="stages that each rank of a pipeline has")]
+MicroBatch = Annotated[int | None, Option("--micro-batch", min=1, help="samples of a rank that go through the model at once")]
+ActivationsOfAll = Annotated[
+    str | None,
+    Option("--activations", help="of all blocks: keep, selective (recompute but for the costly ops) or recompute"),
+]
+Shard = Annotated[
+    str | None,
+    Option("--shard", help="over the data axis: none, optimizer, gradients (and it) or all; over 8 of its ranks: all=8"),
+]
 MachineName = Annotated[str | None, Option("--machine", help="a preset or a machine file; this machine when not given")]
 DeviceMemory = Annotated[
     str | None, Option("--device-memory", callback=size, help="use no more than this of a device, such as 24GiB")
@@ -144,5 +207,9 @@ PlanDeviceMemory = Annotated[
 PlanHostMemory = Annotated[
     str | None,
     Option("--host-memory", callback=size, help="use no more than this of the host; with --machine, as if it had so much"),
+]
+Disk = Annotated[
+    str | None,
+    Option("--disk", callback=size, help="let optimizer state lie on the disk, no more than this; it wears the drive"),
 ]
 Json = Annotated[bool, Option("--json", help="print JSON, for programs")]

@@ -106,7 +106,8 @@ class Reports:
 
 def figures_of(run: Run) -> dict[str, float]:
     metrics = run.metrics
-    return {
+    worn = {"disk_written_bytes": float(metrics.disk_written_bytes)} if metrics.disk_written_bytes else {}
+    return worn | {
         "loss": metrics.loss,
         "gradient_norm": metrics.gradient_norm,
         "learning_rate": metrics.learning_rates[0],

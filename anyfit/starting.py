@@ -8,29 +8,30 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .deciding import Deciding, machine_of_first_rank
 from .kernels.pages import nodes
+from .meshing import Axes
 from .placing import Placed, place
 from .placing.compiled import no_compiler
+from .placing.cutting import Solver
 from .placing.mirrors import mirrored_bytes
 from .placing.ranks import ALONE, HANG_SECONDS, Ranks
 from .placing.stock import LEAST_BYTES, Stock
 from .placing.weights import Opened, opened
 from .planning import search
-from .planning.answers import as_options
 from .probing import host
 from .probing.cache import cached, compiler_versions, keep_clipped_steps, keep_compiled, keep_correction
 from .probing.memory import gpus_before_use
@@ -45,16 +46,20 @@ from .running.rehearsal import Findings, Rehearsal, hooks_on_gradients
 from .running.rescue import Rescue
 from .running.run import Run
 from .running.team import MARGIN_SECONDS, Team
+from .stages.looked import Looked
+from .staging import look
 from .tracing.blocks import kinds_of
 from .values.compiled import BlockFigures
 from .values.corrections import ClippedSteps
-from .values.demands import StaysOnDevice, StaysWhole
+from .values.demands import StaysInOneStage, StaysOnDevice, StaysUncut, StaysWhole
+from .values.disk_folder import DiskFolder
 from .values.doing import doing, make_way
 from .values.job import Job
 from .values.machine import Machine
 from .values.plan import Plan
 from .values.profile import Profile
-from .values.units import show_bytes
+
+GivenPlan: TypeAlias = Plan | str | Path | None
 
 
 def joined(hang_seconds: float) -> Team | None:
@@ -67,9 +72,17 @@ def joined(hang_seconds: float) -> Team | None:
 class Start:
     """One start of a job. `profile` is known once it was asked for; a plan that was given is not changed."""
 
-    def __init__(self, job: Job, plan: Plan | str | Path | None, profile: Profile | None, hang_seconds: float | None) -> None:
-        if plan is not None and profile is not None:
-            raise ValueError("anyfit.start takes a plan, or a profile to make one from; leave one of them out")
+    def __init__(
+        self,
+        job: Job,
+        plan: GivenPlan,
+        profile: Profile | None,
+        axes: Axes,
+        hang_seconds: float | None,
+        disk: DiskFolder | None = None,
+    ) -> None:
+        if sum((plan is not None, profile is not None, axes.is_asked)) > 1:
+            raise ValueError("anyfit.start takes a plan, a profile to make one from, or mesh= and layout=: one of these")
         if isinstance(job.model, nn.Module):
             refuse_held(job.model)
         self._launch = launching.current()
@@ -78,9 +91,10 @@ class Start:
         self._team = joined(self._waits)
         self._count = 1 if self._team is None else self._team.count
         self._is_given = plan is not None or (self._launch is not None and self._launch.plan is not None)
-        self._given, self._profile = plan, profile
-        self._steps = None if self._launch is None else self._launch.steps
-        self._planned_from: Profile | None = None
+        self._given, self._profile, self._axes = plan, profile, _axes_of(axes, self._launch)
+        self._chooses_stages = not self._is_given and not self._axes.has_stages
+        self._disk = disk or (DiskFolder() if self._launch is None else self._launch.disk)
+        self._deciding: Deciding | None = None  # of rank 0, once it plans
         self.placed: Placed | None = None  # known once the job runs
 
     def run(self, machine: Machine | None, resume: str | Path | None, *, deterministic: bool) -> Run:
@@ -104,9 +118,8 @@ class Start:
             self._rehearse_or_close(rehearsal, found)
         placed = self._here
         if team is not None:
-            torch.manual_seed(launching.seed_of(job.seed, ranks.index))
-        known = self._profile, self._planned_from
-        rescue = None if self._is_given or team is not None else rescue_for(job, self._machine, *known, placed)
+            torch.manual_seed(launching.seed_of(job.seed, ranks.replica))
+        rescue = None if self._is_given or team is not None or placed.disk is not None else self._rescue(placed)
         watch = HostWatch(host.left_memory_bytes, self._plan.limit_bytes["host"])
         tuner = None if deterministic or rescue is None else self._tuner(device)
         run = Run(job, self._plan, placed, rescue, watch, team, rehearsal, self._keep_clipped(), tuner)
@@ -129,9 +142,8 @@ class Start:
         if self._team is None:
             self._machine, self._plan, self._resume = prepared()
             return
-        given, profile = _loaded(self._given), self._profile
+        given = _loaded(self._given)
         self._machine, self._plan, self._resume = self._team.from_first(prepared, "the plan")
-        self._profile = profile  # what rank 0 has found besides is its own alone
         self._team.agree(_facts(self._job, given or self._plan, self._resume))
 
     def _prepared(self, machine: Machine | None, resume: str | Path | None) -> tuple[Machine, Plan, str | Path | None]:
@@ -152,38 +164,13 @@ class Start:
                 f"the profile is for {self._profile.ranks} ranks, and {self._count} are there; make it so: "
                 f"profile(job, ranks={self._count})"
             )
-        if not self._is_given and isinstance(job.model, nn.Module):  # of a user's own: traced while it is unplaced
-            self._known_profile()
-        found = _loaded(plan) or self._planned()
+        places = None if self._team is None else self._team.places
+        self._deciding = Deciding(job, machine, places, self._profile, self._axes, launch, self._say)
+        if not self._is_given and isinstance(job.model, nn.Module):
+            self._deciding.look()
+        found = _loaded(plan) or self._deciding.first()
         self._refuse_for_another_job(found)
         return machine, found, resume
-
-    def _planned(self) -> Plan:
-        """A plan for the host memory of the machine, or, where that is not free, for what other programs leave to each rank. The
-        weights of the user's model count as free: they go as they are placed."""
-        profile, model, team = self._profile or self._profiled(for_plan=True), self._job.model, self._team
-        ranks = 1 if team is None else ranks_on_first_node(team.places)
-        kept = sum(each.nbytes for each in model.parameters() if each.is_cpu) if isinstance(model, nn.Module) else 0
-        beside = self._machine.device.calibration.beside_bytes
-        self._planned_from, found = profile, search(profile, self._steps, self._typed)
-        needed = found.forecast.peak_bytes["host"] + beside(found.forecast.peak_bytes["host"])
-        free = int(host.left_memory_bytes()) // ranks + min(max(host.own_memory_bytes() - kept, 0), beside(0)) + kept
-        if needed <= free:
-            return found
-        self._say(
-            f"the plan would take {show_bytes(needed)} of the {show_bytes(profile.host_limit_bytes)} of host memory, "
-            f"of which {show_bytes(free)} are free: planning anew"
-        )
-        self._profile = self._planned_from = replace(self._known_profile(), host_limit_bytes=free)
-        return search(self._profile, self._steps, self._typed)
-
-    def _typed(self, limits: Mapping[str, str]) -> str | None:
-        """Memory that would be enough, as whoever starts this would ask for it; None where this machine has less."""
-        if self._machine.lacks(limits):
-            return None
-        if self._launch is not None:
-            return as_options(limits)
-        return f"machine.with_limits({', '.join(f'{tier}_memory={size!r}' for tier, size in limits.items())})"
 
     def _refuse_for_another_job(self, plan: Plan) -> None:
         job = self._job
@@ -198,16 +185,6 @@ class Start:
             raise ValueError(f"Job(replay=False), but the plan replays {len(plan.replayed)} blocks; use plan.without_replayed()")
         if plan.ranks != self._count:
             raise ValueError(f"the plan is for {plan.ranks} ranks, and {self._count} are there; plan again, or start as many")
-
-    def _known_profile(self) -> Profile:
-        """With all micro-batches, as another plan may need them."""
-        if self._profile is None:
-            self._profile = self._profiled(for_plan=False)
-        return self._profile
-
-    def _profiled(self, *, for_plan: bool) -> Profile:
-        rank_grid, sharing = ((1, 1), 1) if self._team is None else rank_grid_of(self._team.places)
-        return profile_of(self._job, self._machine, rank_grid, for_plan=for_plan).slowed(sharing)
 
     def _say(self, line: str) -> None:
         make_way()
@@ -256,22 +233,18 @@ class Start:
         return Stock(planned, spared, threads=max(host.cores() - 1, 1))
 
     def _placed(self, found: Opened, device: torch.device, ranks: Ranks, stock: Stock | None) -> Placed:
-        """Placed by the plan, or by another that leaves on the device, or unsharded, what the model demands."""
+        """Placed by the plan, or by another that leaves on the device, unsharded or uncut what the model demands."""
+        met = list[type]()
         while True:
             try:
-                parts = self._job, self._plan, found.model, device
-                return place(*parts, ranks=ranks, elements=found.elements, agreed=self._agree, stock=stock)
-            except (StaysOnDevice, StaysWhole) as demand:
-                if self._is_given:
+                parts = (self._job, self._plan, found.model, device)
+                more: Any = {"elements": found.elements, "agreed": self._agree, "stock": stock, "looked": self._looked}
+                return place(*parts, ranks=ranks, solver=solver_for(self._plan, self._machine), disk=self._disk, **more)
+            except (StaysOnDevice, StaysWhole, StaysUncut, StaysInOneStage) as demand:
+                if self._is_given or type(demand) in met:
                     raise
-                profile = before = self._known_profile()
-                if isinstance(demand, StaysWhole):
-                    profile = before.unsharded()
-                elif not before.state_stays:
-                    profile = before.staying(demand.reason, demand.mirrored_bytes)
-                if profile == before:
-                    raise
-                self._plan_for(profile)
+                met.append(type(demand))
+                self._plan_heeding(demand)
 
     def _keep_clipped(self) -> Callable[[int, int], None] | None:
         """For later plans, which weigh clipped steps by it. A CPU's updates wait for the norm anyway: nothing to learn there."""
@@ -286,9 +259,13 @@ class Start:
 
         return keep
 
+    def _rescue(self, placed: Placed) -> Rescue:
+        assert self._deciding is not None
+        return rescue_for(self._job, self._machine, self._deciding.known, self._deciding.chosen_from, placed)
+
     def _tuner(self, device: torch.device) -> Tuner | None:
         """Of a run that may compile its blocks later; one that is resumed keeps the plan that it had."""
-        job, machine, profile = self._job, self._machine, self._planned_from
+        job, machine, profile = self._job, self._machine, None if self._deciding is None else self._deciding.chosen_from
         if profile is None or job.compile is False or job.max_sample is not None or no_compiler(device) is not None:
             return None
 
@@ -302,11 +279,25 @@ class Start:
         if self._team is not None:
             self._team.agree(facts_of(self._job, model, optimizer))
 
-    def _plan_for(self, profile: Profile) -> None:
-        self._profile = self._planned_from = profile
-        team = self._team
-        planned = functools.partial(search, profile, self._steps)
-        self._plan = planned() if team is None else team.from_first(planned, "another plan")
+    def _plan_again(self, make: Callable[[Deciding], Plan]) -> None:
+        def planned() -> Plan:
+            assert self._deciding is not None
+            return make(self._deciding)
+
+        self._plan = planned() if self._team is None else self._team.from_first(planned, "another plan")
+
+    def _plan_heeding(self, demand: StaysOnDevice | StaysWhole | StaysUncut | StaysInOneStage) -> None:
+        if isinstance(demand, StaysInOneStage | StaysUncut):
+            self._plan_again(lambda deciding: deciding.without_axis(demand))
+        elif isinstance(demand, StaysWhole):
+            self._plan_again(lambda deciding: deciding.again(lambda profile: profile.unsharded()))
+        else:
+            stays = demand.reason, demand.mirrored_bytes
+            self._plan_again(lambda deciding: deciding.again(lambda profile: profile.staying(*stays)))
+
+    @property
+    def _looked(self) -> Looked | None:
+        return look(self._job, self._plan, self._team if self._chooses_stages else None)
 
     @property
     def _here(self) -> Placed:
@@ -315,10 +306,14 @@ class Start:
 
     def _place_without(self, findings: Findings, found: Opened) -> None:
         """By another plan, without what was found to change the result."""
-        self._plan_for(findings.restrict(self._known_profile()))
+        self._plan_again(lambda deciding: deciding.again(findings.restrict))
+        self._place_again(found)
+
+    def _place_again(self, found: Opened) -> None:
         placed, self.placed = self._here, None  # nobody else may hold it: its memory is needed
-        if placed.ranks.are_several:
-            self.placed = _placed_from_whole(self._job, self._plan, placed, found)
+        if placed.ranks.are_several or placed.disk is not None or any(each.optimizer == "disk" for each in self._plan.chunks):
+            solver = solver_for(self._plan, self._machine)
+            self.placed = _placed_from_whole(self._job, self._plan, placed, found, solver, self._looked, self._disk)
             return
         device, model, carried = placed.device, placed.model, placed.lift()
         del placed
@@ -338,9 +333,16 @@ class Start:
     def _rehearse(self, rehearsal: Rehearsal, found: Opened) -> None:
         """By the plan, or by one without what was found to change the result."""
         if self._plan.loss is None and self._plan.cuts:  # one that was made by hand, or before losses were looked at
-            graphs = traced(self._job, self._here.device.type, self._count)  # type: ignore[arg-type]
+            graphs = traced(self._job, self._here.device.type, self._plan.replicas)  # type: ignore[arg-type]
             self._plan = replace(self._plan, loss=graphs[0].loss)
-        findings = rehearsal.of(self._plan, self._here)
+        try:
+            findings = rehearsal.of(self._plan, self._here)
+        except StaysUncut as demand:
+            if self._is_given:
+                raise
+            self._plan_heeding(demand)
+            self._place_again(found)
+            findings = rehearsal.of(self._plan, self._here)
         unlike = set(findings.eager) & set(self._plan.compiled) or set(findings.op_by_op) & set(self._plan.replayed)
         if not self._is_given and unlike:  # planned as if they were compiled, or replayed
             self._say_news()
@@ -351,48 +353,50 @@ class Start:
                 raise ValueError(f"{against}; {findings.ways_out(self._plan)}")
             self._place_without(findings, found)
             findings = rehearsal.of(self._plan, self._here)
-        self._plan = replace(self._plan, loss=findings.loss if self._plan.cuts else self._plan.loss, rehearsed=True)
+        is_rehearsed = self._plan.pipeline == 1  # the loss of a pipeline is tried with the first batch
+        self._plan = replace(self._plan, loss=findings.loss if self._plan.cuts else self._plan.loss, rehearsed=is_rehearsed)
         self._plan = self._plan.without_compiled(findings.eager).without_replayed(findings.op_by_op)
         self._say_news()
+        if self._disk.is_asked and self._here.disk is None:
+            self._say("the plan has nothing on the disk: --disk-folder and disk_folder= are of no use to it")
 
     def _say_news(self) -> None:
-        for line in (*self._here.compiled.news(), *self._here.replayed.news()):
+        for line in self._here.news():
             self._say(line)
 
 
-def machine_of_first_rank(machine: Machine, places: Sequence[str]) -> Machine:
-    """What rank 0 may take of the machine. `places` has every rank's node and device. Limits that were given stay."""
-    limits, on_node, on_device = machine.limits, ranks_on_first_node(places), places.count(places[0])
-    return machine.with_limits(
-        device_memory=machine.device_limit_bytes // on_device if limits.device_bytes is None and on_device > 1 else None,
-        host_memory=machine.host_limit_bytes // on_node if limits.host_bytes is None and on_node > 1 else None,
-    )
+def _axes_of(axes: Axes, launch: launching.Launch | None) -> Axes:
+    """Those that the script asks for, or else the command line."""
+    typed = Axes() if launch is None else Axes.of(launch.mesh, launch.layout)
+    if axes.is_asked and typed.is_asked and axes != typed:
+        raise ValueError(
+            "anyfit fit is given --mesh or --layout, and the script asks anyfit.start for another mesh (a Trainer does: its "
+            "ranks have samples of their own); leave one of them out"
+        )
+    return typed if typed.is_asked or axes.is_free else axes
 
 
-def ranks_on_first_node(places: Sequence[str]) -> int:
-    nodes = [place.partition(" ")[0] for place in places]
-    return nodes.count(nodes[0])
-
-
-def rank_grid_of(places: Sequence[str]) -> tuple[tuple[int, int], int]:
-    """(ranks per node, nodes), and how many ranks share a device. Where nodes have different numbers of ranks, or ranks of a node
-    do not follow each other, each counts as a node of its own."""
-    nodes = [place.partition(" ")[0] for place in places]
-    ranks_of = Counter(nodes)
-    is_even = len(set(ranks_of.values())) == 1 and sum(a != b for a, b in itertools.pairwise(nodes)) == len(ranks_of) - 1
-    rank_grid = (len(places) // len(ranks_of), len(ranks_of)) if is_even else (1, len(places))
-    return rank_grid, max(Counter(places).values())
-
-
-def _placed_from_whole(job: Job, plan: Plan, placed: Placed, found: Opened) -> Placed:
-    """The same weights by another plan, over ranks that shard them."""
+def _placed_from_whole(
+    job: Job, plan: Plan, placed: Placed, found: Opened, solver: Solver | None, looked: Looked | None, disk: DiskFolder
+) -> Placed:
+    """The same weights by another plan, over ranks that shard them, or with state on the disk."""
     device, ranks, model = placed.device, placed.ranks, placed.model
-    whole = {} if job.weights is not None else placed.state.state_dict()
+    whole = {} if job.weights is not None else placed.state_dict()
     placed.close()
     for name, parameter in model.named_parameters():
         if name in whole:
             parameter.data = whole[name]
-    return place(job, plan, model, device, ranks=ranks, elements=found.elements)
+    return place(job, plan, model, device, ranks=ranks, elements=found.elements, solver=solver, looked=looked, disk=disk)
+
+
+def solver_for(plan: Plan, machine: Machine) -> Solver | None:
+    """Of block layouts, where the plan cuts blocks, by what the machine takes for an op and a move."""
+    if not (plan.cut or plan.tables):
+        return None
+    from .cutting import rates_on
+    from .planning.layouts import LayoutSolver  # scipy, which takes its time
+
+    return LayoutSolver(rates_on(machine, plan.precision, plan.mesh["tensor"]))
 
 
 def _loaded(plan: Plan | str | Path | None) -> Plan | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ SIZES: Mapping[str, Size] = {
     "gpt2-xl": _gpt2(48, 1600, 25),
     "gpt2-4b": _gpt2(32, 3072, 24),
     "gpt2-10b": _gpt2(48, 4096, 32),
+    "gpt2-13b": _gpt2(40, 5120, 40),
     "gpt2-15b": _gpt2(18, 8192, 64),
     "gpt2-20b": _gpt2(24, 8192, 64),
     "llama-1b": _llama(16, 2048, 32, 8192, tied=True),  # Llama 3.2
@@ -67,25 +69,35 @@ SIZES: Mapping[str, Size] = {
 
 
 def machine_for(
-    name: str | None, gpus: int | None, nodes: int | None, device_memory: str | None, host_memory: str | None
+    name: str | None,
+    gpus: int | None,
+    nodes: int | None,
+    device_memory: str | None,
+    host_memory: str | None,
+    disk: str | None = None,
 ) -> Machine:
     """The machine that is here, within these limits; or one that is described, as if it had so much, which is said where it has
     less."""
-    machine = machine_as_asked(name, gpus, nodes, device_memory, host_memory)
+    machine = machine_as_asked(name, gpus, nodes, device_memory, host_memory, disk)
     for line in () if name is None else machine.beyond(Machine.load(name).with_devices(gpus, nodes)):
         print(line, file=sys.stderr)
     return machine
 
 
 def machine_as_asked(
-    name: str | None, gpus: int | None, nodes: int | None, device_memory: str | None, host_memory: str | None
+    name: str | None,
+    gpus: int | None,
+    nodes: int | None,
+    device_memory: str | None,
+    host_memory: str | None,
+    disk: str | None = None,
 ) -> Machine:
     """The same, without a word."""
     from . import probe
 
     if name is None:
-        return probe().with_devices(gpus, nodes).with_limits(device_memory, host_memory)
-    return Machine.load(name).with_devices(gpus, nodes).as_if(device_memory, host_memory)
+        return probe().with_devices(gpus, nodes).with_limits(device_memory, host_memory, disk)
+    return Machine.load(name).with_devices(gpus, nodes).as_if(device_memory, host_memory, disk)
 
 
 @doing("making the job")
@@ -177,23 +189,18 @@ def _config_named(target: str) -> Any:
         raise ValueError(f"{target} is a file; name the function in it that returns a Job: {target}:job")
     transformers = _quiet_transformers()
     if not on_disk and "/" not in target and target not in transformers.CONFIG_MAPPING:
-        known = (*folders_here(), "demo", *SIZES, *transformers.CONFIG_MAPPING)
-        raise ValueError(
-            f"{target!r} names no function; write package.module:function or file.py:function, or 'demo', a size such as "
-            f"gpt2-4b, a Hugging Face model type, config.json or folder (hf download ORGANISATION/MODEL --local-dir {target} "
-            f"makes one){nearest(target, known)}"
+        near = nearest(target, (*folders_here(), "demo", *SIZES, *transformers.CONFIG_MAPPING))
+        fetch = f"hf download ORGANISATION/MODEL --local-dir {target}"
+        if "?" in near and re.search(r"\d[bm]\b", target.lower()):  # as models on the hub are called
+            near = f"; fetch it ({fetch}){near.replace(';', ', or', 1)}"
+        kinds = (
+            f"; give a Hugging Face folder ({fetch} makes one), config.json or model "
+            "type, a size such as gpt2-4b, 'demo', or a function: file.py:function or package.module:function"
         )
+        raise ValueError(f"{target!r} is no folder here, and no size or model type that is known{near if '?' in near else kinds}")
     from .values.huggingface import config_of
 
-    try:
-        return config_of(target)
-    except ConnectionError:
-        raise
-    except (OSError, ValueError) as error:
-        if "trust_remote_code" in str(error):
-            raise
-        first = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{target} holds no configuration that transformers can read: {first}") from error
+    return config_of(target)
 
 
 def _job_of_config(config: Any, batch: int, seq: int | None, dtype: str | None, lora: int | None) -> Job:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import get_args
 
+from anyfit.values.engine import DISK_REQUESTS
 from anyfit.values.graph import COSTLY_OPS, LEAST_OFFLOAD_BYTES, Graph
 from anyfit.values.layout import CHUNK_BYTES, Chunk
 from anyfit.values.machine import Beside, Device, Machine, update_threads
@@ -15,6 +16,7 @@ from anyfit.values.precision import PRECISIONS
 from anyfit.values.profile import (
     BlockCost,
     ChoiceCost,
+    DiskRates,
     HostRates,
     LaunchCosts,
     Layout,
@@ -29,7 +31,6 @@ from .links import Links
 from .memory import chunk_costs, chunks_of, chunks_together, live_bytes, reserved_bytes, segments, state_bytes, temporary_bytes
 from .times import (
     copy_seconds,
-    device_seconds,
     lengthened,
     measured_share,
     op_seconds,
@@ -65,29 +66,38 @@ def cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, rank_grid: 
 
 def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Links) -> Profile:
     graph, device, fitted = graphs[0], machine.device, machine.device.calibration
+    weight = PRECISIONS[graph.precision].weight
+    if not device.computes_in(weight):
+        raise ValueError(f"{machine.name}: a {device.name} does not compute in {weight}; plan for it with --dtype fp32")
     chunks = chunks_of(graph)
-    share = -(-batch_size // links.ranks)
+    share = -(-batch_size // (links.ranks // graph.tensor))
     passes = sorted((_pass(each, chunks, machine, share) for each in graphs), key=lambda each: -each.micro_batch)
-    fine, *others = _layouts(graph, device.kind, links.ranks)
+    fine, *others = _layouts(graph, device.kind, links.ranks // graph.tensor)  # for the data axis, as they are placed
     link_error, link_note = links.error()
+    trainable = graph.elements(trainable=True)
+    own = sum(parameter.elements for parameter in graph.parameters if parameter.trainable)
     largest = max(graphs, key=lambda each: each.micro_batch)
-    rates = device.matmul.get(PRECISIONS[graph.precision].weight) or device.matmul["float32"]
+    rates = device.matmul.get(weight) or device.matmul["float32"]
     made = Profile(
         model=graph.model,
         machine=machine.name,
         precision=graph.precision,
         optimizer=graph.update.name,
         batch_size=batch_size,
-        parameters=sum(parameter.elements for parameter in graph.parameters),
-        trainable=sum(parameter.elements for parameter in graph.parameters if parameter.trainable),
+        parameters=graph.elements(),
+        trainable=trainable,
         state=state_bytes(graph, chunks, device),
         passes=tuple(passes),
-        update=UpdateCost(update_seconds(graph.update, chunks, device), temporary_bytes(graph.update, chunks, device)),
+        update=UpdateCost(
+            # of so many as are trained: what one of them takes is what counts, where a tensor axis leaves a rank fewer
+            update_seconds(graph.update, chunks, device) * (trainable / max(own, 1)),
+            temporary_bytes(graph.update, chunks, device),
+        ),
         blocks=len(graph.blocks),
         chunk_bytes=CHUNK_BYTES,
         device_limit_bytes=machine.device_limit_bytes,
         host_limit_bytes=min(machine.host_limit_bytes, int(machine.host.memory_bytes.value) // links.node),
-        disk_limit_bytes=machine.disk_limit_bytes,
+        disk_limit_bytes=0 if machine.limits.disk_bytes is None else machine.disk_limit_bytes,
         context_bytes=int(device.context_bytes.value),
         workspace_bytes=int(device.workspace_bytes.value),
         peak_flops_per_second=rates.peak,
@@ -104,12 +114,14 @@ def _cost(graphs: Sequence[Graph], machine: Machine, batch_size: int, links: Lin
         together=fine.together,
         other_layouts=tuple(others),
         host=_host_rates(machine, links.node),
+        disk=_disk_rates(machine, links.ranks),
         notes=tuple(dict.fromkeys(note for each in graphs for note in each.notes)),
-        divisions=links.divisions(),
+        divisions=links.divisions(graph.tensor),
         link_error=link_error,
         link_note=link_note,
         loss=graph.loss,
         limited=tuple(tier for tier in ("device", "host", "disk") if getattr(machine.limits, f"{tier}_bytes") is not None),
+        assumes_host=machine.assumes_host,
     )
     return made.staying(graph.state_stays) if graph.state_stays else made
 
@@ -142,7 +154,7 @@ def _size_near(graph: Graph, base: int, ranks: int) -> int:
 def _time_error(graph: Graph, machine: Machine, seconds: float, rate_error: float) -> float:
     """How far a step may lie from its forecast; `rate_error` is that of the curve which bounds most passes."""
     device, fitted = machine.device, machine.device.calibration
-    busy = sum(device_seconds(op, graph.calls[op.call], device) for op in graph.ops)
+    busy = sum(seconds for _, seconds in op_seconds(graph, machine))
     if device.kind == "cuda" and seconds - copy_seconds(graph, machine) > HOST_BOUND * busy:
         return max(fitted.rough_time_error.value, rate_error)
     rough = rough_share(graph, device) >= ROUGH
@@ -167,6 +179,23 @@ def _host_rates(machine: Machine, ranks: int = 1) -> HostRates:
         up, down = min(up, each_way), min(down, each_way)
     slower = LoadedRates(loaded, min(copies.up_loaded.value / ranks, up), min(copies.down_loaded.value / ranks, down))
     return HostRates(max(alone, loaded), up, down, overlaps=True, loaded=slower, launching=_launch_costs(machine.device))
+
+
+def _disk_rates(machine: Machine, ranks: int) -> DiskRates | None:
+    """As updates reach them, with as many requests in flight as the engine has."""
+    if ranks > 1 and machine.limits.disk_bytes is not None:
+        raise ValueError(
+            f"a disk was allowed, and the job is for {ranks} ranks; this version has state on the disk for one rank: leave "
+            "--disk, or with_limits(disk=), out"
+        )
+    disk, share = machine.disk, machine.device.calibration.disk_share
+    if disk is None or ranks > 1:
+        return None
+    curves = disk.read, disk.write, disk.both
+    read, write, both = (share.value * curve.at(DISK_REQUESTS) for curve in curves)
+    error = max(share.measurement_error, *(curve.measurement_error for curve in curves))
+    bears = disk.endurance_bytes
+    return DiskRates(read, write, both, error, int(disk.free_bytes.value), int(bears.value), bears.source)
 
 
 def _launch_costs(device: Device) -> LaunchCosts:
@@ -225,7 +254,7 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, share: int) -
             )
             for index, block in enumerate(graph.blocks)
         ),
-        segments=_timed(graph, segments(graph, all_seconds, consuming), ops if device.kind == "cuda" else None),
+        segments=_timed(graph, segments(graph, all_seconds, consuming), ops, is_launched=device.kind == "cuda"),
         peak_bytes=live[peak],
         peak_bytes_accumulating=max(consuming),
         peak_at=graph.ops[peak].module or graph.model,
@@ -233,24 +262,28 @@ def _pass(graph: Graph, chunks: Sequence[Chunk], machine: Machine, share: int) -
     )
 
 
-def _timed(graph: Graph, found: Sequence[Segment], ops: Ops | None) -> tuple[Segment, ...]:
-    """With what the host and the device take for each, where these are two: segments are cut where another block begins."""
-    if ops is None:
-        return tuple(found)
+def _timed(graph: Graph, found: Sequence[Segment], ops: Ops, *, is_launched: bool) -> tuple[Segment, ...]:
+    """With what the host and the device take for each, where these are two, and what is exchanged: segments are cut where another
+    block begins."""
     cut = groupby(zip(graph.ops, ops, strict=True), key=lambda pair: (pair[0].block, pair[0].phase))
-    return tuple(
-        replace(segment, timing=timing_of(seconds for _, seconds in stretch))
-        for segment, (_, stretch) in zip(found, cut, strict=True)
-    )
+    made = []
+    for segment, (_, stretch) in zip(found, cut, strict=True):
+        pairs = list(stretch)
+        exchanged = sum(seconds[1] for op, seconds in pairs if op.kind == "exchange")
+        timing = timing_of(seconds for _, seconds in pairs) if is_launched else None
+        made.append(replace(segment, timing=timing, exchange_seconds=exchanged))
+    return tuple(made)
 
 
 def _choices(graph: Graph, ops: Ops, took: Sequence[float], machine: Machine) -> list[Mapping[str, ChoiceCost]]:
     """What the activations of each block cost under each choice: bytes that stay for backward, bytes that move, seconds on top.
 
     keep        all that forward leaves stays
-    recompute   its inputs stay; its forward is recomputed
+    recompute   its inputs stay; its forward is recomputed, up to the last op that made something for backward. One that is cut
+                over a tensor axis is one function, which saves what backward needs when it has ended
     selective   the results of COSTLY_OPS stay too, whether backward needs them or not; all other forward ops are recomputed.
-                Python looks at every call of the block, both times, which takes the host a while
+                Python looks at every call of the block, both times, which takes the host a while. Not of a block that is cut over
+                a tensor axis: its ops are inside one function
     offload     what is large enough moves to the host and back; only the rest stays. Of what other blocks save too, and of
                 buffers, a copy moves
 
@@ -278,7 +311,7 @@ def _choices(graph: Graph, ops: Ops, took: Sequence[float], machine: Machine) ->
     looked: list[list[tuple[float, float]]] = [[] for _ in range(count)]  # the same of what is selective
     forward, cheap = [0.0] * count, [0.0] * count
     for index, (op, seconds) in enumerate(zip(graph.ops, took, strict=True)):
-        if op.phase == "forward" and index <= last[op.block]:
+        if op.phase == "forward" and (index <= last[op.block] or graph.blocks[op.block].is_cut):
             launch, busy = ops[index]
             look, stays = look_seconds * op.calls, _is_costly(op.name)
             again[op.block].append(((1 + added) * launch, busy))
@@ -294,7 +327,8 @@ def _choices(graph: Graph, ops: Ops, took: Sequence[float], machine: Machine) ->
             moved = block.offload_bytes
             copies = moved / host.down_bytes_per_second + moved / host.up_bytes_per_second
             choices["recompute"] = ChoiceCost(block.input_bytes, 0, forward[index], whole)
-            choices["selective"] = ChoiceCost(block.input_bytes + costly[index], 0, cheap[index], part)
+            if not block.is_cut:
+                choices["selective"] = ChoiceCost(block.input_bytes + costly[index], 0, cheap[index], part)
             sending = device.calibration.offload_calls.value * sent[index] * device.host_seconds.value, 0.0
             sends = timing_of([sending]) if is_launched else None
             choices["offload"] = ChoiceCost(kept[index] - large[index], moved, copies, sends)

@@ -8,6 +8,10 @@ latency grows with the group and seconds a byte with (group - 1) / group, as in 
 network cards, one a device: they bound it where nodes have fewer devices than those of which the figures speak.
 
 Each replica reduce-scatters first; then replicas all-reduce each shard, over all cards of the nodes at once.
+
+Under a tensor axis, its ranks are neighbours in a node, and those of a data group are as far apart as it is long: in a node of
+eight with an axis of four, two of each group. Each of the four groups then has the network cards of its own two devices.
+Parameters that are whole on all ranks of the tensor axis are summed over these too.
 """
 
 from __future__ import annotations
@@ -16,11 +20,10 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
+from anyfit.values.division import NOTHING, Division, Exchange
 from anyfit.values.machine import Machine
-from anyfit.values.profile import Division, Exchange
 
-Name = Literal["all_gather", "reduce_scatter", "all_reduce"]
-NOTHING = Exchange(0.0, 0.0)
+Name = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 
 @dataclass(frozen=True)
@@ -35,20 +38,45 @@ class Links:
     def ranks(self) -> int:
         return self.node * self.nodes
 
-    def divisions(self) -> tuple[Division, ...]:
-        """From least sharded to most; none where there is one rank."""
+    def divisions(self, tensor: int = 1) -> tuple[Division, ...]:
+        """Along the data axis, beside a tensor axis of so many, from least sharded to most; none where there is one rank."""
         found: list[Division] = []
-        norm, shares = self.cost("all_gather", self.ranks).latency_seconds, self._shares_copies()
-        for shards in _degrees(self.node, self.nodes) if self.ranks > 1 else ():
-            gather, reduce = self.cost("all_gather", shards) if shards > 1 else NOTHING, self.reduce(shards)
+        norm, shares, data = self.cost("all_gather", self.ranks).latency_seconds, self._shares_copies(), self.along_data(tensor)
+        for shards in _degrees(data.node, data.nodes) if self.ranks > 1 else ():
+            gather, reduce = data.cost("all_gather", shards) if shards > 1 else NOTHING, data.reduce(shards)
             levels = ((False, False), (True, False), (True, True)) if shards > 1 else ((False, False),)
-            found += [Division(self.ranks, shards, *level, gather, reduce, norm, shares) for level in levels]
+            whole = self._summed_over(tensor, shards, reduce)
+            found += [Division(data.ranks, shards, *level, gather, reduce, norm, shares, tensor, whole) for level in levels]
         return tuple(found)
+
+    def along_data(self, tensor: int) -> Links:
+        """Between the ranks of one data group."""
+        if tensor <= self.node and self.node % tensor == 0:
+            return Links(self.machine, self.node // tensor, self.nodes)
+        if self.ranks % tensor or tensor % self.node:
+            raise ValueError(f"a tensor axis of {tensor} fits neither into nodes of {self.node} nor into whole ones")
+        return Links(self.machine, 1, self.ranks // tensor)
+
+    def _summed_over(self, tensor: int, shards: int, reduce: Exchange) -> Exchange:
+        """A reduction along the data axis, and of each shard over the tensor axis as well."""
+        if tensor == 1:
+            return NOTHING
+        more = self.cost("all_reduce", tensor)
+        return Exchange(reduce.latency_seconds + more.latency_seconds, reduce.seconds_per_byte + more.seconds_per_byte / shards)
+
+    def between(self, name: Name, group: int) -> Exchange:
+        """A collective of a tensor axis of so many neighbours, by the bytes of the whole tensor. Of an all-to-all, figures are by
+        the bytes that one rank has."""
+        if name != "all_to_all":
+            return self.cost(name, group)
+        is_known = any(each.name == name for each in self.machine.collectives)
+        found = self.cost(name if is_known else "all_gather", group)
+        return Exchange(found.latency_seconds, found.seconds_per_byte / group)
 
     def reduce(self, shards: int) -> Exchange:
         """A sum over all ranks, of which each keeps its shard."""
         first = self.cost("reduce_scatter", shards) if shards > 1 else NOTHING
-        if shards == self.ranks:
+        if shards == self.ranks:  # one rank has nothing to sum
             return first
         if self.nodes == 1:
             same, share = self.cost("all_reduce", self.ranks // shards), shards

@@ -22,7 +22,7 @@ MADE_AT_START = {"Adam", "AdamW"}  # whose state placing takes before the first 
 def chunks_of(graph: Graph, chunk_bytes: int = CHUNK_BYTES, ranks: int = 1) -> tuple[Chunk, ...]:
     """The layout a run of this model will have on so many ranks."""
     placeables = (
-        Placeable(each.name, each.shape, each.dtype, element_bytes(each.dtype), each.trainable, each.group)
+        Placeable(each.name, each.shape, each.dtype, element_bytes(each.dtype), each.trainable, each.group, each.is_cut)
         for each in graph.parameters
     )
     return lay_out(placeables, chunk_bytes, ranks)
@@ -95,6 +95,7 @@ def chunk_costs(graph: Graph, chunks: Sequence[Chunk]) -> tuple[ChunkCost, ...]:
                 summed_bytes=sums,
                 is_split=chunk.is_split,
                 tensors=len(chunk.slots),
+                is_cut=chunk.is_cut,
             )
         )
     return tuple(costs)

@@ -2,6 +2,7 @@
 
     device(op) = seconds of its call                                                 where the machine has measured that
                  max(bytes / bandwidth_of_op(bytes), flops / rate_of_op(flops))      elsewhere, on the machine's curves
+                 latency + bytes / rate of the collective                            of what ranks of a tensor axis exchange
     host(op)   = calls * host_seconds                                                views before it included
 
 On a GPU the host runs ahead: op i starts when it has been launched and op i-1 is done, so a small model takes the host's time and
@@ -20,6 +21,7 @@ from anyfit.values.layout import Chunk
 from anyfit.values.machine import Curve, Device, Machine
 from anyfit.values.profile import Timing
 
+from .links import Links
 from .memory import is_in_one_pass
 
 # Bytes the engine itself moves in an update, by element of an fp32 chunk: norm (4) and scaling (8).
@@ -44,6 +46,11 @@ def curve_seconds(op: Op, device: Device) -> float:
     if op.flops:
         seconds = max(op.bytes / device.memory.at(op.bytes), op.flops / _rates(op, name, device).at(op.flops))
     return seconds * device.calibration.curve_slowdown.value
+
+
+def exchange_seconds(op: Op, tensor: int, machine: Machine) -> float:
+    """Of ranks of a tensor axis that wait for it: nothing is computed beside it."""
+    return Links(machine, machine.device.count, machine.nodes).between(op.name, tensor).seconds(op.bytes)  # type: ignore[arg-type]
 
 
 def _rates(op: Op, name: str, device: Device) -> Curve:
@@ -93,7 +100,8 @@ def op_seconds(graph: Graph, machine: Machine, passes: int = 1) -> list[tuple[fl
     known: dict[int, float] = {}  # like blocks have like calls: each is priced once
     for op in graph.ops:
         if op.call not in known:
-            known[op.call] = device_seconds(op, graph.calls[op.call], device)
+            priced = exchange_seconds(op, graph.tensor, machine) if op.kind == "exchange" else None
+            known[op.call] = device_seconds(op, graph.calls[op.call], device) if priced is None else priced
     call_seconds = device.host_seconds.value * device.calibration.host_call_factor.value
     if device.kind == "cpu":
         launch = device.launch_seconds.value

@@ -13,6 +13,7 @@ be `tools`, a list of JSON schemas, or the same as a string of JSON: what the as
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,12 @@ KINDS = {
     "instruction": ("instruction", "output"),
     "text": ("text",),
 }
+SHOWN = {
+    "messages": '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}',
+    "prompt": '{"prompt": "…", "completion": "…"}',
+    "instruction": '{"instruction": "…", "output": "…"}',
+    "text": '{"text": "…"}',
+}  # a line of each kind
 BESIDE = {
     "messages": ("tools",),
     "prompt": ("tools",),
@@ -36,6 +43,7 @@ BESIDE = {
 }  # columns that a kind reads where they are there
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 INSTALL = "pip install 'anyfit[finetune]'"
+LEAST_ALIKE = 0.7  # of 1: names of files that one may be meant for the other
 
 Message = Mapping[str, Any]
 
@@ -88,13 +96,17 @@ def read(file: Path) -> Examples:
         import datasets
     except ImportError:
         raise ImportError(f"fine-tuning reads data with datasets: {INSTALL}") from None
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder; data is one file, .jsonl or .parquet")
     if not file.is_file():
-        raise FileNotFoundError(f"no file {file}")
+        there = {each.stem: each.name for each in file.parent.glob("*") if each.suffix in READERS}
+        near = difflib.get_close_matches(file.stem, there, n=1, cutoff=LEAST_ALIKE)
+        raise FileNotFoundError(f"no file {file}" + (f"; did you mean {there[near[0]]!r}?" if near else ""))
     reader = READERS.get(file.suffix)
     if reader is None:
         raise ValueError(f"{file}: data is read from .jsonl, a JSON object a line, or from .parquet")
-    if file.stat().st_size == 0:
-        raise ValueError(f"{file} is empty")
+    if file.stat().st_size == 0 or (reader == "json" and not any(line.strip() for _, line in _lines(file))):
+        raise ValueError(f"{file} is empty; an example is {SHOWN['messages']}")
     datasets.disable_progress_bars()
     log = logging.getLogger("datasets")
     before = log.level
@@ -114,7 +126,7 @@ def _kind(file: Path, columns: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         if set(needed) <= set(columns):
             read = (*needed, *BESIDE.get(kind, ()))
             return kind, tuple(column for column in columns if column not in read)
-    known = "; ".join(" and ".join(needed) for needed in KINDS.values())
+    known = ", or ".join(" and ".join(needed) for needed in KINDS.values())
     half = next(
         (missing for kind, needed in KINDS.items() if kind in columns for missing in needed if missing not in columns), None
     )
@@ -122,7 +134,7 @@ def _kind(file: Path, columns: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     if "conversations" in columns:
         hint = "; rename conversations to messages, and in each of these from and value to role and content"
     hint = hint or next((found for kind in KINDS for name in columns if "?" in (found := nearest(name, [kind]))), "")
-    raise ValueError(f"{file} has the columns {', '.join(columns)}, and examples are read by one of these: {known}{hint}")
+    raise ValueError(f"{file} has the columns {', '.join(columns)}, and an example is {known}{hint}")
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -138,14 +150,27 @@ def _unreadable(file: Path, error: Exception) -> str:
             document = json.loads(line.rstrip()) if line.strip() else {}
         except ValueError as broken:
             what = f"column {broken.colno}: {broken.msg}" if isinstance(broken, json.JSONDecodeError) else str(broken)
-            return f'{where}: not JSON ({what}); every line is an object, such as {{"text": "…"}}'
+            return f"{where}: not JSON ({what}); every line is an object, such as {_line_of_its_kind(file)}"
         if not isinstance(document, dict):
-            return f'{where}: every line is an object, such as {{"text": "…"}}'
+            return f"{where}: every line is an object, such as {_line_of_its_kind(file)}"
         for name, value in document.items():
             kind, first = kinds.setdefault(name, (_kind_of(value), number)) if value is not None else ("null", number)
             if value is not None and _kind_of(value) != kind:
                 return f"{where}: {name} is a {_kind_of(value)}, and in line {first} it is a {kind}"
     return f"{file} cannot be read: {str(error.__cause__ or error).strip().partition(chr(10))[0]}"
+
+
+def _line_of_its_kind(file: Path) -> str:
+    """A line like the first of the file that can be read."""
+    for _, line in _lines(file):
+        try:
+            document = json.loads(line)
+        except ValueError:
+            continue
+        kind = next((kind for kind in KINDS if isinstance(document, dict) and kind in document), None)
+        if kind is not None:
+            return SHOWN[kind]
+    return SHOWN["messages"]
 
 
 def _kind_of(value: Any) -> str:
@@ -178,7 +203,7 @@ def _of_instruction(row: Mapping[str, Any]) -> Plain:
     instruction, output = _text(row, "instruction"), _text(row, "output")
     given = row.get("input") or ""
     if not isinstance(given, str):
-        raise ValueError(f"input is a {type(given).__name__}, not a string")
+        raise ValueError(f"input is a {_kind_of(given)}, not a string")
     return Plain(f"{instruction}\n\n{given}" if given else instruction, output)
 
 
@@ -192,7 +217,7 @@ _READ = {"messages": _of_messages, "prompt": _of_prompt, "instruction": _of_inst
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = row[name]
     if not isinstance(value, str):
-        raise ValueError(f"it has no {name}" if value is None else f"{name} is a {type(value).__name__}, not a string")
+        raise ValueError(f"it has no {name}" if value is None else f"{name} is a {_kind_of(value)}, not a string")
     return value
 
 
@@ -207,6 +232,8 @@ def _messages(value: Any, name: str) -> list[Message]:
             raise ValueError(f"{name}[{index}] is a {type(message).__name__}, not an object with role and content")
         if not isinstance(message.get("role"), str):
             raise ValueError(f"{name}[{index}] has no role, such as user or assistant" + _sharegpt(message))
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise ValueError(f"{name}[{index}], of the {message['role']}, has no content")
         found.append(_with_arguments(_without_empty(message), f"{name}[{index}]"))
     return found
 

@@ -78,10 +78,10 @@ class Looks:
 def evaluated(run: Run, rows: Packed | Unpacked) -> float:
     """The mean loss of all tokens of answers, over all ranks, in passes as large as those of a step."""
     share = run.micro_batches[0]
-    together, total, weight = share * run.ranks.count, 0.0, 0
+    together, total, weight = share * run.ranks.replicas, 0.0, 0
     for start in range(0, len(rows), together):
         here = range(start, min(start + together, len(rows)))
-        mine = here[run.ranks.index * share : (run.ranks.index + 1) * share]
+        mine = here[run.ranks.replica * share : (run.ranks.replica + 1) * share]
         batch: list[Any] = [rows[index] for index in mine] or [rows.blank()]
         learnt = sum(rows.learnt(index) for index in here)
         total, weight = total + float(run.evaluate(rows.collate(batch))) * learnt, weight + learnt

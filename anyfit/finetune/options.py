@@ -53,6 +53,7 @@ class Options:
     lora: int | None = None  # the rank of adapters, where these alone are trained
     steps: int | None = None  # in all
     digest: str | None = None  # of the samples
+    disk: str | None = None  # that optimizer state may take of it
 
     def __post_init__(self) -> None:
         refuse_unknown(self.schedule)
@@ -63,6 +64,8 @@ class Options:
             raise ValueError(f"--lr {self.learning_rate}: give a learning rate above 0, such as {LEARNING_RATE}")
         if self.evaluation is not None and self.evaluation_file is None:
             part_of(100, self.evaluation, "--eval")
+            if float(self.evaluation.rstrip("% ")) == 0:
+                raise ValueError(f"--eval {self.evaluation} evaluates nothing: leave it out, or give a share such as 5%")
         is_asked = self.steps is None  # else all was decided
         if is_asked and self.eval_every is not None and self.evaluation is None and not self.samples:
             raise ValueError("--eval-every: there is nothing to look at; give --eval 5%, or --samples 3")

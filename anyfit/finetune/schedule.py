@@ -57,6 +57,8 @@ def part_of(whole: int, text: str, option: str) -> int:
     if re.fullmatch(r"\d+", text):
         return int(text)
     share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
-    if share is None or float(share[1]) > 100:
+    if share is not None and float(share[1]) > 100:
+        raise ValueError(f"{option} {text}: there is no more than all of it; give a share such as 5%, or a number such as 100")
+    if share is None:
         raise ValueError(f"{option} {text}: give a share such as 5%, or a number such as 100")
     return round(whole * float(share[1]) / 100)

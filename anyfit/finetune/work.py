@@ -14,9 +14,9 @@ from anyfit.values.huggingface import config_of, factory, longest_sample
 from anyfit.values.huggingface_adapters import lora_config
 from anyfit.values.job import Job
 from anyfit.values.tensor_files import TensorFolder
-from anyfit.values.units import show_count
+from anyfit.values.units import number_of, show_count
 
-from .examples import KINDS, Examples, read
+from .examples import KINDS, Chat, Examples, read
 from .options import CLIP_NORM, Options
 from .packing import Packed, Unpacked, digest
 from .schedule import Schedule, part_of
@@ -47,7 +47,7 @@ class Work:
         folder = Path(options.model)
         config, packing = _checked(folder, options)
         tokenizer = tokenizer_of(folder)
-        table, parts = _parts(options)
+        parts = _parts(options)
         encoded = [samples_of(examples, indices, tokenizer) for examples, indices in parts]
         length = _length(options, config, [sample for samples, _ in encoded for sample in samples])
         kept = [
@@ -67,7 +67,7 @@ class Work:
                 f"{options.data} is not the data that the run began with, or its tokenizer is another: give both back as they "
                 "were, or start anew without --resume"
             )
-        summary = _summary(found, table, [counted for _, counted in encoded], made)
+        summary = _summary(found, [examples for examples, _ in parts], [counted for _, counted in encoded], made)
         return cls(found, tokenizer, training, evaluation, summary)
 
     def job(self, optimizer: Callable[[nn.Module], Optimizer]) -> Job:
@@ -81,7 +81,7 @@ class Work:
             sample=sample,
             max_sample=sample if isinstance(rows, Unpacked) else None,
             optimizer=optimizer,
-            scheduler=Schedule(options.schedule, options.steps, part_of(options.steps, options.warmup, "--warmup")),
+            scheduler=Schedule(options.schedule, options.steps, _warmup(options)),
             clip_norm=CLIP_NORM,
             precision=options.precision,
             seed=options.seed,
@@ -107,29 +107,33 @@ def _checked(folder: Path, options: Options) -> tuple[Any, bool]:
     return config, reads_positions if options.packing is None else options.packing
 
 
-def _parts(options: Options) -> tuple[Examples, list[tuple[Examples, Sequence[int]]]]:
-    """The examples, and which of them train; and those that evaluate, where some do."""
+def _parts(options: Options) -> list[tuple[Examples, Sequence[int]]]:
+    """The examples that train; and those that evaluate, where some do."""
     examples, file = read(Path(options.data)), options.evaluation_file
     every = list(range(len(examples)))
     if options.evaluation is None:
-        return examples, [(examples, every)]
+        return [(examples, every)]
     if file is not None:
         others = read(file)
-        return examples, [(examples, every), (others, range(len(others)))]
+        return [(examples, every), (others, range(len(others)))]
     count = max(part_of(len(examples), options.evaluation, "--eval"), 1)
     if count >= len(examples):
         raise ValueError(
             f"--eval {options.evaluation} leaves none of the {len(examples)} examples of {examples.file} to learn from"
         )
     apart = set(random.Random(options.seed).sample(every, count))
-    return examples, [(examples, [each for each in every if each not in apart]), (examples, sorted(apart))]
+    return [(examples, [each for each in every if each not in apart]), (examples, sorted(apart))]
 
 
 def _why_none(examples: Examples, samples: Sequence[Sample], length: int) -> str:
     """Why nothing of what was read is left to learn."""
     if samples:
         return f"they all begin after {length} tokens, the first after {min(each.asked for each in samples)}; use a larger --seq"
-    return "it is all empty" if examples.kind == "text" else "no message in it has the role assistant"
+    if examples.kind == "text":
+        return "it is all empty"
+    first = examples[0]
+    roles = ", ".join(dict.fromkeys(each["role"] for each in first.messages)) if isinstance(first, Chat) else ""
+    return "no message in it has the role assistant" + (f", the first chat has {roles}" if roles else "")
 
 
 def _length(options: Options, config: Any, samples: Sequence[Sample]) -> int:
@@ -149,7 +153,8 @@ def _decided(options: Options, rows: int, ranks: int) -> Options:
     steps = options.epochs * rows // batch
     if steps == 0:
         raise ValueError(
-            f"{options.epochs} epochs of {rows} rows of {options.length} tokens make no batch of {batch}; use --batch "
+            f"{number_of(options.epochs, 'epoch')} of {number_of(rows, 'row')} of {options.length} tokens make no batch of "
+            f"{batch}; use --batch "
             f"{options.epochs * rows // ranks * ranks or ranks}, more --epochs or a shorter --seq"
         )
     looks = options.eval_every or max(steps // LOOKS, LEAST_BETWEEN)
@@ -157,33 +162,52 @@ def _decided(options: Options, rows: int, ranks: int) -> Options:
     return replace(options, batch_size=batch, steps=steps, eval_every=looks, save_every=save_every)
 
 
+def _warmup(options: Options) -> int:
+    """Its steps."""
+    steps = options.steps or 0
+    warmup = part_of(steps, options.warmup, "--warmup")
+    if warmup > steps:
+        raise ValueError(
+            f"--warmup {options.warmup} is more than the {number_of(steps, 'step')} of this run; give a share such as 3%"
+        )
+    return warmup
+
+
 def _summary(
-    options: Options, examples: Examples, counted: Sequence[Counted], made: Sequence[Packed | Unpacked]
+    options: Options, read: Sequence[Examples], counted: Sequence[Counted], made: Sequence[Packed | Unpacked]
 ) -> tuple[str, ...]:
     samples = [sample for part in made for sample in part.samples]
     tokens, learnt = sum(map(len, samples)), sum(each.learnt for each in samples)
     every, count = sum(map(len, made)), sum(each.examples for each in counted)
-    how = f"{every} rows of {options.length} tokens, {tokens / (every * (options.length or 1)):.0%} full"
+    how = f"{number_of(every, 'row')} of {options.length} tokens, {tokens / (every * (options.length or 1)):.0%} full"
+    kinds = dict.fromkeys(" and ".join(KINDS[each.kind]) for each in read)
     how = f"packed into {how}" if options.packing else f"a row each, of at most {options.length} tokens"
     lines = [
-        f"data           {count} examples of {' and '.join(KINDS[examples.kind])}: {len(samples)} samples, "
+        f"data           {number_of(count, 'example')} of {', or '.join(kinds)}: {number_of(len(samples), 'sample')}, "
         f"{show_count(tokens)} tokens, {show_count(learnt)} of them learnt; {how}"
     ]
     if len(made) > 1:
         apart, trained = counted[1].examples, counted[0].examples
-        lines.append(f"evaluation     {apart} examples, every {options.eval_every} steps; {trained} examples train")
+        lines.append(
+            f"evaluation     {number_of(apart, 'example')}, every {number_of(options.eval_every or 0, 'step')}; "
+            f"{number_of(trained, 'example')} to train on"
+        )
     lines.append(
-        f"training       {options.steps} steps of {options.batch_size} rows, {options.epochs} "
-        f"epoch{'s' * (options.epochs > 1)}; {options.optimizer}, learning rate {options.learning_rate:g}, {options.schedule}"
+        f"training       {number_of(options.steps or 0, 'step')} of {number_of(options.batch_size or 0, 'row')}, "
+        f"{number_of(options.epochs, 'epoch')}; {options.optimizer}, learning rate {options.learning_rate:g}, {options.schedule}"
     )
     total = {name: sum(getattr(each, name) for each in counted) for name in ("split", "unanswered", "shortened", "cut_off")}
-    notes = [f"columns that are not read: {', '.join(examples.unread)}"] if examples.unread else []
+    unread = dict.fromkeys(column for each in read for column in each.unread)
+    notes = [f"columns that are not read: {', '.join(unread)}"] if unread else []
     if total["split"]:
-        notes.append(f"{total['split']} chats became several samples: the template shows earlier answers in another way")
+        chats = number_of(total["split"], "chat")
+        notes.append(f"{chats} became several samples: the template shows earlier answers in another way")
     if total["unanswered"]:
-        notes.append(f"{total['unanswered']} examples are left out: they have no answer to learn")
+        notes.append(f"left out: {number_of(total['unanswered'], 'example')} without an answer to learn")
     if total["shortened"]:
-        notes.append(f"{total['shortened']} samples end after {options.length} tokens; a larger --seq keeps more of them")
+        ends = number_of(total["shortened"], "sample")
+        notes.append(f"cut after {options.length} tokens: {ends}; a larger --seq keeps more")
     if total["cut_off"]:
-        notes.append(f"{total['cut_off']} samples are left out: their answers begin after {options.length} tokens (--seq)")
+        ends = number_of(total["cut_off"], "sample")
+        notes.append(f"left out: {ends} whose answer begins after {options.length} tokens (--seq)")
     return (*lines, *(f"note           {note}" for note in notes))

@@ -156,7 +156,12 @@ class AnyfitMixin(Base):
     def _started(self, job: anyfit.Job) -> anyfit.Run:
         """With whole batches where they fit, as the Trainer has them; else with the largest pieces that do."""
         rows = self._train_batch_size
-        start = functools.partial(anyfit.start, machine=self._machine, deterministic=self.args.full_determinism)
+        start = functools.partial(
+            anyfit.start,
+            machine=self._machine,
+            mesh={"tensor": 1},  # the Trainer gives each rank samples of its own, padded to a length of their own
+            deterministic=self.args.full_determinism,
+        )
         try:
             # No batch is cut: what compares samples, and a batch norm, sees what it sees under the Trainer.
             agreed = ("mean-of-micro-batches", "batch-norm-of-micro-batches")

@@ -72,6 +72,12 @@ class AnyfitStrategy(DDPStrategy):
             "clip_norm": clip_norm,
             "precision": "fp32",
         } | options
+        if plan is not None and plan.replicas < plan.ranks:
+            axis, length = next((axis, length) for axis, length in plan.mesh.items() if axis != "data" and length > 1)
+            raise ValueError(
+                f"the plan has a {axis} axis of {length}, whose ranks see the same samples; Fabric gives each rank others; plan "
+                f"without one: anyfit plan --mesh {axis}=1"
+            )
         self._backwards, self._clip_norm, self._plan, self._machine = backwards, clip_norm, plan, machine
         self._run: anyfit.Run | None = None
         self._is_updated = False  # by clipping, before the optimizer's own step
@@ -112,7 +118,8 @@ class AnyfitStrategy(DDPStrategy):
             raise ValueError(
                 f"batch_size={job.batch_size} over {self.world_size} ranks is not a multiple of backwards={self._backwards}"
             )
-        self._run = anyfit.start(job, self._plan, self._machine)
+        own_samples = {"tensor": 1} if self._plan is None else None  # for each rank, as Fabric gives them
+        self._run = anyfit.start(job, self._plan, self._machine, mesh=own_samples)
         return _InForward(self._run), optimizers, scheduler
 
     # ------------------------------------------------------------------ a step

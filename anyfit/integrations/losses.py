@@ -59,7 +59,8 @@ def _loss_of(trainer: Any, model: nn.Module, piece: Piece) -> Tensor:
         loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=piece.items)
     if piece.shares is not None and means is not None and not means.divides_by_items:
         share = means.share(piece, piece.shares)
-        loss = loss * share if share else torch.zeros_like(loss)
+        # A mean over no labels is no number, and its gradients are 0: it stays connected to the weights.
+        loss = loss * share if share else loss.nan_to_num() * 0
     if (not trainer.model_accepts_loss_kwargs or piece.items is None) and trainer.compute_loss_func is None:
         loss = loss / piece.batches
     return loss

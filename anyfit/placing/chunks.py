@@ -22,11 +22,12 @@ from anyfit.values.mesh import Sharding
 from anyfit.values.plan import Placement
 
 from ..kernels.split import WRITTEN_AT_ONCE, Masters, forget_low
+from .disk_state import DiskChunk, DiskTier
 from .filling import Piece, filled
 from .lanes import Label, Over, Task, Ticket
 from .ranks import ALONE, Ranks
 from .stock import Stock
-from .tiers import After, Tiers
+from .tiers import LOW, After, Tiers
 from .weights import Elements, in_turn, of_tensor
 
 quietly = torch._C.DisableTorchFunctionSubclass  # parameters that watch their use do not watch the engine's
@@ -119,7 +120,8 @@ class ChunkState:
         self, index: int, chunk: Chunk, placement: Placement, device: torch.device, tiers: Tiers, ranks: Ranks = ALONE
     ) -> None:
         self.index, self.chunk, self.placement, self.ranks = index, chunk, placement, ranks
-        self.sharding = Sharding.over_data(ranks.mesh, placement.optimizer_shards)
+        sharding = Sharding.of_cut if chunk.is_cut else Sharding.over_data
+        self.sharding = sharding(ranks.mesh, placement.optimizer_shards, chunk.holders)
         part, self.shards = self.sharding.part(ranks.index), self.sharding.shards
         self.stretch = slice(*chunk.stretch(part, self.shards))
         self.own = chunk.part(part, self.shards)
@@ -133,6 +135,8 @@ class ChunkState:
             self.on_device = tiers["device"].zeros(there.elements, self.dtype)
         if placement.weights == "host" or (chunk.is_updated and placement.update == "host"):
             self.on_host = tiers["host"].zeros(self.own.elements, self.dtype)
+        tier = tiers[placement.optimizer]
+        self.disk = DiskChunk(tier, index, self.own.elements) if isinstance(tier, DiskTier) and chunk.is_updated else None
         self.low = self.optimizer_zeros(torch.int16, elements=self.own.elements if self.is_split else 0)
         self.update = ChunkUpdate()
 
@@ -180,7 +184,10 @@ class ChunkState:
         return {slot.name: self.view(flat, slot) for slot in self.chunk.slots}
 
     def pieces(self, values: Mapping[str, Elements]) -> Iterator[Piece]:
-        """What sets all parameters, exactly where the chunk has masters. Of each, only what this rank holds is asked for."""
+        """What sets all parameters, exactly where the chunk has masters. Of each, only what this rank holds is asked for. Low
+        halves for the disk are in memory until `put_away`."""
+        if self.disk is not None and self.is_split:
+            self.low = self.disk.room(LOW)
         if self.is_replicated and self.on_device is not None:
             for slot in self.chunk.slots:
                 yield from self._pieces(values[slot.name], 0, [self.view(self.on_device, slot).view(-1)], None)
@@ -200,6 +207,12 @@ class ChunkState:
         """Where in a parameter this rank's piece of it begins."""
         return self.stretch.start + own.offset - whole.offset if self.shards > 1 else 0
 
+    def put_away(self) -> None:
+        """All pieces are written: low halves go to the disk, where they live there."""
+        if self.disk is not None and self.is_split:
+            self.disk.write_part(LOW, self.low)
+            self.low = self.optimizer_zeros(torch.int16)
+
     def take_over(self, slot: Slot, carried: Carried) -> None:
         """Sets one parameter to what it was in another placing."""
         for home in (self.on_device, self.on_host):
@@ -212,7 +225,8 @@ class ChunkState:
 
     def read_all(self) -> dict[str, Tensor]:
         """Copies of all parameters on the host, fp32 masters where the chunk has any. Ranks that shard it do this together."""
-        masters, found = self.masters(self.weights), {}
+        all_low = self.disk.read_part(LOW) if self.disk is not None else self.low
+        masters, found = Masters(self.weights, all_low if self.is_split else None), {}
         whole = None if self.shards == 1 else self.whole(masters.exact())
         for slot in self.chunk.slots:
             if whole is None:  # one by one, which takes little scratch
@@ -234,7 +248,13 @@ class ChunkState:
     def adopt(self, edited: Tensor, before: Tensor) -> None:
         """Takes over weights of `own` that the user edited: a changed bf16 weight is its own new master."""
         if self.is_split:
-            forget_low(self.low, edited != before.to(edited.device))
+            is_edited = edited != before.to(edited.device)
+            if self.disk is None:
+                forget_low(self.low, is_edited)
+            elif is_edited.any():
+                low = self.disk.read_part(LOW)
+                forget_low(low, is_edited)
+                self.disk.write_part(LOW, low)
         for home in (self.own_on_device, self.on_host):
             if home is not None and home.data_ptr() != edited.data_ptr():
                 home.copy_(edited)
@@ -288,16 +308,19 @@ class ModelState:
         elements: Mapping[str, Elements] | None = None,
         kept: Container[str] = (),
         stock: Stock | None = None,
+        parted: Container[str] = (),
     ) -> None:
-        """The `stock` is told how many bytes of host memory the model as it was built still has, as they become fewer."""
-        self.device, self.ranks = device, ranks
+        """`parted`: parameters that are this rank's parts of rank 0's already. The `stock` is told how many bytes of host memory
+        the model as it was built still has, as they become fewer."""
+        self.device, self.ranks, self._parted = device, ranks, parted
         self.kept: dict[str, ChunkState] = {}  # of parameters that keep their own memory, which chunks mirror
         self.chunks: list[ChunkState] = []
         made = (
             ChunkState(index, chunk, placement, device, tiers, ranks)
             for index, (chunk, placement) in enumerate(zip(layout, placements, strict=True))
         )
-        self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+        here = {slot.name for chunk in layout for slot in chunk.slots}  # others are of other places of a pipeline
+        self.parameters: Mapping[str, nn.Parameter] = {name: each for name, each in model.named_parameters() if name in here}
         self.absent = Absent(layout, device)
         with torch.no_grad():
             if carried is None:  # all at once, so that their pages are made ready meanwhile
@@ -315,6 +338,7 @@ class ModelState:
         left = sum(own.values())
         built_takes(left)
         for state in filled((each, each.pieces(self._agreed(each, elements))) for each in self.chunks):
+            state.put_away()
             self._bind_first(state, kept)
             left -= sum(own.get(slot.name, 0) for slot in state.chunk.slots if slot.name not in kept)
             built_takes(left)
@@ -341,7 +365,7 @@ class ModelState:
                 found[slot.name] = elements[slot.name]
                 continue
             tensor = self.parameters[slot.name].data
-            if self.ranks.are_several:
+            if self.ranks.are_several and slot.name not in self._parted:
                 tensor = tensor.to(self.device).contiguous()
                 self.ranks.broadcast(tensor)
                 found[slot.name] = in_turn(tensor)  # before the next chunk's take memory
@@ -350,7 +374,8 @@ class ModelState:
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every parameter by name, on the host: fp32 masters where there are any. All ranks do it together."""
+        """What this rank has of every parameter along a tensor axis, on the host: fp32 masters where there are any. All ranks do
+        it together."""
         return {name: each for state in self.chunks for name, each in state.read_all().items()}
 
     def refuse_thawed(self) -> None:

@@ -132,11 +132,14 @@ class Gradients:
         """Those of a block, all at once. Nobody reads them later: their memory is written over."""
         raise NotImplementedError
 
-    def begin_backward(self, *, is_last: bool, is_weighted: bool) -> None:
-        """Of one micro-batch: whether it is the step's last, and whether sums are divided by a weight that is not known yet."""
+    def begin_backward(self, total: Tensor | None, *, is_last: bool) -> None:
+        """Of one micro-batch, from this loss where it is one: whether it is the step's last, in which gradients become final."""
 
     def end_backward(self) -> None:
         """Of one micro-batch: what was not complete goes on too."""
+
+    def sum_over_places(self) -> None:
+        """After the last backward of a step: over the places of a pipeline that hold a parameter together."""
 
     def finish(self) -> Norms:
         """Every gradient of the step is where it belongs, or on its way."""

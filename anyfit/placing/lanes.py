@@ -23,8 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,52 +33,8 @@ from anyfit.kernels.across import Sender, read
 from anyfit.kernels.adamw import Begun
 from anyfit.values.engine import STREAMED_DEPTH
 
-
-class Task(Enum):
-    """In words that the name of a chunk or a block follows. The member's own name is its kind in a timeline."""
-
-    STEP = "step"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    NORM = "norm"
-    NORMS = "the others' norms"
-    FETCH = "fetch"
-    GATHER = "gather"
-    OFFLOAD = "offload"
-    RETURN = "return"
-    GRADIENTS = "gradients of"
-    ADD = "add gradients of"
-    REDUCE = "reduce"
-    UPDATE = "update"
-    SPECULATE = "speculate on"
-    COMMIT = "commit"
-    FINISH = "finish"
-    UPLOAD = "upload"
-    LIFT = "lift state of"
-    LOWER = "lower state of"
-    ALL_GATHER = "all-gather"  # of fresh weights, once a step; GATHER is for one use of sharded ones
-    OTHER = "other work"
-
-
-@dataclass(frozen=True)
-class Label:
-    task: Task = Task.OTHER
-    chunk: int | None = None
-    name: str = ""  # of a block, or the number of a step
-    is_wait: bool = False  # of the computation, for such a job
-
-    @property
-    def awaited(self) -> Label:
-        return replace(self, is_wait=True)
-
-    @property
-    def kind(self) -> str:
-        return self.task.name.lower()
-
-    def __str__(self) -> str:
-        what = self.name if self.chunk is None else f"chunk {self.chunk}"
-        return f"{'wait for ' * self.is_wait}{self.task.value} {what}".rstrip()
-
+from .labels import Label as Label
+from .labels import Task as Task
 
 _cuda: Any = torch.cuda  # whose streams and events have untyped constructors
 SWITCH_SECONDS = 1e-4
@@ -137,8 +92,8 @@ class Ticket:
         return not isinstance(self._event, Begun) or self._event.query()
 
 
-class Over(Ticket):
-    """A job that is done or has failed: for whoever only needs it out of the way."""
+class Wanted(Ticket):
+    """A job that is done also when nobody wants it any more: it has something to give back, and asks for `is_dropped` itself."""
 
     def __init__(self, ticket: Ticket) -> None:
         super().__init__(ticket.label)
@@ -151,6 +106,13 @@ class Over(Ticket):
     @property
     def is_issued(self) -> bool:
         return self._ticket.is_issued
+
+    def reach(self) -> Any:
+        return self._ticket.reach()
+
+
+class Over(Wanted):
+    """A job that is done or has failed: for whoever only needs it out of the way."""
 
     def reach(self) -> Any:
         try:
@@ -249,6 +211,7 @@ class Lane:
         self._is_direct = direct and delay is None and tracks[0].stream is not None
         self._lock = threading.Lock()
         self._open = 0  # jobs that the thread has been given and has not come to the end of
+        self._held: tuple[int, list[Job]] | None = None  # those that a thread gives it later, all at once
         self._under_way: deque[Any] = deque()  # events
         self._given: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._waiting: list[Job | None] = []  # given, and looked at
@@ -267,11 +230,30 @@ class Lane:
         with self._lock:
             if not (may_issue and self._open == 0):
                 self._open += 1
-                self._given.put(job)
+                self._give(job)
                 return ticket
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 self._do(job)
         return ticket
+
+    def _give(self, job: Job) -> None:
+        if self._held is not None and self._held[0] == threading.get_ident():
+            self._held[1].append(job)
+        else:
+            self._given.put(job)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Inside, nobody waits for a job of this lane; its thread gets those of the caller at the end, all at once. A thread that
+        is woken for each of many would take Python's lock from the one that has more to give."""
+        self._held = threading.get_ident(), []
+        try:
+            yield
+        finally:
+            with self._lock:
+                (_, jobs), self._held = self._held, None
+                for job in jobs:
+                    self._given.put(job)
 
     def uses(self, tensors: Iterable[Tensor]) -> None:
         self.tracks[0].uses(tensors)
@@ -344,7 +326,9 @@ def _is_unobserved() -> bool:
 class Lanes:
     """The lanes of one run, and the computation's side of their order."""
 
-    def __init__(self, device: torch.device, delay: Callable[[], None] | None = None, *, several: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, delay: Callable[[], None] | None = None, *, several: bool = False, disk: bool = False
+    ) -> None:
         self._on_gpu = device.type == "cuda"
         self.device = device
         self.send = Sender(device)  # what the computation reads of the host
@@ -367,6 +351,11 @@ class Lanes:
         if several:
             self.gather, self.reduce, self.all_gather = (Lane(delay, Track(name, stream())) for name in TOGETHER)
             self.all += [self.gather, self.reduce, self.all_gather]
+        # The disk; nobody asks where no state lies there.
+        self.from_disk, self.to_disk = self.host, self.host
+        if disk:
+            self.from_disk, self.to_disk = (Lane(delay, Track(name, None)) for name in ("disk reads", "disk writes"))
+            self.all += [self.from_disk, self.to_disk]
         # A thread that wants Python's lock gets it after 5 ms if its holder does not rest: an age for a lane, and for backward.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         # Threads that are still there when Python ends are torn out of whatever C++ they are in, which ends the process badly.

@@ -111,10 +111,11 @@ class LocalGradients(Gradients):
         self._host = host
         self._sums: dict[str, DeviceSums] = {}  # by parameter
         self._there: Views = {}  # those on the device, when the step is through
-        self._counted: dict[int, set[str]] = {}  # by chunk that speculates, gradients that are there
+        self._is_last = not self.adds_up  # the backward at hand, after which gradients are final
+        self._counted: dict[int, set[str]] = {}  # by chunk, gradients of that backward that are there
         self._norms: dict[str, Tensor] = {}  # of final gradients that have left the device
         self._on_host: dict[int, HostGradients] = {}
-        self._is_running = False  # a backward of the step
+        self._pass: int | None = None  # autograd's number of the step's backward that is under way
         self._taken: set[str] = set()  # gradients of this backward that came with their block's
         self._parted: set[str] = set()  # parameters of which another part came after that: autograd adds them up
         self._homes = {slot.name: (chunk, slot) for chunk in state.chunks if chunk.chunk.trainable for slot in chunk.chunk.slots}
@@ -132,7 +133,7 @@ class LocalGradients(Gradients):
                 self._sums |= dict.fromkeys(sums.views, sums)
                 self.device_bytes += sums.flat.nbytes
                 takers.append((chunk, self._collector))
-            elif chunk.placement.speculates and not self.adds_up:
+            elif chunk.placement.speculates:
                 takers.append((chunk, self._counter))
         sizes = staging_bytes(state.chunks[index].chunk.bytes for index in self._on_host)
         self._staging = [ChunkStaging(torch.empty(size, dtype=torch.uint8, device=state.device)) for size in sizes]
@@ -144,16 +145,15 @@ class LocalGradients(Gradients):
 
     # ------------------------------------------------------------------ one by one, from autograd
 
-    def _collector(self, _state: ChunkState, slot: Slot) -> Hook:
+    def _collector(self, state: ChunkState, slot: Slot) -> Hook:
         def collect(parameter: Tensor) -> None:
             with quietly():
                 if parameter.grad is None:  # a hook of the user's has taken it
                     return
                 refuse_sparse(slot.name, parameter.grad)
                 self._heed_part(slot.name)
-                self._sums[slot.name].add({slot.name: parameter.grad})
+                self._add(state, {slot.name: parameter.grad})
                 parameter.grad = None
-                self._moved.add(slot.name)
 
         return collect
 
@@ -163,19 +163,30 @@ class LocalGradients(Gradients):
                 if parameter.grad is None:  # a hook of the user's has taken it
                     return
             self._heed_part(slot.name)
-            self._count(state, slot.name)
+            self._count(state, (slot.name,))
 
         return count
 
-    def _count(self, state: ChunkState, name: str) -> None:
-        """A gradient of a chunk whose gradients stay on the device is there."""
-        there = self._counted.setdefault(state.index, set())
-        if name in there:
-            self.on_late(state)
-            return
-        there.add(name)
-        if len(there) == len(state.chunk.slots):
+    def _add(self, state: ChunkState, given: Mapping[str, Tensor]) -> None:
+        """Gradients of one chunk, to its sums on the device."""
+        self._sums[next(iter(given))].add(given)
+        self._moved.update(given)
+        if state.placement.speculates:
+            self._count(state, given)
+
+    def _count(self, state: ChunkState, names: Iterable[str]) -> None:
+        """Gradients of a chunk whose gradients stay on the device are there."""
+        if self._is_last and self._completed_by(state, names):
             self.on_complete(state)
+
+    def _completed_by(self, state: ChunkState, names: Iterable[str]) -> bool:
+        """Whether these are the last that a chunk waited for in the backward after which they are final."""
+        there = self._counted.setdefault(state.index, set())
+        before = len(there)
+        if not there.isdisjoint(names := set(names)):
+            self.on_late(state)
+        there |= names
+        return before < len(there) == len(state.chunk.slots)
 
     def _sender(self, state: ChunkState, slot: Slot) -> Hook:
         def send(parameter: Tensor) -> None:
@@ -191,18 +202,24 @@ class LocalGradients(Gradients):
 
     # ------------------------------------------------------------------ those of a block
 
-    def begin_backward(self, *, is_last: bool, is_weighted: bool) -> None:
-        self._is_running, self._taken = True, set()
+    def begin_backward(self, total: Tensor | None, *, is_last: bool) -> None:
+        self._pass, self._taken = None, set()
+        self._is_last = is_last or not self.adds_up
+        if total is not None and total.grad_fn is not None:
+            total.grad_fn.register_prehook(self._note_pass)
+
+    def _note_pass(self, _slopes: Any) -> None:
+        self._pass = torch._C._current_graph_task_id()
 
     def end_backward(self) -> None:
-        self._is_running = False
+        self._pass = None
 
     def may_take(self, name: str) -> bool:
-        """In a backward of the step, where no hook of the user's waits for it, and it does not come in parts."""
+        """In the step's own backward, where no hook of the user's waits for it, and it does not come in parts. A backward inside
+        of that gives its gradients to whoever began it: a checkpoint, code of the user's, a block that is tried."""
         parameter: Any = self._parameters[name]
-        if not self._is_running or name in self._parted or parameter._backward_hooks:
-            return False
-        return len(parameter._post_accumulate_grad_hooks or ()) == (name in self._hooks)
+        is_awaited = parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) != (name in self._hooks)
+        return self._pass == torch._C._current_graph_task_id() and not is_awaited and name not in self._parted
 
     def take(self, gradients: Mapping[str, Tensor]) -> None:
         by_chunk: dict[int, dict[str, Tensor]] = {}
@@ -219,8 +236,7 @@ class LocalGradients(Gradients):
                 if index in self._on_host:
                     self._stage(self._state.chunks[index], given, stays=False)
                 else:
-                    self._sums[next(iter(given))].add(given)
-                    self._moved.update(given)
+                    self._add(self._state.chunks[index], given)
             if own:
                 self._keep(own)
 
@@ -238,7 +254,7 @@ class LocalGradients(Gradients):
             self._parameters[name].grad.add_(given[name])  # type: ignore[union-attr]
         for name in given:
             if name in self._hooks:
-                self._count(self._homes[name][0], name)
+                self._count(self._homes[name][0], (name,))
 
     # ------------------------------------------------------------------ on their way to the host
 
@@ -256,6 +272,7 @@ class LocalGradients(Gradients):
         if self.adds_up and not staging.slots.keys().isdisjoint(given):  # of the micro-batch before, whose chunk was not complete
             self._go_down(staging)
             staging = self._staging_for(state)
+        completes = self.adds_up and self._is_last and self._completed_by(state, given)
         views, more = staging.filled_by(state)[1], staging.slots.keys() & given.keys()
         if more:
             staging.put_small()
@@ -267,8 +284,10 @@ class LocalGradients(Gradients):
         elif new:
             torch._foreach_copy_([views[name] for name in new], [given[name] for name in new])
         staging.slots.update((name, self._homes[name][1]) for name in new)
-        if new and len(staging.slots) == len(state.chunk.slots):
+        if completes or (new and len(staging.slots) == len(state.chunk.slots)):
             self._go_down(staging)
+        if completes:
+            self.on_complete(state)
 
     def _add_late(self, state: ChunkState, name: str, gradient: Tensor) -> None:
         """Where reentrant checkpoints share a parameter, backward gives it a second gradient: added to the one that has left."""
@@ -375,7 +394,7 @@ class LocalGradients(Gradients):
         return None if home is None else home.flat
 
     def clear(self) -> None:
-        self._there, self._is_running = {}, False
+        self._there, self._pass, self._is_last = {}, None, not self.adds_up
         for sums in self._sums.values():
             sums.names.clear()
         self._counted.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from anyfit.values.layout import Slot
 
 from ..kernels.split import Masters
 from .chunks import ChunkState, ChunkUpdate
+from .disk import Stored
 from .lanes import Ticket
 from .tiers import Scratch, Tier
 
@@ -35,17 +36,40 @@ class OptimizerState:
         return self.state.update
 
     def upload(self) -> None:
-        """Fresh weights to the device: from the host's copy, or, of a streamed update, from the generation taken over."""
+        """Fresh weights to the device."""
+        on_device, source = self.fresh_weights()
+        on_device.copy_(source, non_blocking=True)
+
+    def fresh_weights(self) -> tuple[Tensor, Tensor]:
+        """Where they live on the device, and where they come from: the host's copy, or, of a streamed update, the generation that
+        was taken over."""
         source, on_device = self.state.on_host, self.state.own_on_device
         if source is None:
             assert self.second is not None
             source = self.second.weights
         assert on_device is not None
-        on_device.copy_(source, non_blocking=True)
+        return on_device, source
 
     def zeros(self, _key: str = "") -> Tensor:
         """A buffer for one more moment."""
         return self.state.optimizer_zeros(torch.float32)
+
+    def flat(self, key: str) -> Tensor:
+        """Of a moment, to be changed; one on the disk is at hand."""
+        return self.moments[key] if self.state.disk is None else self.state.disk.at_hand(key)
+
+    def clear_moments(self) -> None:
+        """All are zero."""
+        if self.state.disk is not None:
+            self.state.disk.forget(list(self.moments))
+            return
+        for flat in self.moments.values():
+            flat.zero_()
+
+    def moments_here(self) -> Views:
+        """To be read; those on the disk, as copies in memory."""
+        disk = self.state.disk
+        return self.moments if disk is None else {key: disk.read_part(key) for key in self.moments}
 
     def entries(self, moments: Mapping[str, Tensor], names: Iterable[str], *, cloned: bool = True) -> Entries:
         """What the optimizer knows of each parameter, with moments from these flat buffers; empty before its first step."""
@@ -78,6 +102,7 @@ class OptimizerState:
     ) -> None:
         """Takes over what a step left: arrays of a parameter's shape into the flat buffers, its own or those that are given; the
         rest as it is. What only some parameters have (Adafactor keeps rows and columns of others) gets no flat buffer."""
+        flat_of = self.flat if moments is None else moments.__getitem__
         moments, zeros = self.moments if moments is None else moments, zeros or self.zeros
         slots = {slot.name: slot for slot in self.own_slots}
         common = set(moments).union(set.intersection(*map(set, made.values())) if made else ())
@@ -88,7 +113,7 @@ class OptimizerState:
                 if key in common and is_like and value.dtype == torch.float32:
                     if key not in moments:
                         moments[key] = zeros(key)
-                    home = self.state.view(moments[key], slot)
+                    home = self.state.view(flat_of(key), slot)
                     if home.data_ptr() != value.data_ptr():
                         home.copy_(value)
                     rest[key] = Flat()
@@ -108,12 +133,25 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, Flat) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
+class Generation(Protocol):
+    """A chunk's state, in buffers on the host: what it is before an update, or is made by one."""
+
+    weights: Tensor
+    low: Tensor  # halves of the masters, where there are any
+    moments: dict[str, Tensor]
+    made: Entries  # what is then known of its parameters
+
+    def zeros(self, key: str, /) -> Tensor:
+        """A buffer for one more moment."""
+
+
 @dataclass(eq=False)
 class Load:
     """A chunk on its way to a streamed update and back."""
 
     gradients: dict[str, Tensor]
-    second: Second | None  # where it goes to, if not home
+    second: Generation | None  # where it goes to, if not home
+    source: Generation | None = None  # where low halves and moments come from, if not from home
     carrier: Scratch | None = None  # on the device
     is_ahead: bool = False  # it is lifted, and nothing more was begun
     weights: Tensor | None = None  # before the step, and then after it
@@ -121,11 +159,12 @@ class Load:
     moments: dict[str, Tensor] = field(default_factory=dict)
     rest: Entries = field(default_factory=dict)
     ticket: Ticket | None = None  # of the last that was asked of it
+    is_wanted: Callable[[], bool] = lambda: True  # else nothing more is done with it
 
 
 class Second:
     """The second generation of a chunk's state, on the host: what it will be if nothing is clipped. It has weights too, also of
-    chunks whose weights live on the device: backward still reads the old ones."""
+    chunks whose weights live on the device: backward still reads the old ones. What lies on the disk has it there."""
 
     def __init__(self, state: ChunkState, host: Tier) -> None:
         self._state, elements = state, state.own.elements
@@ -133,7 +172,11 @@ class Second:
         self.low = state.optimizer_zeros(torch.int16, elements=elements if state.is_split else 0)
         self.moments: dict[str, Tensor] = {}
         self.made: Entries = {}
+        self.stored: dict[str, Stored] = {}  # low halves and moments, of a chunk whose state lies on the disk
         self.may_be_read = False  # it was the state when somebody began to read that
+
+    def zeros(self, _key: str, /) -> Tensor:
+        return self._state.optimizer_zeros(torch.float32)
 
     @property
     def masters(self) -> Masters:

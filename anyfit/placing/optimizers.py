@@ -10,6 +10,7 @@ parameters and gradients in their places; of bf16 weights it sees the fp32 maste
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -19,10 +20,12 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from anyfit.values.coupling import coupled_from_outside
-from anyfit.values.demands import StaysOnDevice, StaysWhole
+from anyfit.values.demands import StaysOnDevice, StaysUncut, StaysWhole
 from anyfit.values.plan import Placement
 
+from .chunks import quietly
 from .optimizer_state import Entries, OptimizerState
+from .tables import Divided
 
 
 def narrowed(optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[nn.Parameter, dict[str, Any]]) -> Any:
@@ -160,21 +163,23 @@ class UsersOptimizer:
     def step_together(self, gradients: Mapping[str, Tensor], masters: Mapping[str, Tensor], factor: float | None) -> None:
         """One step of the optimizer itself, with these gradients; on fp32 masters where a parameter has them."""
         before: dict[str, Tensor] = {}
-        try:
-            for name, parameter in self.parameters.items():
-                if name in masters:
-                    before[name] = parameter.data
-                    parameter.data = masters[name]
-                gradient = gradients.get(name)
-                if parameter.grad is not gradient:
-                    parameter.grad = gradient
-            if factor is not None:
-                torch._foreach_mul_(list(gradients.values()), factor)
-            self.optimizer.step()
-        finally:
-            for name, weights in before.items():
-                self.parameters[name].grad = None
-                self.parameters[name].data = weights
+        is_divided = any(issubclass(type(each), Divided) for each in self.parameters.values())
+        with quietly() if is_divided else contextlib.nullcontext():  # what the optimizer steps is a rank's parts
+            try:
+                for name, parameter in self.parameters.items():
+                    if name in masters:
+                        before[name] = parameter.data
+                        parameter.data = masters[name]
+                    gradient = gradients.get(name)
+                    if parameter.grad is not gradient:
+                        parameter.grad = gradient
+                if factor is not None and gradients:  # a stage of a pipeline may have none
+                    torch._foreach_mul_(list(gradients.values()), factor)
+                self.optimizer.step()
+            finally:
+                for name, weights in before.items():
+                    self.parameters[name].grad = None
+                    self.parameters[name].data = weights
 
 
 def _groups_of(optimizer: Optimizer) -> tuple[int, ...]:
@@ -196,6 +201,19 @@ def refuse_unless_by_element(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} steps a piece of a parameter otherwise than the whole, and this plan shards parameters "
             "over ranks; use a plan with optimizer_shards 1, or an optimizer that treats every element by itself, such as AdamW"
         )
+
+
+def refuse_unless_cut_apart(optimizer: Optimizer, coupled: str | None, name: str) -> None:
+    """The same for parameters of which ranks of a tensor axis have parts."""
+    if coupled is None and (
+        type(optimizer) in BY_ELEMENT or all(_is_by_element(optimizer, group) for group in optimizer.param_groups)
+    ):
+        return
+    why = coupled or f"{type(optimizer).__name__} steps a part of a parameter otherwise than the whole"
+    raise StaysUncut(
+        f"{why}, and this plan cuts {name} over the ranks of a tensor axis; use a plan without `cut`, or an optimizer that "
+        "treats every element by itself, such as AdamW"
+    )
 
 
 def _is_by_element(optimizer: Optimizer, group: dict[str, Any]) -> bool:

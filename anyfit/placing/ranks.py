@@ -9,6 +9,7 @@ that meets others with another size; there, ranks say which chunk they are about
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections.abc import Iterable
 from datetime import timedelta
@@ -18,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anyfit.values.mesh import Mesh, Sharding
+from anyfit.layouts.axis import Axis
+from anyfit.stages.wires import GroupWire
+from anyfit.values.mesh import DATA, PIPELINE, TENSOR, Mesh, Sharding
 
 from .lanes import Label, Task
 
-Kind = Literal["gather", "reduce", "all_gather", "small"]
-KINDS: tuple[Kind, ...] = ("gather", "reduce", "all_gather", "small")
+Kind = Literal["gather", "reduce", "all_gather", "small", "tensor", "pipeline", "together", "held", "wire"]
+KINDS: tuple[Kind, ...] = ("gather", "reduce", "all_gather", "small")  # those of chunks
 HANG_SECONDS = 600.0  # a rank that waits longer for the others gives up
 
 _dist: Any = dist
@@ -53,20 +56,97 @@ class Ranks:
     def are_several(self) -> bool:
         return self.count > 1
 
-    def meet(self, mesh: Mesh, shards: Iterable[int]) -> None:
-        """Takes a plan's mesh; makes the groups that so many shards need, and one of all. All ranks call it in one order."""
+    def meet(self, mesh: Mesh, shards: Iterable[int], shared: Iterable[tuple[int, ...]] = ()) -> None:
+        """Takes a plan's mesh; makes the groups that so many shards need, and one of all. All ranks call it in one order.
+        `shared`: places of the pipeline that hold parameters together."""
         if not self.are_several:
             return
         self.mesh = mesh
         wanted = {tuple(range(self.count)): None}
-        for each in (Sharding.over_data(mesh, size) for size in sorted(set(shards))):
+        ways = (Sharding.over_data, Sharding.of_cut) if self.tensor > 1 else (Sharding.over_data,)
+        for each in (way(mesh, size) for size in sorted(set(shards)) for way in ways):
             for along in (each.sharded, each.scattered, each.reduced):
                 wanted |= dict.fromkeys(each.mesh.groups(along))
-        for kind, members in itertools.product(KINDS, wanted):
+        others: list[tuple[Kind, tuple[int, ...]]] = [("tensor", members) for members in mesh.groups((TENSOR,))]
+        if self.pipeline > 1:
+            others += [("together", members) for members in mesh.groups((PIPELINE, TENSOR))]
+            for members in mesh.groups((PIPELINE,)):
+                others += [("pipeline", members), ("wire", members)]
+                others += [("held", tuple(members[place] for place in places)) for places in sorted(set(shared))]
+        for kind, members in (*itertools.product(KINDS, wanted), *others):
             if len(members) > 1 and (kind, members) not in self._groups:
-                made = dist.new_group(list(members), timeout=self._timeout)
+                backend = "gloo" if kind == "wire" else None
+                made = dist.new_group(list(members), timeout=self._timeout, backend=backend)
                 if self.index in members:
                     self._groups[kind, members] = made
+
+    # ------------------------------------------------------------------ where this rank is
+
+    @property
+    def replica(self) -> int:
+        """Along the data axis: ranks with the same see the same samples."""
+        return self.mesh.group(self.index, (DATA,)).index(self.index)
+
+    @property
+    def replicas(self) -> int:
+        return self.mesh.size((DATA,))
+
+    @property
+    def tensor(self) -> int:
+        """How many ranks hold the model together, and see the same samples."""
+        return self.mesh.size((TENSOR,))
+
+    @property
+    def axis(self) -> Axis:
+        """Those that this one holds it with."""
+        if self.tensor == 1:
+            return Axis()
+        members = self.mesh.group(self.index, (TENSOR,))
+        return Axis(len(members), members.index(self.index), self._groups["tensor", members])
+
+    @property
+    def pipeline(self) -> int:
+        """How many ranks hold the stages of the model, and see the same samples."""
+        return self.mesh.size((PIPELINE,))
+
+    @property
+    def place(self) -> int:
+        """Along the pipeline axis."""
+        return self.mesh.group(self.index, (PIPELINE,)).index(self.index)
+
+    @property
+    def is_last_place(self) -> bool:
+        """It has the model's last stage, and with it the loss."""
+        return self.place == self.pipeline - 1
+
+    @property
+    def together(self) -> Axis:
+        """Those that see the same samples as this one, along the tensor and the pipeline axis."""
+        if self.pipeline == 1:
+            return self.axis
+        members = self.mesh.group(self.index, (PIPELINE, TENSOR))
+        return Axis(len(members), members.index(self.index), self._groups["together", members])
+
+    @property
+    def same_stages(self) -> tuple[tuple[int, ...], ...]:
+        """All ranks, those together that have the same stages."""
+        return self.mesh.groups(tuple(name for name, _ in self.mesh.axes if name != PIPELINE))
+
+    def wire(self) -> GroupWire:
+        members = self.mesh.group(self.index, (PIPELINE,))
+        return GroupWire(members, self._groups["wire", members])
+
+    def from_place(self, tensor: Tensor, place: int) -> None:
+        """That of one place of the pipeline, to all of them."""
+        members = self.mesh.group(self.index, (PIPELINE,))
+        dist.broadcast(tensor, members[place], group=self._groups["pipeline", members])
+
+    def sum_held(self, tensor: Tensor, places: tuple[int, ...], label: Label) -> None:
+        """Over the places of the pipeline that hold a parameter together."""
+        self.doing["held"] = label
+        members = self.mesh.group(self.index, (PIPELINE,))
+        dist.all_reduce(tensor, group=self._groups["held", tuple(members[place] for place in places)])
+        self.doing.pop("held", None)
 
     def _group(self, kind: Kind, sharding: Sharding, along: tuple[str, ...]) -> Any:
         return self._groups[kind, sharding.mesh.group(self.index, along)]
@@ -105,13 +185,18 @@ class Ranks:
             dist.all_reduce(own, group=self._group("reduce", sharding, sharding.reduced))
         self.doing.pop("reduce", None)
 
-    def of_all(self, values: Tensor) -> Tensor:
+    def of_all(self, values: Tensor, kind: Kind = "small", task: Task = Task.NORMS) -> Tensor:
         """A row of values from every rank."""
         found = values.new_empty((self.count, values.numel()))
-        self.doing["small"] = Label(Task.NORMS)
-        all_gather(found.view(-1), values, group=self._all())
-        self.doing.pop("small", None)
+        self.doing[kind] = Label(task)
+        all_gather(found.view(-1), values, group=self._groups[kind, tuple(range(self.count))])
+        self.doing.pop(kind, None)
         return found
+
+    def scale_of(self, weights: Tensor) -> float:
+        """What turns sums of all ranks, each with its weight, into means: the same number whoever computes it."""
+        whole = math.fsum(weights.tolist()) / self.tensor
+        return 1.0 / whole if whole else math.nan
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's to all."""

@@ -2,8 +2,11 @@
 
 A chunk is reduced while backward still runs, as soon as its gradients are side by side in a staging buffer. Ranks reduce the same
 chunks in the same order whatever their models did: a chunk waits for those before it, and what is not complete when backward
-ends is reduced then, with zeros for what is missing. A parameter counts when some rank has a gradient for it. Of several
+ends is reduced then, with zeros for what is missing. Ranks of a tensor axis have gradients of the same samples: their mean is
+taken, where the parameter is not cut. A parameter counts when some rank has a gradient for it. Of several
 micro-batches, gradients add up on every rank and are reduced with the last one; sharded ones are reduced for each, and add up.
+What several places of a pipeline hold is added up over these after all else, in one order on all of them: a place that is done
+must not wait for another whose backward needs it.
 """
 
 from __future__ import annotations
@@ -64,9 +67,10 @@ class ReducedGradients(Gradients):
     ) -> None:
         super().__init__(state, lanes, accumulation, moved)
         self._ranks, self._tiers = state.ranks, tiers
-        self._is_last, self._is_weighted = True, False
+        self._is_last = True
         self._homes = {each.index: self._home(each, dtype or each.dtype) for each in state.chunks if each.chunk.trainable}
-        self._order = sorted(self._homes, reverse=True)  # as backward comes to them, where modules are used as they are defined
+        # As backward comes to them, where modules are used as they are defined; what other places hold too is the last.
+        self._order = sorted(self._homes, key=lambda at: (not self._homes[at].state.chunk.holders, at), reverse=True)
         self._turn = 0  # in it
         homes = self._homes.values()
         whole = max((home.state.chunk.elements * home.dtype.itemsize for home in homes), default=0)
@@ -124,14 +128,16 @@ class ReducedGradients(Gradients):
         """Reduces what is complete, in the order that all ranks keep."""
         while self._turn < len(self._order):
             home = self._homes[self._order[self._turn]]
+            if home.state.chunk.holders:
+                return
             if home.by_micro_batch or self._is_last:
                 if len(home.there) < len(home.state.chunk.slots):
                     return
                 self._reduce(home)
             self._turn += 1
 
-    def begin_backward(self, *, is_last: bool, is_weighted: bool) -> None:
-        self._is_last, self._is_weighted = is_last, is_weighted
+    def begin_backward(self, total: Tensor | None, *, is_last: bool) -> None:
+        self._is_last = is_last
 
     def end_backward(self) -> None:
         with quietly(), torch.no_grad():
@@ -142,6 +148,22 @@ class ReducedGradients(Gradients):
         self._turn = 0
         for home in self._homes.values():
             home.there.clear()
+
+    def sum_over_places(self) -> None:
+        for index in self._order:
+            home = self._homes[index]
+            if home.state.chunk.holders:
+                label = Label(Task.REDUCE, index)
+                self._ranks.ask("reduce", label)
+                work = functools.partial(self._sum_over_places, home, label)
+                home.reduced = home.ticket = self._lanes.reduce.run(work, (home.ticket,), label)
+
+    def _sum_over_places(self, home: Home, label: Label) -> None:
+        there = home.flat.to(self._state.device)
+        self._ranks.sum_held(there, home.state.chunk.holders, label)
+        if there is not home.flat:
+            home.flat.copy_(there)
+        home.norm, home.squares = norm(there), None
 
     def _reduce(self, home: Home) -> None:
         state, index = home.state, home.state.index
@@ -170,7 +192,7 @@ class ReducedGradients(Gradients):
         home.reduced = self._lanes.reduce.run(work, (self._lanes.so_far(), state.update.fresh, home.ticket), label)
         home.ticket = staging.ticket = home.reduced if goes_home else self._land(home, own, home.reduced)
         home.given += 1
-        if not self.adds_up and not self._is_weighted:
+        if self._is_last and not state.chunk.holders:
             self.on_complete(state)
 
     def _fill(self, home: Home, whole: Tensor) -> None:
@@ -189,6 +211,8 @@ class ReducedGradients(Gradients):
                 whole[start:end].zero_()
         if filled:
             torch._foreach_copy_([state.view(whole, slot) for slot in filled], taken)
+            if state.sharding.averaged > 1:
+                whole.mul_(1.0 / state.sharding.averaged)
         for slot in filled:
             self._parameters[slot.name].grad = None
 
@@ -250,7 +274,7 @@ class ReducedGradients(Gradients):
         return None if home is None else home.flat
 
     def clear(self) -> None:
-        self._turn, self._is_last, self._is_weighted = 0, True, False
+        self._turn, self._is_last = 0, True
         for home in self._homes.values():
             if home.sums is not None:
                 home.sums.names.clear()

@@ -107,12 +107,13 @@ class Residency:
         self._fetched = {each.index for each in state.chunks if each.placement.weights == "host" or each.is_gathered}
         # Chunks that somebody may still be at work on when they are next used are watched too.
         updated = [each for each in state.chunks if each.chunk.is_updated]
-        late = {each.index for each in updated if each.placement.optimizer == "host" or each.is_replicated}
+        late = {each.index for each in updated if each.placement.optimizer != "device" or each.is_replicated}
         self.watched = self._fetched | late
         self.slots = DeviceSlots(state, lanes, self._fetched, slots)
         self._slot_of, self.refuse_kept = self.slots.of_chunk, self.slots.refuse_kept
         fetched = [slot.name for index in self._fetched for slot in state.chunks[index].chunk.slots]
-        self._absent = {name: state.parameters[name].data for name in fetched}
+        with quietly():
+            self._absent = {name: state.parameters[name].data for name in fetched}
         self.kinds: dict[str, type[nn.Parameter]] = {}  # what each parameter is to the user
         for index in self.watched:
             for slot in state.chunks[index].chunk.slots:
@@ -150,9 +151,7 @@ class Residency:
 
     def heed(self, index: int, *, is_written: bool = False) -> None:
         """Takes over what user code has written into weights of the chunk; `is_written`: it is known to have."""
-        name = self.versions.edited(index)
-        if name is None and is_written:
-            name = self._state.chunks[index].chunk.slots[0].name
+        name = self.versions.edited(index) or (self._state.chunks[index].chunk.slots[0].name if is_written else None)
         if name is None or self.is_editing:
             return
         state, slot = self._state.chunks[index], self._slot_of.get(index)
@@ -206,6 +205,7 @@ class Residency:
         """The computation waits for the chunk's update. A failed one is raised once, and started again by the next to ask."""
         update = state.update
         if update.fresh is None and update.restart is not None:
+            self.drop(state)  # what was fetched ahead since it failed is old
             update.fresh = update.restart()
         if update.fresh is not None:
             fresh, update.fresh = update.fresh, None

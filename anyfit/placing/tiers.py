@@ -201,11 +201,17 @@ class HostTier(Tier):
 Tiers = Mapping[TierName, Tier]
 
 
+# What carriers have beside moments, which have the optimizer's own names: no key of its state is two words.
+LOW, WEIGHTS, LANDED = "low halves", "new weights", "landed gradients"
+
+
 class Scratch:
     """Buffers by name, for chunks that are updated one after another. They grow to the largest that is asked for, and stay."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, room: Callable[[int], Tensor] | None = None) -> None:
+        """`room` gives so many bytes; torch's own where there is none."""
         self.device = device
+        self._room = room or (lambda size: torch.empty(size, dtype=torch.uint8, device=device))
         self._buffers: dict[str, Tensor] = {}
         self._places: dict[tuple[str, int, torch.dtype], dict[str, Tensor]] = {}
 
@@ -219,7 +225,7 @@ class Scratch:
     def flat(self, name: str, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         size = elements * dtype.itemsize
         if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._buffers[name] = self._room(size)
             self._places = {key: each for key, each in self._places.items() if key[0] != name}
         return self._buffers[name][:size].view(dtype)
 

@@ -7,6 +7,7 @@ they leave the device, and before a step or a reader needs them. A numpy array c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -81,7 +82,8 @@ def watched_kind(kind: type[nn.Parameter], by: type[Watched] = Watched) -> type[
     if kind is nn.Parameter:
         return by
     if (kind, by) not in _kinds:
-        _kinds[kind, by] = type(kind.__name__, (by, kind), {})
+        bases = (kind, by) if hasattr(kind, "comes_first") else (by, kind)
+        _kinds[kind, by] = type(kind.__name__, bases, {})
     return _kinds[kind, by]
 
 
@@ -134,7 +136,11 @@ def called(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
 def _looked_at(residency: Any, func: Callable[..., Any], args: Any, parameter: Any) -> Any:
     """A parameter's gradient or data, read or set."""
     name, index = parameter.anyfit[1:]
+    if func == SET_DATA and args[1] is parameter:
+        return None
     if func == READ_GRADIENT and name in residency.moved_gradients:
+        if _is_converting():
+            return None
         raise RuntimeError(
             f"the gradient of {name} has left for the host, as the plan says; run.metrics.gradient_norm is there "
             "after the step, and a plan with gradients on the device keeps p.grad"
@@ -151,11 +157,22 @@ def _looked_at(residency: Any, func: Callable[..., Any], args: Any, parameter: A
     return None
 
 
+def _is_converting() -> bool:
+    """Whether it is torch that asks, in `module.to(dtype)`, which some models call in forward. Of a gradient that is not there
+    nothing is to be converted; a weight that would change is refused before."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code is nn.Module._apply.__code__
+
+
 def _set_data(name: str, parameter: Tensor, given: Tensor) -> None:
     """Of a parameter whose memory is the plan's: its values."""
     if given.shape != parameter.shape or given.dtype != parameter.dtype:
         kind = f"{given.dtype} of shape {tuple(given.shape)}"
-        raise RuntimeError(f"{name}.data cannot become {kind}: it is part of a chunk of the plan")
+        raise RuntimeError(
+            f"{name}.data cannot become {kind}: it is part of a chunk of the plan; convert it where the model is made"
+        )
     if isinstance(given, Lent) and given.data_ptr() != parameter.data_ptr():
         raise RuntimeError(
             f"{name}.data would become the memory of another weight; tie parameters as one object before the run starts: "
@@ -254,7 +271,10 @@ class Bound:
             for name, parameter, mine, _address in [home for home in self._homes if home[1].data_ptr() != home[3]]:
                 given = parameter.data
                 if given.shape != mine.shape or given.dtype != mine.dtype or given.device != mine.device:
-                    raise RuntimeError(f"{name}.data was replaced by {_kind(given)}, and is {_kind(mine)} in this run")
+                    raise RuntimeError(
+                        f"{name}.data was replaced by {_kind(given)}, and is {_kind(mine)} in this run: a run keeps weights as "
+                        "they were when it started; convert them where the model is made"
+                    )
                 if given.untyped_storage()._cdata in self._storages:
                     raise RuntimeError(
                         f"{name}.data was made the memory of another weight; tie parameters as one object before the run starts: "

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from anyfit.values.cuts import Parted
 from anyfit.values.huggingface_adapters import MADE_OF_WEIGHTS, SAVED, is_adapted, refuse_dependent, saved_names
 from anyfit.values.huggingface_names import ignored_names, recipes_from_folder
 from anyfit.values.job import Job
@@ -32,6 +33,7 @@ DTYPES = {
     "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 HELD_EXACTLY = (torch.float32, torch.bfloat16, torch.float16)  # by an fp32 number
+SHORT_RUN = 2**14  # elements: shorter ones are not worth a read each
 SHOWN = 5  # of many errors of a kind
 
 Elements = Callable[[int, int], Tensor]  # of a parameter, laid flat: from one to another
@@ -57,7 +59,43 @@ class Stored:
         return read(self.entry, start, end)
 
 
-AT_ANY_TIME = Held, Stored  # may be asked for on any thread, before it is their turn
+@dataclass(frozen=True)
+class InPart:
+    """Elements of a rank's part of a tensor."""
+
+    of: Elements
+    parted: Parted
+
+    def __call__(self, start: int, end: int) -> Tensor:
+        if end > self.parted.elements:  # what fills up the last rank's part
+            first = min(start, self.parted.elements - 1)
+            mine = self(first, self.parted.elements)[start - first :]
+            return torch.cat([mine, mine.new_zeros(end - start - len(mine))])
+        n, rank, run = self.parted.n, self.parted.rank, self.parted.run
+        first, last = start // run, -(-end // run)  # runs
+        if run < SHORT_RUN and self.parted.is_even:  # with those of other ranks in between
+            whole = self.of(first * n * run, last * n * run).view(last - first, n, run)
+            return whole[:, rank].reshape(-1)[start - first * run : end - first * run]
+        found = []
+        for each in range(first, last):
+            there = (each * n + rank) * run - each * run
+            found.append(self.of(there + max(start, each * run), there + min(end, (each + 1) * run)))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+@dataclass(frozen=True)
+class InPartAtAnyTime(InPart):
+    pass
+
+
+def of_part(elements: Elements, parted: Parted | None) -> Elements:
+    """Of a parameter that is cut; as they are, of one that is not."""
+    if parted is None:
+        return elements
+    return (InPartAtAnyTime if isinstance(elements, AT_ANY_TIME) else InPart)(elements, parted)
+
+
+AT_ANY_TIME = Held, Stored, InPartAtAnyTime  # may be asked for on any thread, before it is their turn
 
 
 def of_tensor(tensor: Tensor) -> Elements:

@@ -23,7 +23,7 @@ from .answers import Typed, in_python, no_plan
 from .compiling import chosen_of, compiled, measured, worth_compiling
 from .fastest import Found
 from .reasons import explained
-from .replaying import best_launched
+from .replaying import best_launched, can_replay
 
 
 def search(profile: Profile, steps: int | None = None, typed: Typed = in_python) -> Plan:
@@ -33,6 +33,11 @@ def search(profile: Profile, steps: int | None = None, typed: Typed = in_python)
     if found is None:
         raise no_plan(profile, typed)
     return found
+
+
+def is_searched_once(profile: Profile) -> bool:
+    """Whether what is fastest of it is what `searched` finds: nothing of it may be compiled or replayed."""
+    return not worth_compiling(profile).blocks and not can_replay(profile)
 
 
 @doing("looking for the fastest plan")

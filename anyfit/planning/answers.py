@@ -12,18 +12,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-from anyfit.values.plan import Change, Decision, NoPlan, Plan
+from anyfit.values.no_plan import Change, NoPlan
+from anyfit.values.plan import Decision, Plan
+from anyfit.values.plan_rows import CHANGES_HOST, memory_name
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
 
 from .fastest import Found, fastest, most_sharded, quickly
 from .forecast import forecast
 from .local_search import CLOSE, WORTH
-from .reasons import explained, settled
+from .reasons import device_kind_of, explained, settled, worn
 from .space import Space, space_of
 
 SHARE = 8  # of a limit: how much more of it is asked about, to the nearest power of two
 DEVICE_FOR_HOST = 1.15  # of what the host lacks, on the device: what moves there takes a little room to work
+TIMES_BATCH = (8, 4, 2)  # of a plan that waits for the disk
+LEAST_GAIN = 1.2  # times the samples a second, to be said
 MOST_TIMES = 4  # as much device memory: more is no change that anyone makes
 
 
@@ -33,7 +37,7 @@ def answered(found: Found) -> Plan:
     plan = explained(found)
     if found.offer is None or (found.whole is not None and (found.offer.uses_host or not plan.activations)):
         return plan  # of several ranks with something on the host, too: such a search takes long
-    worth = [each for each in (_worth_of_device(found), _worth_of_host(found)) if each is not None]
+    worth = [each for each in (_worth_of_device(found), _worth_of_host(found), _worth_of_batch(found)) if each is not None]
     return replace(plan, decisions=(*plan.decisions, *worth))
 
 
@@ -59,6 +63,24 @@ def _worth_of_host(found: Found) -> Decision | None:
     more = amount_beside(limit)
     less = _saved_seconds(found, host_limit_bytes=limit + more)
     return Decision("host limit", f"{_round(more)} more host memory", f"{show_seconds(less)} less a step") if less else None
+
+
+def _worth_of_batch(found: Found) -> Decision | None:
+    """Of a plan that waits for the disk, what more samples a step are worth: the disk is read and written once for all of them.
+    None where that is little."""
+    profile, offer = found.profile, found.offer
+    if offer is None or not offer.uses_disk or not profile.loss.may_be_cut:
+        return None
+    own = tuple(each for each in profile.passes if each.micro_batch == found.micro_batch)
+    for times in TIMES_BATCH:
+        size = times * profile.batch_size
+        larger = quickly(replace(profile, batch_size=size, passes=own))
+        if larger is None:
+            continue
+        gain = larger.chosen.mean_samples_per_second / found.chosen.mean_samples_per_second
+        why = f"{gain:.1f} times the tokens a second, as the disk is read and written once a step; it trains otherwise"
+        return Decision("batch", f"with {size} samples a step", why) if gain >= LEAST_GAIN else None
+    return None
 
 
 def _saved_seconds(found: Found, **limits: int) -> float:
@@ -104,26 +126,51 @@ def change_to(what: str, profile: Profile) -> Change | None:
 # ---------------------------------------------------------------------- when nothing fits
 
 
-Typed: TypeAlias = Callable[[Mapping[str, str]], str | None]  # of sizes by tier, the words to type; None: nobody can
+Typed: TypeAlias = Callable[[Mapping[str, str], float], Change | None]  # of sizes by tier, and seconds; None: nobody can type it
 
 
-def in_python(limits: Mapping[str, str]) -> str | None:
+def in_python(limits: Mapping[str, str], seconds: float) -> Change | None:
     """Memory that is enough, as a script says it."""
-    return f"machine.as_if({', '.join(f'{tier}_memory={size!r}' for tier, size in limits.items())})"
+    return Change(f"machine.as_if({as_arguments(limits)})", seconds)
+
+
+def as_arguments(limits: Mapping[str, str]) -> str:
+    """
+    >>> as_arguments({"host": "101GiB", "disk": "60GiB"})
+    "host_memory='101GiB', disk='60GiB'"
+    """
+    return ", ".join(f"{tier if tier == 'disk' else f'{tier}_memory'}={size!r}" for tier, size in limits.items())
 
 
 def as_options(limits: Mapping[str, str]) -> str:
     """The same, as the command line has it."""
-    return " ".join(f"--{tier}-memory {size}" for tier, size in limits.items())
+    return " ".join(f"--{named(tier)} {size}" for tier, size in limits.items())
+
+
+def named(tier: str) -> str:
+    """What the command line calls its size."""
+    return tier if tier == "disk" else f"{tier}-memory"
+
+
+def as_change(limits: Mapping[str, str], seconds: float) -> Change:
+    return Change(as_options(limits), seconds)
 
 
 def no_plan(profile: Profile, typed: Typed = in_python) -> NoPlan:
     """The verdict on a profile of which nothing fits, with the memory that was found to be enough."""
     profile = most_sharded(profile)
     verdict = shortfall(profile)
-    enough = ((typed(limits), seconds) for limits, seconds in _enough_memory(profile, verdict))
-    changes = tuple(Change(what, seconds) for what, seconds in enough if what is not None)
+    changes = tuple(change for change in _enough(profile, verdict, typed) if change is not None)
     return verdict.because(_restrictions(profile)).with_changes(changes)
+
+
+def _enough(profile: Profile, verdict: NoPlan, typed: Typed) -> Iterator[Change | None]:
+    for limits, found in _enough_memory(profile, verdict):
+        change, wear = typed(limits, found.chosen.mean_step_seconds), found.chosen.wear
+        if change is not None and wear is not None:
+            said = worn(wear, found.chosen.mean_step_seconds).choice
+            change = replace(change, note=", ".join(filter(None, (change.note, f"with {said}"))))
+        yield change
 
 
 def shortfall(profile: Profile) -> NoPlan:
@@ -131,9 +178,12 @@ def shortfall(profile: Profile) -> NoPlan:
     profile = most_sharded(profile)
 
     def lacking(what: str, needed: int, limit: int, tier: Literal["device", "host"]) -> NoPlan:
-        ranks = "" if profile.division is None else f" over {profile.division.ranks} ranks"
+        ranks = "" if profile.division is None else f" over {profile.division.ranks * profile.division.tensor} ranks"
         has = "the limit is" if tier in profile.limited else "a rank has" if ranks else "the machine has"
-        lack = f"{has} {show_bytes(limit)}: {show_bytes(needed - limit)} too little{_margin(profile)}"
+        note = ""
+        if tier == "host" and profile.assumes_host:
+            has, note = f"the preset assumes {'a rank has ' if ranks else ''}".rstrip(), f" ({CHANGES_HOST})"
+        lack = f"{has} {show_bytes(limit)}{note}: {show_bytes(needed - limit)} too little{_margin(profile)}"
         return NoPlan(f"{profile.described}{ranks} does not fit: it needs {what}, {lack}", needed - limit, tier)
 
     needed = {each.micro_batch: (forecast(profile, each).needed_bytes, 0) for each in profile.passes}  # of device and host
@@ -152,7 +202,8 @@ def shortfall(profile: Profile) -> NoPlan:
     state = f"{show_bytes(profile.state.resident)} of that is model state"
     if on_host:
         state = "with all the model state it can on the host"
-    what = f"{show_bytes(least)} of device memory in micro-batches of {micro_batch} ({state}; the peak is at {where})"
+    memory = memory_name("device", device_kind_of(profile))
+    what = f"{show_bytes(least)} of {memory} in micro-batches of {micro_batch} ({state}; the peak is at {where})"
     return lacking(what, least, profile.device_limit_bytes, "device")
 
 
@@ -183,8 +234,8 @@ def _least_host_bytes(space: Space) -> int | None:
     return min((each for each in taken if each is not None), default=None)
 
 
-def _enough_memory(profile: Profile, verdict: NoPlan) -> Iterator[tuple[dict[str, str], float]]:
-    """More of the host or of the device, as little as was found to do: sizes by tier, and seconds of a step."""
+def _enough_memory(profile: Profile, verdict: NoPlan) -> Iterator[tuple[dict[str, str], Found]]:
+    """More of the host, of the device or of the disk, as little as was found to do: sizes by tier, and what was found."""
     space = space_of(profile)
     device, host = profile.device_limit_bytes, profile.host_limit_bytes
     if verdict.tier == "device":
@@ -195,11 +246,26 @@ def _enough_memory(profile: Profile, verdict: NoPlan) -> Iterator[tuple[dict[str
     larger = replace(profile, device_limit_bytes=rounded_up(device + int(DEVICE_FOR_HOST * verdict.shortfall_bytes)))
     if larger.device_limit_bytes <= MOST_TIMES * device:
         yield from _with_memory(larger, space, "device")
+    yield from _with_disk(profile, space)
+
+
+def _with_disk(profile: Profile, space: Space | None) -> Iterator[tuple[dict[str, str], Found]]:
+    """As much of the disk as a plan with all that is free there takes, where that is enough."""
+    disk = profile.disk
+    if disk is None or disk.free_bytes <= profile.disk_limit_bytes:
+        return
+    found = quickly(replace(profile, disk_limit_bytes=disk.free_bytes), space)
+    if found is None or found.offer is None or not found.offer.uses_disk:
+        return
+    enough = rounded_up(found.offer.footprint.disk_bytes)
+    found = quickly(replace(profile, disk_limit_bytes=enough), space)
+    if found is not None and enough <= disk.free_bytes:
+        yield {"disk": typed_bytes(enough)}, found
 
 
 def _with_memory(
     profile: Profile, space: Space | None, tier: Literal["device", "host"]
-) -> Iterator[tuple[dict[str, str], float]]:
+) -> Iterator[tuple[dict[str, str], Found]]:
     """The profile's own limit of this tier, where a plan is found with it; where that takes more of the host, with so much."""
     said: dict[str, str] = {tier: typed_bytes(profile.device_limit_bytes if tier == "device" else profile.host_limit_bytes)}
     found = quickly(profile, space)
@@ -210,7 +276,7 @@ def _with_memory(
             said["host"] = typed_bytes(profile.host_limit_bytes)
             found = quickly(profile, space)
     if found is not None:
-        yield said, found.chosen.mean_step_seconds
+        yield said, found
 
 
 def typed_bytes(size: int) -> str:

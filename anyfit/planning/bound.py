@@ -6,10 +6,10 @@ A step takes at least what the computation does in it, waits apart:
 
 and what the host takes from one norm to the next: to start updates, and to launch all passes.
 
-Where host and device share cores, all copies and updates come on top. Else there are lanes that do one job at a time: the host's
-updates, copies to the device, copies from it. Steps are alike, so between the end of one forward and the end of the next a lane
-has jobs for every chunk that is updated elsewhere. No job begins before its head is over, and its tail still follows when it is
-done:
+Where host and device share cores, all copies and updates come on top, but for what a disk reads and writes. Else there are lanes
+that do one job at a time: the host's updates, copies to the device, copies from it, the disk. Steps are alike, so between the end
+of one forward and the end of the next a lane has jobs for every chunk that is updated elsewhere. No job begins before its head is
+over, and its tail still follows when it is done:
 
     head    backward until the chunk's gradients are complete, or until the norm is known; its own jobs before
     tail    its own jobs after; forward from its first use on
@@ -44,7 +44,7 @@ from .simulation.computation import RANK_PASSES
 
 
 class Job(NamedTuple):
-    lane: Literal["host", "up", "down"]
+    lane: Literal["host", "up", "down", "disk"]
     head: float
     seconds: float
     tail: float
@@ -74,9 +74,11 @@ def least_seconds(candidate: Candidate, rates: Rates, again: float = 0.0) -> flo
     exchanged = _exchanged(candidate)
     jobs = list(_jobs(candidate, rates, segments, one_pass, norm, again))
     moving = list(_moving(candidate, rates, segments, one_pass, after - again)) if candidate.offloaded else []
+    on_disk = [job for job in jobs if job.lane == "disk"]
     if not rates.host.overlaps:
-        return least + sum(job.seconds for job in (*jobs, *moving)) + exchanged
-    lanes = [[job for job in jobs if job.lane == lane] for lane in ("host", "up", "down")]
+        by_cores = sum(job.seconds for job in (*jobs, *moving) if job.lane != "disk")
+        return max(least + by_cores + exchanged, _over(on_disk))
+    lanes = [on_disk, *([job for job in jobs if job.lane == lane] for lane in ("host", "up", "down"))]
     lanes += [[job for job in moving if job.lane == lane] for lane in ("up", "down")]
     return max(least, exchanged, *map(_over, lanes))
 
@@ -96,7 +98,7 @@ def _exchanged(candidate: Candidate) -> float:
     for index, (chunk, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True)):
         if chunk.gradient_bytes:
             times = passes if division.gradients or placement.gradients == "host" else 1
-            found += times * division.reduce.seconds(SUM_BYTES * chunk.elements)
+            found += times * division.reduction(is_cut=chunk.is_cut).seconds(SUM_BYTES * chunk.elements)
         if division.shards > 1 and (division.weights or placement.weights == "host"):
             put_together[index] = division.gather.seconds(chunk.weights_bytes)
         elif division.shards > 1 and chunk.gradient_bytes and chunk.is_updated:
@@ -137,6 +139,8 @@ def _jobs(
 ) -> Iterator[Job]:
     """Of the chunks that are updated elsewhere. Moments are counted from the end of the step's first forward."""
     host, passes, shards = rates.host, candidate.accumulation, candidate.shards
+    disk = rates.disk
+    fastest = max(disk.read_bytes_per_second, disk.write_bytes_per_second, disk.both_bytes_per_second) if disk else 1.0
     pairs = zip(candidate.profile_pass.segments, seconds, strict=True)
     forward = sum(took for segment, took in pairs if segment.phase == "forward")
     before, after = _around(candidate, seconds)
@@ -147,25 +151,34 @@ def _jobs(
             continue
         if index not in before or index not in after:
             continue
-        speculates = placement.speculates and passes == 1
-        is_away = placement.weights == "host"
+        speculates, is_away = placement.speculates, placement.weights == "host"
         born, used = backward_over - again - after[index], forward - before[index]
         weights, optimizer, elements = (size / shards for size in (chunk.weights_bytes, chunk.optimizer_bytes, chunk.elements))
         up, down = weights / host.up_bytes_per_second, candidate.sent_bytes(chunk) / host.down_bytes_per_second
-        if placement.route == "host":
+        if placement.update == "host":
+            moved = optimizer / fastest if placement.route == "disk" else 0.0  # each way
             at_once = (1 - DONE) * elements / host.updates_per_second
             # where it waits for the norm, it may be parted: its second part takes nothing here
-            update = at_once if speculates or passes > 1 or not host.overlaps else ONE_PHASE * at_once
+            is_whole = speculates or passes > 1 or moved > 0 or not host.overlaps
+            update = at_once if is_whole else ONE_PHASE * at_once
             added = ADDED * at_once if passes > 1 else 0.0
-            begin = born + down if speculates else max(born + down + added + (norm_seconds if added else 0.0), norm)
-            rest = update + up + used
+            arrived = born + down + added
+            begin = arrived if speculates else max(arrived + (norm_seconds if added else 0.0), norm + moved)
+            rest = update + moved + up + used
+            after_adding = (max(norm_seconds, update) if speculates else norm_seconds + update) + moved + up + used
             for earlier in range(passes):  # gradients are copied to the host, and added up, before the norm is taken
                 came = born - earlier * one_pass
                 yield Job("down", came, down, added + rest)
                 if added:
-                    yield Job("host", came + down, added, norm_seconds + rest)
-            yield Job("host", begin, update, up + used)
-            yield Job("up", max(begin + update, norm), up, used)
+                    yield Job("host", came + down, added, after_adding)
+            yield Job("host", begin, update, moved + up + used)
+            yield Job("up", max(begin + update, norm) + moved, up, used)
+            if moved and host.overlaps:
+                yield Job("disk", norm, moved, rest)
+                yield Job("disk", begin + update, moved, up + used)
+            elif moved:  # what the cores do comes on top
+                yield Job("disk", norm, moved, moved + used)
+                yield Job("disk", norm + moved, moved, used)
             continue
         lifted = (optimizer + weights * is_away) / host.up_bytes_per_second
         lowered = (optimizer + weights * (is_away or speculates)) / host.down_bytes_per_second

@@ -9,7 +9,19 @@ from functools import cached_property
 from anyfit.values.calibration import Calibration
 from anyfit.values.plan import Activations, Placement
 from anyfit.values.precision import PRECISIONS, SUM_BYTES
-from anyfit.values.profile import ALONE, ChoiceCost, ChunkCost, Division, HostRates, Pass, Profile, Replay, Segment, Timing
+from anyfit.values.profile import (
+    ALONE,
+    ChoiceCost,
+    ChunkCost,
+    DiskRates,
+    Division,
+    HostRates,
+    Pass,
+    Profile,
+    Replay,
+    Segment,
+    Timing,
+)
 
 NORM_BYTES, UPDATE_BYTES, GATHER_BYTES = 2, 30, 4  # read and written of a parameter on the device
 UPDATE_TRAFFIC = 26  # bytes of the host's memory that an update reads and writes
@@ -25,6 +37,7 @@ class Rates:
     update_seconds: float  # of a resident parameter, or one that was lifted
     gather_seconds: float = 0.0  # of a gradient that is put in its chunk's staging buffer
     add_seconds: float = 0.0  # of one that is added to those of earlier passes on the device
+    disk: DiskRates | None = None
     calibration: Calibration = field(kw_only=True)
 
     @property
@@ -38,7 +51,9 @@ def rates_of(profile: Profile) -> Rates:
     memory = profile.memory_bytes_per_second
     norm, whole = NORM_BYTES / memory, profile.update.seconds / max(profile.trainable, 1)  # with what each parameter costs
     update = max(UPDATE_BYTES / memory, whole - norm) if profile.host.overlaps else whole  # on a CPU, by torch
-    return Rates(profile.host, norm, update, GATHER_BYTES / memory, add_seconds(profile), calibration=profile.calibration)
+    return Rates(
+        profile.host, norm, update, GATHER_BYTES / memory, add_seconds(profile), profile.disk, calibration=profile.calibration
+    )
 
 
 def add_seconds(profile: Profile) -> float:

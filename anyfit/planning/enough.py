@@ -1,28 +1,55 @@
 """Which micro-batches a plan needs: the largest, and its halves while the smallest so far makes the best plan.
 
 A trace takes longer than a search, so `anyfit.plan` searches before it traces the next half. Two sizes at least are compared, and
-all of them where one does not divide the batch, because the rest has to run too.
+all of them where one does not divide the batch, because the rest has to run too. A pipeline wants smaller ones than any other
+plan: where ranks wait for each other or for the host for long, so that one may pay, all are traced.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from anyfit.values.plan import Forecast
 from anyfit.values.profile import Profile
 
-from .fastest import fastest
+from .fastest import Found, fastest
+from .local_search import STARTS
+from .space import space_of
+
+WAITED = 0.05  # of a step, for others or for the host
+WAITS = ("exposed communication", "exposed offload", "exposed update")
 
 
-def are_enough(profile: Profile) -> bool:
-    """Whether a smaller micro-batch than those of the profile, the largest first, is not worth a trace."""
+def are_enough(profile: Profile, *, for_stages: bool = False) -> bool:
+    """Whether a smaller micro-batch than those of the profile, the largest first, is not worth a trace. `for_stages`: nor for a
+    pipeline, which is looked for too."""
     sizes, share = [each.micro_batch for each in profile.passes], profile.batch_size // profile.ranks
     if len(sizes) == 1 or any(share % size for size in sizes):
         return False
-    found = fastest(profile)
-    return found is not None and found.micro_batch != sizes[-1]
+    return _is_enough(fastest(profile), sizes[-1], for_stages=for_stages)
 
 
-def needed_of(profile: Profile) -> Profile:
-    """A profile of all micro-batches, as it would be had the tracer stopped when they were enough."""
-    prefixes = (replace(profile, passes=profile.passes[:count]) for count in range(1, len(profile.passes)))
-    return next(filter(are_enough, prefixes), profile)
+def _is_enough(found: Found | None, smallest: int, *, for_stages: bool) -> bool:
+    if found is None or found.micro_batch == smallest:
+        return False
+    return not for_stages or _waited(found.chosen) < WAITED
+
+
+def _waited(forecast: Forecast) -> float:
+    return sum(forecast.split_seconds.get(name, 0.0) for name in WAITS) / forecast.step_seconds
+
+
+def as_traced(profile: Profile, starts: int = STARTS, *, for_stages: bool = False) -> tuple[Profile, Found | None]:
+    """A profile of all micro-batches, as it would be had the tracer stopped when they were enough; and the fastest of it. What is
+    known of some micro-batches is not searched for again with one more."""
+    passes = profile.passes
+    space = space_of(profile) if not profile.divisions and len(passes) > 1 else None
+    share = profile.batch_size // profile.ranks
+    for count in range(2, len(passes)):
+        some = replace(profile, passes=passes[:count])
+        if any(share % each.micro_batch for each in some.passes):
+            break
+        found = fastest(some, space and space.with_limits_of(some), starts=starts)
+        if _is_enough(found, passes[count - 1].micro_batch, for_stages=for_stages):
+            return some, found
+    return profile, fastest(profile, space, starts=starts)

@@ -45,6 +45,10 @@ class Offer:
     def uses_host(self) -> bool:
         return self.footprint.host_bytes > 0
 
+    @property
+    def uses_disk(self) -> bool:
+        return self.footprint.disk_bytes > 0
+
 
 def mean(seconds: float, clipped_seconds: float, clipped_share: float) -> float:
     """Exactly the seconds where nothing is clipped, or nothing changes by it."""
@@ -53,7 +57,7 @@ def mean(seconds: float, clipped_seconds: float, clipped_share: float) -> float:
 
 def waiting(candidate: Candidate) -> Candidate:
     """The same where every update waits for the norm."""
-    if candidate.adds_up or not any(each.speculates for each in candidate.placements):
+    if not any(each.speculates for each in candidate.placements):
         return candidate
     return replace(candidate, placements=tuple(map(_waiting, candidate.placements)))
 
@@ -98,6 +102,10 @@ class Evaluation:
             self._live_bytes[key] = live_of(self.profile, candidate)
         return self._live_bytes[key]
 
+    @property
+    def may_use_disk(self) -> bool:
+        return self.profile.disk is not None and self.profile.disk_limit_bytes > 0
+
     def reserved_bytes(self, footprint: Footprint) -> int:
         added = self.profile.calibration.fragmentation.value * footprint.live_bytes if self.candidates.is_gpu else 0
         return footprint.device_bytes + int(added) + self.profile.context_bytes
@@ -113,7 +121,12 @@ class Evaluation:
         return footprint.host_bytes + pages + beside
 
     def fits(self, footprint: Footprint) -> bool:
-        return self.fits_device(footprint) and self.host_bytes(footprint) <= self.profile.host_limit_bytes
+        return self.fits_device(footprint) and self.fits_beside(footprint)
+
+    def fits_beside(self, footprint: Footprint) -> bool:
+        """The host and the disk."""
+        profile = self.profile
+        return self.host_bytes(footprint) <= profile.host_limit_bytes and footprint.disk_bytes <= profile.disk_limit_bytes
 
     def fits_device(self, footprint: Footprint) -> bool:
         return self.needed_bytes(footprint) <= self.profile.device_limit_bytes
@@ -129,7 +142,8 @@ class Evaluation:
             return 0.0
         needed = self.reserved_bytes(footprint) * (1 + profile.offload_error)
         device = max(needed / profile.device_limit_bytes - 1, 0.0)
-        return device + max(self.host_bytes(footprint) / profile.host_limit_bytes - 1, 0.0)
+        disk = max(footprint.disk_bytes - profile.disk_limit_bytes, 0) / max(profile.disk_limit_bytes, 1)
+        return device + max(self.host_bytes(footprint) / profile.host_limit_bytes - 1, 0.0) + disk
 
     def least_seconds(self, candidate: Candidate, again: float = 0.0) -> float:
         """That nothing is under, with so many seconds more of every pass that blocks are recomputed."""

@@ -1,4 +1,4 @@
-"""What a candidate holds: bytes on the device at the fullest moment of a step, and on the host.
+"""What a candidate holds: bytes on the device at the fullest moment of a step, on the host and on the disk.
 
     device = pools + the most that is live at once
     pools  = weights and optimizer state that live there, slots, staging buffers, carriers, scratch, sums of gradients, what
@@ -25,7 +25,15 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from anyfit.values.engine import OFFLOADED_AT_ONCE, REDUCTION_BUFFERS, STREAMED_DEPTH, staging_bytes
+from anyfit.values.engine import (
+    DISK_BLOCK_BYTES,
+    DISK_DEPTH,
+    OFFLOADED_AT_ONCE,
+    REDUCTION_BUFFERS,
+    STREAMED_DEPTH,
+    staging_bytes,
+)
+from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.plan import Placement
 from anyfit.values.precision import SUM_BYTES
 from anyfit.values.profile import ChunkCost, Profile
@@ -43,6 +51,7 @@ class Footprint:
     pool_bytes: int  # of the device, held between steps
     live_bytes: int  # on top, at the fullest moment
     host_bytes: int
+    disk_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -60,30 +69,56 @@ def footprint_of(profile: Profile, candidate: Candidate, live_bytes: int | None 
     on_device, on_host = buffers(pairs, candidate, overlaps=overlaps)
     pools = profile.state.buffers + profile.workspace_bytes + device + on_device + candidate.profile_pass.recorded_bytes
     offloaded = sum(candidate.offloaded_bytes(block) for block in candidate.offloaded)
-    return Footprint(pools, live_of(profile, candidate) if live_bytes is None else live_bytes, host + on_host + offloaded)
+    on_disk, carriers = _on_disk([chunk for chunk, placement in pairs if placement.route == "disk" and chunk.is_updated])
+    live = live_of(profile, candidate) if live_bytes is None else live_bytes
+    return Footprint(pools, live, host + on_host + offloaded + carriers, on_disk)
+
+
+def _on_disk(chunks: list[ChunkCost]) -> tuple[int, int]:
+    """Bytes of the disk, in blocks, with room for what is written before the old goes; and of the carriers on the host."""
+    if not chunks:
+        return 0, 0
+    shapes = Counter((chunk.weights_bytes, chunk.is_split, chunk.state_parts) for chunk in chunks)  # many are alike
+    block = min(_in_pages(max(size for *_, parts in shapes for size in parts)), DISK_BLOCK_BYTES)
+    blocks = {shape: sum(-(-_in_pages(size) // block) for size in shape[-1]) for shape in shapes}
+    # Of weights, low halves and each moment a carrier has room for the largest.
+    carried = max(_in_pages(weights) for weights, *_ in shapes)
+    carried += max(_in_pages(weights) * is_split for weights, is_split, _ in shapes)
+    moments = (parts[: len(parts) - is_split] for _, is_split, parts in shapes)
+    carried += sum(max(map(_in_pages, sizes)) for sizes in itertools.zip_longest(*moments, fillvalue=0))
+    there = sum(count * blocks[shape] for shape, count in shapes.items())
+    return (there + DISK_DEPTH * max(blocks.values())) * block, DISK_DEPTH * carried
+
+
+def _in_pages(size: int) -> int:
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
 def live_of(profile: Profile, candidate: Candidate) -> int:
     """Bytes beyond the pools at the fullest moment."""
-    updating = 0
+    return max(map(sum, live_parts(candidate, updating_bytes(profile, candidate))))
+
+
+def updating_bytes(profile: Profile, candidate: Candidate) -> int:
+    """That the update of what is resident takes for itself."""
     if profile.host is None or not profile.host.overlaps:
         pairs = zip(candidate.chunks, candidate.placements, strict=True)
         stays = any(placement.route == "resident" and chunk.is_updated for chunk, placement in pairs)
         if stays or not candidate.division.is_alone:
-            updating = profile.update.scratch_bytes // candidate.shards
-    return max(_live(candidate, updating, going_bytes(candidate)))
+            return profile.update.scratch_bytes // candidate.shards
+    return 0
 
 
 def _state(pairs: list[Pair], candidate: Candidate, *, overlaps: bool) -> tuple[int, int]:
     """Bytes of the device and of the host: weights and optimizers, and what they pass through. In one go: it is asked for
     thousands of candidates."""
-    shards, gathers, adds_up = candidate.shards, candidate.gathers, candidate.adds_up
+    shards, gathers = candidate.shards, candidate.gathers
     device = host = fetched = largest_fetched = scratch = 0
     carried_optimizer = carried_weights = 0  # the most of them that a carrier takes
     for chunk, placement in pairs:
         is_away, whole = placement.weights == "host", chunk.weights_bytes
         weights, optimizer = whole // shards, chunk.optimizer_bytes // shards
-        speculates = placement.speculates and not adds_up and chunk.is_updated
+        speculates = placement.speculates and chunk.is_updated
         if is_away or gathers:
             fetched += 1
             largest_fetched = max(largest_fetched, whole)
@@ -93,7 +128,7 @@ def _state(pairs: list[Pair], candidate: Candidate, *, overlaps: bool) -> tuple[
             host += weights
         if placement.optimizer == "device":
             device += optimizer
-        else:
+        elif placement.optimizer == "host":
             host += optimizer + (optimizer + weights if speculates else 0)
         if not chunk.is_updated or placement.update == "host":
             continue
@@ -178,8 +213,10 @@ def going_bytes(candidate: Candidate) -> list[int]:
     return found
 
 
-def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int]:
-    each, adds_up = candidate.profile_pass, candidate.adds_up
+def live_parts(candidate: Candidate, updating: int) -> Iterator[tuple[int, int, int, int]]:
+    """Bytes of what blocks keep for backward, of a segment's own work, of gradients, and of activations on their way: where
+    blocks are replayed, when each runs op by op first; then segment by segment; last, when all gradients are there."""
+    each, adds_up, going = candidate.profile_pass, candidate.adds_up, going_bytes(candidate)
     keeps = [
         block.choices[choice].kept_bytes if block.name else 0  # a segment's work has what is kept outside blocks
         for block, choice in zip(each.blocks, candidate.activations, strict=True)
@@ -199,7 +236,7 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
     kept = sum(keeps[index] + replay.own_bytes for index, replay in for_good.items())
     for segment in each.segments:  # before the first step, when a block runs op by op beside its recording
         if (tried := candidate.replays[segment.block]) is not None:
-            yield kept + segment.work_bytes + tried.outside_bytes
+            yield kept, segment.work_bytes + tried.outside_bytes, 0, 0
     held = set(for_good)  # blocks
     back: dict[int, int] = {}  # by block: bytes that are on the device again
     for segment, leaving, unsummed in zip(each.segments, going, waiting, strict=True):
@@ -218,13 +255,10 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
         replay = candidate.replays[block]
         own = segment.work_bytes if replay is None else replay.outside_bytes
         yield (
-            kept
-            - (keeps[block] if block in held and block not in for_good else 0)
-            + own
-            + gradients
-            + unsummed
-            + leaving
-            + (sum(back.values()) if back else 0)
+            kept - (keeps[block] if block in held and block not in for_good else 0),
+            own,
+            gradients + unsummed,
+            leaving + (sum(back.values()) if back else 0),
         )
         if segment.phase == "forward" and block not in held:
             held.add(block)
@@ -235,7 +269,7 @@ def _live(candidate: Candidate, updating: int, going: list[int]) -> Iterator[int
                 held.remove(block)
                 kept -= keeps[block]
                 back.pop(block, None)
-    yield gradients + updating + kept  # when all are there
+    yield kept, updating, gradients, 0  # when all are there
 
 
 def _adding_up(candidate: Candidate) -> list[int]:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from anyfit.values.plan import Clipping, Forecast
+from anyfit.values.plan import Clipping, Forecast, Wear
 from anyfit.values.profile import Pass, Profile
 from anyfit.values.timing import shared_bytes
 
-from .candidate import add_seconds
+from .candidate import add_seconds, rates_of
 from .evaluation import Offer
 from .space import Space
 
@@ -76,6 +76,7 @@ def forecast_of(space: Space, offer: Offer) -> Forecast:
     seconds = split_seconds(profile, offer)
     total = sum(seconds.values())
     share = plain.step_seconds / total
+    exchanged = offer.candidate.accumulation * offer.candidate.profile_pass.exchange_seconds  # along a tensor axis
     clipping = None
     if profile.clipped_steps is not None:
         redone = space.evaluation.redone_seconds(offer) - simulated.step_seconds
@@ -84,9 +85,14 @@ def forecast_of(space: Space, offer: Offer) -> Forecast:
         plain,
         step_seconds=total,
         step_error=max(plain.step_error, fitted.offload_time_error.value)
-        + profile.link_error * simulated.exchange_seconds / total,
+        + profile.link_error * (simulated.exchange_seconds + exchanged) / total
+        + (0.0 if profile.disk is None else profile.disk.error * seconds["exposed disk"] / total),
         split_seconds=seconds,
-        peak_bytes={"device": offer.footprint.device_bytes, "host": offer.footprint.host_bytes, "disk": 0},
+        peak_bytes={
+            "device": offer.footprint.device_bytes,
+            "host": offer.footprint.host_bytes,
+            "disk": offer.footprint.disk_bytes,
+        },
         peak_error=max(plain.peak_error, fitted.offload_peak_error.value),
         reserved_bytes=space.evaluation.reserved_bytes(offer.footprint),
         reserved_error=profile.offload_error,
@@ -95,7 +101,16 @@ def forecast_of(space: Space, offer: Offer) -> Forecast:
         compute_share=plain.compute_share * share,
         start_seconds=start_seconds(profile, offer.footprint.host_bytes),
         clipping=clipping,
+        wear=_wear(profile, offer),
     )
+
+
+def _wear(profile: Profile, offer: Offer) -> Wear | None:
+    if profile.disk is None or not offer.uses_disk:
+        return None
+    pairs = zip(offer.candidate.chunks, offer.candidate.placements, strict=True)
+    written = sum(chunk.optimizer_bytes for chunk, placement in pairs if placement.route == "disk" and chunk.gradient_bytes)
+    return Wear(written, profile.disk.endurance_bytes, profile.disk.endurance_source)
 
 
 def split_seconds(profile: Profile, offer: Offer) -> dict[str, float]:
@@ -103,12 +118,14 @@ def split_seconds(profile: Profile, offer: Offer) -> dict[str, float]:
     candidate, simulated, waits = offer.candidate, offer.simulated, offer.simulated.waits_seconds
     whole = profile.batch_size / candidate.micro_batch / candidate.accumulation  # of its passes: the last may be smaller
     own = candidate.accumulation * candidate.profile_pass.seconds_recompute  # what the model recomputes without being told to
+    exchanged = candidate.accumulation * candidate.slowness(rates_of(profile)) * candidate.profile_pass.exchange_seconds
     seconds = {
-        "compute": whole * (simulated.compute_seconds - own),
+        "compute": whole * (simulated.compute_seconds - own - exchanged),
         "recompute": whole * (simulated.recompute_seconds + own),
         "exposed update": waits["update"] + waits["gradients"],
+        "exposed disk": waits["disk"],
         "exposed offload": waits["fetch"] + waits["activations"],
-        "exposed communication": waits["exchange"],
+        "exposed communication": waits["exchange"] + whole * exchanged,
         "exposed launch": waits["launch"],
     }
     seconds["update"] = simulated.step_seconds - (simulated.compute_seconds + simulated.recompute_seconds) - sum(waits.values())

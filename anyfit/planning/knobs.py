@@ -10,6 +10,9 @@ A point (Knobs), for one micro-batch size:
     host_first  share of the other updates that the host does, after those resident: it is back with a chunk soonest
     streamed    share of what is left that is streamed through the device, in turns with the host
     speculates  whether updates begin before the norm is known, into a second generation
+    on_disk     chunks whose optimizer is on the disk, and which the host updates: the last, whose weights are needed last in
+                forward. Those much larger than others come after all of these, as each of the carriers is as large as the
+                largest
 
 The ladder is greedy: from all kept, the block and the choice that free most bytes for a second they cost, early blocks first,
 whose activations live longest. It gives up at most one block's worth against the best for its bytes.
@@ -43,6 +46,11 @@ PLACED = {  # by whether it is streamed, its weights are away, it speculates
     )
     for streams, is_away, guesses in product((False, True), repeat=3)
 }
+ON_DISK = {  # by whether its weights are away
+    is_away: Placement(weights="host" if is_away else "device", gradients="host", optimizer="disk", update="host")
+    for is_away in (False, True)
+}
+LARGE = 2  # times the size in the middle: of chunks that go to the disk last
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class Knobs:
     host_first: float = 0.0
     streamed: float = 0.0
     speculates: bool = False
+    on_disk: int = 0
 
 
 class Candidates:
@@ -69,7 +78,8 @@ class Candidates:
         self._batch_size = profile.batch_size
         self._together = [sum(1 << index for index in each) for each in profile.together]  # bits of chunks
         self.of, self.offloadable = cache(self._of), cache(self._offloadable)
-        self._placements = cache(lambda knobs: tuple(_placements(self.chunks, knobs)))
+        self._placements = cache(lambda knobs: tuple(_placements(self.chunks, knobs, self.to_disk(knobs.resident))))
+        self.to_disk = cache(self._to_disk)
 
     def _of(self, knobs: Knobs) -> Candidate:
         placements = self._placements(replace(knobs, micro_batch=0, rung=0, offloaded=0))  # on which they do not depend
@@ -104,7 +114,8 @@ class Candidates:
 
     def choices(self, block: BlockCost) -> list[Activations]:
         """What can be done with its activations."""
-        found: list[Activations] = ["keep", *(name for name in RECOMPUTED if block.name and name in block.choices)]
+        found: list[Activations] = [_first(block), *(name for name in RECOMPUTED if block.name and name in block.choices)]
+        found = list(dict.fromkeys(found))
         offloads = self.is_gpu and block.name and "offload" in block.choices and block.choices["offload"].moved_bytes
         return [*found, "offload"] if offloads else found
 
@@ -115,13 +126,29 @@ class Candidates:
             for index, block in enumerate(self.passes[micro_batch].blocks)
         ]
 
-    def places(self, chunk: ChunkCost, accumulation: int) -> list[Placement]:
+    def places(self, chunk: ChunkCost, *, disk: bool = False) -> list[Placement]:
         """Where the state of a chunk may be, and who may update it."""
         if not chunk.is_updated:
             return [RESIDENT, FROZEN_AWAY]
-        streams = (False, True) if self.is_gpu else (False,)
-        speculates = (False, True) if accumulation == 1 else (False,)
-        return [RESIDENT, *(PLACED[key] for key in product(streams, (False, True), speculates))]
+        return [RESIDENT, *self.elsewhere, *(ON_DISK.values() if disk and chunk.state_parts else ())]
+
+    def _to_disk(self, resident: int) -> tuple[int, ...]:
+        """Chunks whose optimizer may be on the disk, in the order in which they go there, where so many are resident."""
+        may = [index for index, chunk in enumerate(self.chunks) if index >= resident and chunk.state_parts]
+        usual = sorted(self.chunks[index].weights_bytes for index in may)
+        large = LARGE * usual[len(usual) // 2] if usual else 0
+        return tuple(sorted(may, key=lambda index: (self.chunks[index].weights_bytes > large, -index)))
+
+    def few_to_disk(self, resident: int) -> int:
+        """How many of these are not large."""
+        order = self.to_disk(resident)
+        return next((at for at in range(1, len(order)) if order[at] > order[at - 1]), len(order))
+
+    @cached_property
+    def elsewhere(self) -> list[Placement]:
+        """Of a chunk that is updated, where its optimizer is on the host."""
+        may = (False, True) if self.is_gpu else (False,)  # beside a CPU's computation nothing runs
+        return [PLACED[streams, is_away, guesses] for streams, is_away, guesses in product(may, (False, True), may)]
 
     def placed(self, candidate: Candidate, placements: tuple[Placement, ...]) -> Candidate:
         """The same with its chunks so, and as many slots as that takes."""
@@ -159,7 +186,7 @@ class Candidates:
 
 def ladder(each: Pass) -> list[tuple[Activations, ...]]:
     """Choices for all blocks, from all kept to the least that can be kept and nothing offloaded."""
-    now: list[Activations] = ["keep"] * len(each.blocks)
+    now = [_first(block) for block in each.blocks]
     found = [tuple(now)]
     heap: list[tuple[float, int, Activations]] = []
 
@@ -176,7 +203,7 @@ def ladder(each: Pass) -> list[tuple[Activations, ...]]:
             heapq.heappush(heap, min(steps))
 
     for index, block in enumerate(each.blocks):
-        if block.name and "keep" in block.choices:
+        if block.name and block.choices:
             offer(index)
     while heap:
         _, index, name = heapq.heappop(heap)
@@ -186,8 +213,15 @@ def ladder(each: Pass) -> list[tuple[Activations, ...]]:
     return found
 
 
-def _placements(chunks: tuple[ChunkCost, ...], knobs: Knobs) -> Iterator[Placement]:
+def _first(block: BlockCost) -> Activations:
+    """Kept, where a user does not decide otherwise."""
+    return "keep" if "keep" in block.choices or not block.choices else next(iter(block.choices))  # type: ignore[arg-type]
+
+
+def _placements(chunks: tuple[ChunkCost, ...], knobs: Knobs, to_disk: tuple[int, ...]) -> Iterator[Placement]:
+    on_disk = frozenset(to_disk[: knobs.on_disk])
     rest = sum(chunk.elements for chunk in chunks[knobs.resident :] if chunk.is_updated)
+    rest -= sum(chunks[index].elements for index in on_disk)
     others, streamed, first = 0, 0.0, 0
     for index, chunk in enumerate(chunks):
         is_away = index >= len(chunks) - knobs.away
@@ -196,6 +230,9 @@ def _placements(chunks: tuple[ChunkCost, ...], knobs: Knobs) -> Iterator[Placeme
             continue
         if index < knobs.resident:
             yield RESIDENT
+            continue
+        if index in on_disk:
+            yield ON_DISK[is_away]
             continue
         if first + chunk.elements / 2 <= knobs.host_first * rest:
             first += chunk.elements

@@ -4,6 +4,9 @@
     over        the knobs of one micro-batch size (knobs.py)
     subject to  (1 + error) * reserved bytes <= device limit
                 host bytes <= host limit
+                disk bytes <= disk limit
+
+Where somebody has allowed a disk, as few chunks of a point lie there as leave the others room on the host.
 
 For each rung, share that is streamed, share that the host does first, with speculation and without, the device is filled: as many
 chunks resident as fit. Where nothing fits with none resident, as few chunks as possible are away; or, for a host that is short,
@@ -60,8 +63,24 @@ class LocalSearch:
             starts = [Knobs(micro_batch, least.rung, offloaded, streamed=share) for share in self._shares_streamed]
             filled = [knobs for start in starts for knobs in self.fillings(start)]
             if filled:
+                filled += [on_disk for knobs in filled for on_disk in self._all_on_disk(knobs)]
                 return min(evaluation.host_bytes(evaluation.footprint(knobs)) for knobs in filled)
         return None
+
+    def _all_on_disk(self, knobs: Knobs) -> Iterator[Knobs]:
+        """With as much there as it has room for: of all chunks, and of all that are not large."""
+        evaluation, candidates = self._evaluation, self._candidates
+        if not evaluation.may_use_disk:
+            return
+
+        def fits(on_disk: int) -> bool:
+            there = replace(knobs, on_disk=on_disk)
+            return evaluation.footprint(there).disk_bytes <= evaluation.profile.disk_limit_bytes
+
+        for count in {len(candidates.to_disk(knobs.resident)), candidates.few_to_disk(knobs.resident)}:
+            there = replace(knobs, on_disk=most(count, fits))
+            if evaluation.fits_device(evaluation.footprint(there)):
+                yield there
 
     def least_on_device(self, micro_batch: int) -> Knobs:
         """What needs least of the device with nothing on the host."""
@@ -114,7 +133,7 @@ class LocalSearch:
             return
         last = self._candidates.last_rung(micro_batch)
         some = sorted({min(2, last)} | {round(step * last / (RUNGS - 1)) for step in range(RUNGS)})  # all kept may just not fit
-        speculates = (False, True) if self._candidates.accumulation(micro_batch) == 1 and self._is_gpu else (False,)
+        speculates = (False, True) if self._is_gpu else (False,)
         offloaded = [Knobs(micro_batch, 0, count) for count in self._candidates.some_offloaded(micro_batch)[-2:] if count]
         points = [*(Knobs(micro_batch, rung) for rung in some), *offloaded]
         kept = [each for each in points if self._pass_seconds(each) < under]
@@ -161,17 +180,36 @@ class LocalSearch:
         for fewer in range(3):
             resident = max(knobs.resident - fewer, 0)
             away = knobs.away + fewer - (knobs.resident - resident) if knobs.away else 0
-            near = replace(knobs, resident=resident, away=min(away, self._count - resident))
-            if self._fits(near):
+            near = self._with_disk(replace(knobs, resident=resident, away=min(away, self._count - resident)))
+            if near is not None:
                 return near
         return None
+
+    def _with_disk(self, knobs: Knobs) -> Knobs | None:
+        """The same with as few chunks on the disk as leave the others room on the host; None where it does not fit so. A disk is
+        the slowest tier: there is no reason for more."""
+        evaluation, candidates = self._evaluation, self._candidates
+        if self._fits(none := replace(knobs, on_disk=0)):
+            return none
+        limit, few = evaluation.profile.host_limit_bytes, candidates.few_to_disk(knobs.resident)
+
+        def excess(on_disk: int) -> int:
+            return evaluation.host_bytes(evaluation.footprint(replace(knobs, on_disk=on_disk))) - limit
+
+        if not evaluation.may_use_disk or excess(0) <= 0:  # it is the device that has no room
+            return None
+        # From the first on, as its carriers take room, each leaves more of the host, but for large ones.
+        counts = [few - fullest(few - 1, lambda fewer: excess(few - fewer))] if few else []
+        counts += range(few + 1, len(candidates.to_disk(knobs.resident)) + 1)
+        ways = (replace(knobs, on_disk=count) for count in counts)
+        return next((each for each in ways if self._fits(each)), None)
 
     def _fits(self, knobs: Knobs) -> bool:
         return self._evaluation.fits(self._evaluation.footprint(knobs))
 
     def _improved(self, knobs: Knobs, forced: Mapping[str, float], rounds: int) -> Knobs:
         for _ in range(rounds):
-            near = [each for each in set(self._neighbours(knobs)) if _is_forced(each, forced) and self._is_sound(each)]
+            near = [each for each in self._fitted_neighbours(knobs) if _is_forced(each, forced) and self._is_sound(each)]
             best = knobs
             for each in sorted(near, key=lambda each: (self._evaluation.bound(each), str(each))):
                 if self._is_better(each, best):
@@ -194,6 +232,12 @@ class LocalSearch:
     def _is_sound(self, knobs: Knobs) -> bool:
         """It fits, and weights are not away only to fill slots that take as much."""
         return not 0 < knobs.away <= self._candidates.wanted_slots and self._fits(knobs)
+
+    def _fitted_neighbours(self, knobs: Knobs) -> set[Knobs]:
+        found = set(self._neighbours(knobs))
+        if not self._evaluation.may_use_disk:
+            return found
+        return {fitted for each in found if (fitted := self._with_disk(each)) is not None}
 
     def _neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
         """A step of one knob, or of two that share the memory; the device is filled again where that leaves room."""

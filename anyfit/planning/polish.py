@@ -23,11 +23,11 @@ from operator import attrgetter
 from typing import TypeVar
 
 from anyfit.values.plan import Activations, Placement
-from anyfit.values.profile import BlockCost, ChoiceCost, Pass
+from anyfit.values.profile import BlockCost, ChoiceCost, ChunkCost, Pass
 
 from .candidate import Candidate
 from .evaluation import Evaluation, Offer
-from .knobs import FROZEN_AWAY, PLACED, RESIDENT, Knobs
+from .knobs import FROZEN_AWAY, ON_DISK, RESIDENT, Knobs
 from .local_search import WORTH, most
 
 SMALL = 16  # blocks and chunks together: few enough to change each by itself
@@ -79,7 +79,7 @@ class Polish:
             return []
         first, rungs = candidates.of(Knobs(micro_batch)), candidates.ladders[micro_batch][::-1]
         bounds: list[tuple[float, Candidate]] = []
-        for placements in self._any_resident(first.accumulation):
+        for placements in self._any_resident():
             placed = candidates.placed(first, placements)
             fullest = self._fullest([replace(placed, activations=rung) for rung in rungs])
             if fullest is not None:
@@ -104,18 +104,21 @@ class Polish:
         last = most(len(candidates) - 1, fits)
         return candidates[last] if fits(last) else None
 
-    def _any_resident(self, accumulation: int) -> dict[tuple[Placement, ...], None]:
+    def _any_resident(self) -> dict[tuple[Placement, ...], None]:
         """Placements with any chunks resident and the others alike, each once."""
         chunks = self._candidates.chunks
         return {
             tuple(
-                RESIDENT if resident else away if chunk.is_updated else frozen
+                RESIDENT if resident else _possible(away, chunk) if chunk.is_updated else frozen
                 for chunk, resident in zip(chunks, stays, strict=True)
             ): None
-            for away, frozen in product(PLACED.values(), (RESIDENT, FROZEN_AWAY))
-            if (self._candidates.is_gpu or away.update == "host") and (accumulation == 1 or not away.speculates)
+            for away, frozen in product(self._ways_elsewhere, (RESIDENT, FROZEN_AWAY))
             for stays in product((True, False), repeat=len(chunks))
         }
+
+    @property
+    def _ways_elsewhere(self) -> list[Placement]:
+        return [*self._candidates.elsewhere, *(ON_DISK.values() if self._evaluation.may_use_disk else ())]
 
     def _squeezed(self, candidate: Candidate) -> Offer | None:
         """Changed one by one, and two by two, until it fits."""
@@ -169,9 +172,15 @@ class Polish:
                     yield place, replace(candidate, activations=_with(candidate.activations, place, choice))
         for place in range(max(last + 1, len(blocks)), len(blocks) + len(candidate.chunks)):
             index = place - len(blocks)
-            for placement in self._candidates.places(candidate.chunks[index], candidate.accumulation):
+            for placement in self._candidates.places(candidate.chunks[index], disk=self._evaluation.may_use_disk):
                 if placement != candidate.placements[index]:
                     yield place, self._candidates.placed(candidate, _with(candidate.placements, index, placement))
+
+
+def _possible(placement: Placement, chunk: ChunkCost) -> Placement:
+    """The same; of state that cannot lie on the disk, on the host."""
+    on_disk = placement.optimizer == "disk" and not chunk.state_parts
+    return replace(placement, optimizer="host") if on_disk else placement
 
 
 def _with(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
@@ -217,7 +226,7 @@ class Tree:
             if least >= under:
                 continue
             if len(placements) < len(chunks):
-                places = candidates.places(chunks[len(placements)], first.accumulation)
+                places = candidates.places(chunks[len(placements)], disk=evaluation.may_use_disk)
                 nexts: list[Branch] = [((*placements, each), activations) for each in places]
             elif len(activations) < len(choices):
                 nexts = [(placements, (*activations, each)) for each in choices[len(activations)]]

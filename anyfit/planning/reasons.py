@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from anyfit.values.mesh import AXES
-from anyfit.values.plan import TIERS, Activations, Alternative, Decision, Fingerprint, Forecast, Plan, Stage
+from anyfit.values.plan import (
+    SECONDS_A_DAY,
+    TIERS,
+    Activations,
+    Alternative,
+    Decision,
+    DeviceKind,
+    Fingerprint,
+    Forecast,
+    Plan,
+    Stage,
+    Wear,
+)
 from anyfit.values.profile import Division, Profile
 from anyfit.values.units import show_bytes, show_count, show_seconds
 
@@ -15,12 +28,14 @@ from .evaluation import Offer
 from .fastest import Found, Neighbour, among, described, fastest_on_device, fitting, handicapped
 from .forecast import forecast_of, mean_seconds, passes_of
 from .launch_bound import why_launch_bound
+from .picture import pictured
 from .space import Space
 
 # Where no other choice was priced, why.
 WITHOUT = {
     "updates": "a CPU has nothing to stream them through",
-    "speculation": "the gradients of several passes add up first",
+    "speculation": "nothing else was weighed",
+    "disk": "nothing else was weighed",
     "activations": "no block can be recomputed or offloaded",
     "chunk size": "other sizes make the same chunks",
     "micro-batch": "the only one asked for",
@@ -37,9 +52,9 @@ USUAL = {"chunk size": "the usual size", "ranks": "fewer moving parts"}  # of wh
 def explained(found: Found) -> Plan:
     """The plan, with what its neighbours would cost."""
     if found.offer is None:
-        return _resident(found)
+        return replace(_resident(found), picture=pictured(found))
     found = settled(found)
-    plan = _offloaded(found)
+    plan = replace(_offloaded(found), picture=pictured(found))
     return plan if found.whole is None else _of_all_ranks(found, found.whole, plan)
 
 
@@ -52,13 +67,21 @@ def _resident(found: Found) -> Plan:
         for size, each in found.forecasts.items()
         if size != found.micro_batch
     )
-    state = Decision("model state", f"all on the {device_of(profile)}", _spare(limit - chosen.needed_bytes))
+    state = Decision(
+        "model state",
+        f"all {'in RAM' if device_kind_of(profile) == 'cpu' else f'on the {device_of(profile)}'}",
+        _spare(limit - chosen.needed_bytes),
+    )
     return _plan(found, (state,), alternatives, _why("micro-batch", chosen, alternatives, "the only one asked for"))
 
 
 def device_of(profile: Profile) -> str:
-    """What people call it."""
-    return "GPU" if profile.host is not None and profile.host.overlaps else "device"
+    """What people call it, beside the host."""
+    return "GPU" if device_kind_of(profile) == "cuda" else "device"
+
+
+def device_kind_of(profile: Profile) -> DeviceKind | None:
+    return None if profile.host is None else "cuda" if profile.host.overlaps else "cpu"
 
 
 def _spare(size: int) -> str:
@@ -75,31 +98,61 @@ def _offloaded(found: Found) -> Plan:
         for each, other in priced
         if not _are_alike(chosen, other)
     )
-    without = WITHOUT | {each.decision: f"{each.choice} would not fit" for each in neighbours if each.offer is None}
+    without = WITHOUT | {each.decision: _why_not(space, each) for each in neighbours if each.offer is None}
     without |= {each.decision: f"{each.choice} would be the same" for each, other in priced if _are_alike(chosen, other)}
     why = {name: _why(name, chosen, alternatives, none) for name, none in without.items()}
     decisions = (
         Decision("model state", where(offer, device_of(space.profile)), _why_there(found, offer, space)),
         *(Decision(name, choice, why[name]) for name, choice in choices_of(offer, is_gpu=space.is_gpu).items()),
         Decision("chunk size", show_bytes(chunk_bytes), why["chunk size"]),
+        *([] if chosen.wear is None else [worn(chosen.wear, chosen.mean_step_seconds)]),
     )
     candidate, plan = offer.candidate, _plan(found, decisions, alternatives, why["micro-batch"])
     pairs = zip(candidate.profile_pass.blocks, candidate.activations, strict=True)
-    stage = Stage(0, found.profile.blocks - 1, {block.name: choice for block, choice in pairs if choice != "keep"})
+    activations = {block.name: choice for block, choice in pairs if choice != "keep"}
+    stage = Stage(0, found.profile.blocks - 1, activations, cut=found.profile.cut, tables=found.profile.tables)
     chunks, slots, prefetch = candidate.placements, candidate.slots, candidate.prefetch
-    return replace(plan, stages=(stage,), chunk_bytes=chunk_bytes, chunks=chunks, slots=slots, prefetch=prefetch)
+    mesh = {**plan.mesh, "tensor": found.profile.rank_division.tensor}
+    return replace(plan, mesh=mesh, stages=(stage,), chunk_bytes=chunk_bytes, chunks=chunks, slots=slots, prefetch=prefetch)
+
+
+def _why_not(space: Space, neighbour: Neighbour) -> str:
+    """Of one that does not fit."""
+    if neighbour.decision != "disk":
+        return f"{neighbour.choice} would not fit"
+    taken = (space.without_disk.least_host_bytes(size) for size in space.micro_batches)
+    least = min((each for each in taken if each is not None), default=None)
+    limit = space.profile.host_limit_bytes
+    if least is None or least <= limit:
+        return f"{neighbour.choice} would not fit"
+    return f"{neighbour.choice} would need {show_bytes(least)} of host memory, of which {show_bytes(limit)} may be used"
+
+
+def worn(wear: Wear, step_seconds: float) -> Decision:
+    """How long a drive bears that."""
+    written = f"{show_bytes(wear.written_bytes)} written a step, {_decimal(wear.written_a_day(step_seconds))} a day"
+    days = wear.days(step_seconds)
+    lasts = f"{days:.0f} days" if days >= 2 else show_seconds(days * SECONDS_A_DAY)
+    why = f"a drive that is rated for {_decimal(wear.endurance_bytes)} takes that for {lasts} ({wear.source})"
+    return Decision("wear", written, why)
+
+
+def _decimal(size: float) -> str:
+    """As drives are rated.
+
+    >>> _decimal(97.2e12), _decimal(1.2e15), _decimal(3e9)
+    ('97.2 TB', '1,200 TB', '3 GB')
+    """
+    unit, name = (10**12, "TB") if size >= 10**12 else (10**9, "GB")
+    amount = size / unit
+    return f"{amount:,.0f} {name}" if amount >= 100 else f"{amount:.3g} {name}"
 
 
 def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alternative, ...], why_so_many: str) -> Plan:
     """With everything on the device and all activations kept."""
     profile, micro_batch = found.profile, found.micro_batch
-    limits = (profile.device_limit_bytes, profile.host_limit_bytes, profile.disk_limit_bytes)
     return Plan(
-        model=profile.model,
-        machine=profile.machine,
-        parameters=profile.parameters,
-        precision=profile.precision,
-        batch_size=profile.batch_size,
+        **facts_of(profile),
         micro_batch=micro_batch,
         accumulation=passes_of(profile.batch_size, micro_batch),
         mesh=dict.fromkeys(AXES, 1),
@@ -108,23 +161,29 @@ def _plan(found: Found, decisions: tuple[Decision, ...], alternatives: tuple[Alt
         chunks=(),
         slots=0,
         prefetch=0,
-        limit_bytes=dict(zip(TIERS, limits, strict=True)),
         forecast=found.chosen,
         decisions=(
             *decisions,
             Decision("micro-batch", passes_said(profile.batch_size, micro_batch), why_so_many),
             *why_launch_bound(profile, micro_batch, passes_of(profile.batch_size, micro_batch), found.chosen),
-            *_restrictions(profile, found.chosen),
+            *restrictions(profile, found.chosen),
         ),
         alternatives=alternatives,
-        fingerprint=Fingerprint(profile.model_fingerprint, profile.machine_fingerprint),
-        loss=profile.loss,
-        described=profile.described,
-        trainable=profile.trainable,
     )
 
 
-def _restrictions(profile: Profile, chosen: Forecast) -> Iterator[Decision]:
+def facts_of(profile: Profile) -> dict[str, Any]:
+    """What a plan says of its job and machine, whatever it decides."""
+    limits = (profile.device_limit_bytes, profile.host_limit_bytes, profile.disk_limit_bytes)
+    names = ("model", "machine", "parameters", "precision", "batch_size", "loss", "described", "trainable", "assumes_host")
+    return {name: getattr(profile, name) for name in names} | {
+        "limit_bytes": dict(zip(TIERS, limits, strict=True)),
+        "fingerprint": Fingerprint(profile.model_fingerprint, profile.machine_fingerprint),
+        "device_kind": device_kind_of(profile),
+    }
+
+
+def restrictions(profile: Profile, chosen: Forecast) -> Iterator[Decision]:
     """What the model, its trace and earlier runs decided."""
     if not profile.loss.may_be_cut:
         yield Decision("loss", "the batch is not cut", profile.loss.why)
@@ -149,7 +208,7 @@ def _why_there(found: Found, offer: Offer, space: Space) -> str:
         what = f"all on the {device_of(space.profile)}, with all activations kept,"
         seconds = [found.forecasts[size].step_seconds for size in fitting(found.profile, found.forecasts)]
         least = min(each.needed_bytes for each in found.forecasts.values())
-        if not seconds and not offer.uses_host:
+        if not seconds and not offer.uses_host and least > limit:
             return f"activations do not all fit ({_of_limit(least, limit)})"
     elif not offer.uses_host:
         return _spare(limit - chosen.needed_bytes)
@@ -157,6 +216,8 @@ def _why_there(found: Found, offer: Offer, space: Space) -> str:
         what, stays = "nothing on the host", fastest_on_device(space)
         seconds = [] if stays is None else [mean_seconds(space.profile, stays)]
         least = space.least_needed_bytes()
+    if not seconds and not offer.uses_host:  # recomputed, as asked for
+        return _spare(limit - chosen.needed_bytes)
     if seconds:
         return f"{what} would take {show_seconds(min(seconds) - chosen.mean_step_seconds)} more a step{_on_average(chosen)}"
     return f"{what} would need {show_bytes(least)}, in passes of {found.profile.passes[-1].micro_batch}"
@@ -209,12 +270,13 @@ def _of_all_ranks(found: Found, whole: Profile, plan: Plan) -> Plan:
     """One rank's plan, as that of all of them."""
     division, forecast = found.profile.rank_division, plan.forecast
     others = {other: _alternative(other, each) for other, each in found.tried.items() if other != division}
-    ranks = Decision("ranks", f"{division.ranks}: {described(division)}", _why_sharded(division, others, plan.forecast))
+    count = division.ranks * division.tensor
+    ranks = Decision("ranks", f"{count}: {described(division)}", _why_sharded(division, others, plan.forecast))
     notes = [Decision("links", "assumed", whole.link_note)] if whole.link_note else []
     return replace(
         plan,
         batch_size=whole.batch_size,
-        mesh={**plan.mesh, "data": division.ranks},
+        mesh={**plan.mesh, "data": division.ranks, "tensor": division.tensor},
         chunks=tuple(among(placement, division) for placement in plan.chunks),
         forecast=replace(
             forecast,
@@ -283,9 +345,10 @@ def _others(space: Space, offer: Offer, micro_batch: int) -> Iterator[tuple[str,
             yield "updates", "none streamed", micro_batch, {"streamed": 0.0}
         if elements["host"]:
             yield "updates", "none on the host", micro_batch, {"streamed": 1.0, "host_first": 0.0}
-        if not offer.candidate.adds_up:
-            said = "updates that wait for the norm" if speculates(offer) else "updates before the norm is known"
-            yield "speculation", said, micro_batch, {"speculates": not speculates(offer)}
+        said = "updates that wait for the norm" if speculates(offer) else "updates before the norm is known"
+        yield "speculation", said, micro_batch, {"speculates": not speculates(offer)}
+    if elements["disk"]:
+        yield "disk", "nothing there", micro_batch, {"on_disk": 0}
     last, all_offloaded = candidates.last_rung(micro_batch), len(candidates.offloadable(micro_batch))
     if last:
         yield "activations", "all recomputed", micro_batch, {"rung": last, "offloaded": 0}
@@ -304,12 +367,16 @@ def choices_of(offer: Offer, *, is_gpu: bool) -> dict[str, str]:
     found: dict[str, str] = {}
     elements = by_route(offer)
     updated = {"resident": f"on the {'GPU' if is_gpu else 'device'}", "streamed": "streamed through it", "host": "on the host"}
-    if elements["streamed"] or elements["host"]:
+    if elements["disk"]:
+        updated["disk"] = "on the host, with their state on the disk"
+    if elements["streamed"] or elements["host"] or elements["disk"]:
         found["updates"] = ", ".join(
             f"{show_count(elements[route])} {name}" for route, name in updated.items() if elements[route]
         )
         if is_gpu:
             found["speculation"] = "updates begin before the norm is known" if speculates(offer) else "updates wait for the norm"
+    if elements["disk"]:
+        found["disk"] = f"optimizer state of {show_count(elements['disk'])} parameters, read and written once a step"
     blocks = Counter(offer.candidate.activations)
     said = [f"{blocks[name]} block{'s' * (blocks[name] > 1)} {verb}" for name, verb in NOT_KEPT.items() if blocks[name]]
     found["activations"] = ", ".join(said) or "all kept"
@@ -324,8 +391,13 @@ def where(offer: Offer, device: str) -> str:
     parts = []
     resident, everything = elements["resident"], sum(elements.values())
     if resident < everything:
-        some = f"of {show_count(resident)} parameters on the {device}, of {show_count(everything - resident)} on the host"
-        parts.append(f"optimizer state: {some if resident else 'all on the host'}")
+        lies = {device: resident, "disk": elements["disk"]}
+        lies = {device: resident, "host": everything - sum(lies.values()), "disk": elements["disk"]}
+        some = [
+            f"of {show_count(count)}{' parameters' * (tier == device)} on the {tier}" for tier, count in lies.items() if count
+        ]
+        whole = next(tier for tier, count in lies.items() if count)
+        parts.append(f"optimizer state: {', '.join(some) if len(some) > 1 else f'all on the {whole}'}")
     if away:
         size = show_bytes(sum(chunk.weights_bytes for chunk in away))
         parts.append(f"{size} of weights on the host, fetched through {offer.candidate.slots} slots")
@@ -346,4 +418,4 @@ def speculates(offer: Offer) -> bool:
 
 def passes_said(batch_size: int, micro_batch: int) -> str:
     count = passes_of(batch_size, micro_batch)
-    return f"{batch_size} in one pass" if count == 1 else f"{micro_batch}, {count} passes a step"
+    return f"{batch_size} in one pass" if count == 1 else f"{micro_batch} in each of {count} passes"

@@ -36,7 +36,7 @@ OWN_BYTES = 84 * 2**20  # of the recordings' stream: workspaces of matrix produc
 def best_launched(profile: Profile, finish: Callable[[Found], Plan]) -> Plan | None:
     """The best plan, with blocks op by op or replayed."""
     found = fastest(profile)
-    if found is None or not _can_replay(profile):
+    if found is None or not can_replay(profile):
         return None if found is None else finish(found)
     plain, doubted = _seconds(found), _doubted_seconds(found)
     recorded = fastest(with_recordings(profile)) if doubted > (1 + LEAST_GAIN) * plain else None
@@ -46,7 +46,7 @@ def best_launched(profile: Profile, finish: Callable[[Found], Plan]) -> Plan | N
     return _decided(finish(recorded), profile, gain) if gain > LEAST_GAIN * (plain + doubted) / 2 else finish(found)
 
 
-def _can_replay(profile: Profile) -> bool:
+def can_replay(profile: Profile) -> bool:
     if profile.host is None or not profile.host.overlaps or profile.divisions:
         return False
     return any(block.may_be_replayed for each in profile.passes for block in each.blocks)

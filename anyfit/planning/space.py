@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 from anyfit.values.profile import Profile
 
 from .candidate import Candidate
 from .evaluation import Evaluation, Offer
 from .knobs import Candidates, Knobs
-from .local_search import STARTS, LocalSearch
+from .local_search import STARTS, WORTH, LocalSearch
 from .polish import Polish, Tree
 
 WORTH_LEAVING = 0.05  # of a step of several ranks: for less, nothing goes to the host
@@ -29,6 +30,7 @@ class Space:
     def _at(self, evaluation: Evaluation) -> None:
         self.evaluation = evaluation
         self.local = LocalSearch(evaluation)
+        self._without_disk: Space | None = None
 
     def with_limits_of(self, profile: Profile) -> Space:
         """The same for a profile that differs in its limits alone: what was weighed and simulated holds there too."""
@@ -54,8 +56,26 @@ class Space:
     def micro_batches(self) -> list[int]:
         return [each.micro_batch for each in self.profile.passes]
 
+    @property
+    def without_disk(self) -> Space:
+        """The same with nothing on the disk."""
+        if not self.evaluation.may_use_disk:
+            return self
+        if self._without_disk is None:
+            self._without_disk = self.with_limits_of(replace(self.profile, disk_limit_bytes=0))
+        return self._without_disk
+
     def best(self, micro_batch: int, under: float = math.inf, starts: int = STARTS, **forced: float) -> Offer | None:
-        """The fastest that fits, with these knobs as they are; None where nothing fits, or nothing takes less than `under`."""
+        """The fastest that fits, with these knobs as they are; None where nothing fits, or nothing takes less than `under`. What
+        lies on the disk wears it: nothing does where as much speed is to be had without."""
+        if not self.evaluation.may_use_disk:
+            return self._best(micro_batch, under, starts, **forced)
+        without = self.without_disk.best(micro_batch, under, starts, **forced)
+        under = under if without is None else min(under, (1 - WORTH) * without.seconds)
+        found = self._best(micro_batch, under, starts, **forced)
+        return without if found is None or found.seconds >= under else found
+
+    def _best(self, micro_batch: int, under: float, starts: int, **forced: float) -> Offer | None:
         if not self.is_alone:
             return self._best_of_rank(micro_batch, under, starts, **forced)
         offer, polish = self.local.best(micro_batch, under, starts, **forced), Polish(self.evaluation, self._tree)
@@ -75,7 +95,7 @@ class Space:
         """The fastest with the knobs of an offer in chunks of another size."""
         if not self.is_alone and not offer.uses_host:
             return self.local.on_device(offer.candidate.micro_batch)
-        return self.local.best_like(offer)
+        return (self if offer.uses_disk else self.without_disk).local.best_like(offer)
 
     def bound(self) -> float:
         """Seconds that nothing is under, however it is placed: all resident, but that resident updates take no time."""

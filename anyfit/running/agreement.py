@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import marshal
-import math
 import re
 import types
 import zlib
@@ -24,8 +23,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anyfit.values.job import Batch, Job
+from anyfit.values.mesh import TENSOR
 
+from .disk_health import DiskHealth
 from .engine import Engine, Progress
+from .evaluating import evaluated, reading
 from .host_memory import HostMemory
 from .loader import Data
 from .plain import class_name
@@ -34,13 +36,17 @@ from .team import Peers
 
 _OTHER = object()
 _OF_TORCH = ("defaults", "state", "param_groups")  # attributes of every optimizer
+# Relative: ranks compute it from the same bits, and kernels that are not deterministic are far below.
+SAME_LOSS = {"fp32": 1e-3, "bf16": 0.05}
 NOWHERE = -1  # of a rank that takes part with no data of its own
 
 
 class Agreement:
-    def __init__(self, engine: Engine, progress: Progress, peers: Peers, saves: Saves, host: HostMemory, data: Data) -> None:
+    def __init__(
+        self, engine: Engine, progress: Progress, peers: Peers, saves: Saves, host: HostMemory, disk: DiskHealth, data: Data
+    ) -> None:
         self._engine, self._progress, self._peers = engine, progress, peers
-        self._saves, self._host, self._data = saves, host, data
+        self._saves, self._host, self._disk, self._data = saves, host, disk, data
         self.signal = 0  # that some rank was sent, as all know after the step
 
     def reach(
@@ -56,7 +62,7 @@ class Agreement:
             gradients.count_out()
             loss, weight, tokens = None, None, 0.0
         missing = gradients.missing()
-        data = {"kind of loss": "(sum, weight)" if is_weighted else "a mean"}
+        data = {"kind of loss": "(sum, weight)" if is_weighted else "a mean"} if ranks.is_last_place else {}
         data |= {} if self._data.loader is None else self._data.loader.facts
         known = [
             float(ranks.asked()),
@@ -67,6 +73,8 @@ class Agreement:
             self._saves.has_failed,
             number_of_settings(engine.optimizer),
             NOWHERE if is_mute else zlib.crc32(repr(data).encode()),
+            is_weighted,
+            *self._disk.known(),
         ]
         squares = gradients.finish().squares(engine.device)
         lanes = engine.placed.lanes
@@ -74,60 +82,81 @@ class Agreement:
         figures = [squares, *(nothing if each is None else each for each in (weight, loss)), counted]
         figures = [each.detach().to(engine.device, torch.float64).reshape(1) for each in figures]
         rows_of = lanes.reading(ranks.of_all(torch.cat([*figures, lanes.send(torch.tensor(known, dtype=torch.float64))])))()
-        squares, weights, losses, counts, asked, missed, samples, signals, lacks, unsaved, settings, places = rows_of.unbind(1)
+        squares, weights, losses, counts, asked, missed, samples, signals, lacks, unsaved, settings, places, weighted, *disks = (
+            rows_of.unbind(1)
+        )
         self.signal = int(signals.max())
         self._host.lacking, self._saves.failed_on_some = lacks.tolist(), bool(unsaved.any())
+        self._disk.note(torch.stack(disks, 1).tolist())
         self._refuse_other_weights(asked)
         if len(settings.unique()) > 1:
             self._refuse_different(settings_of(engine.optimizer), list(range(ranks.count)))
-        if len(places[places != NOWHERE].unique()) > 1:
-            self._refuse_different(data, [rank for rank, place in enumerate(places.tolist()) if place != NOWHERE])
+        for members in ranks.same_stages:
+            known_of = [rank for rank in members if places[rank] != NOWHERE]
+            if len(places[known_of].unique()) > 1:
+                self._refuse_different(data, known_of)
         if bool(missed.any()):
-            wanted = set().union(*({*engine.placed.state.parameters} - set(each) for each in ranks.objects(missing)))
-            gradients.count_in(sorted(wanted))
-        scale = self._scale(weights if is_weighted else None, samples)
-        return (losses.sum() * scale).to(torch.float32), (squares.sum().sqrt() * scale).to(torch.float32), counts.sum(), scale
+            there = ranks.objects(sorted({*engine.placed.state.parameters} - set(missing)))
+            gradients.count_in(sorted(set().union(*there)))
+        self._refuse_other_samples(losses)
+        samples, counts = (each.sum() / ranks.together.n for each in (samples, counts))
+        # A step without weight is skipped, as on a single rank.
+        scale = ranks.scale_of(weights) if bool(weighted.any()) else engine.job.batch_size / float(samples)
+        losses = losses.sum() / ranks.tensor
+        return (losses * scale).to(torch.float32), (squares.sum().sqrt() * scale).to(torch.float32), counts, scale
 
     @contextmanager
     def reading(self) -> Iterator[nn.Module]:
         """The model in evaluation mode, without gradients."""
-        model = self._engine.model
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            with self._peers.telling(), torch.no_grad():
-                yield model
-        finally:
-            for module, training in modes:
-                module.training = training
+        with reading(self._engine.model) as model, self._peers.telling():
+            yield model
 
     def mean_loss(self, batch: Batch) -> Tensor:
         engine = self._engine
         with self.reading():
-            total, weight = engine.evaluate(batch)
-        if not engine.ranks.are_several:
-            return total if weight is None else total / weight
-        if weight is None:
-            rows = engine.job.rows(batch) or 1  # where only the user's `split` knows, batches count alike
-            total, weight = total * rows, torch.as_tensor(float(rows))
-        mine = torch.stack([total.double(), weight.to(total.device).double()])
+            if not engine.ranks.are_several:
+                total, weight = engine.evaluate(batch)
+                return total if weight is None else total / weight
+            mine = torch.stack([self._sum_and_weight(each) for each in self._peers.batches(batch, engine)]).sum(0)
         sums = engine.ranks.of_all(mine if not self._peers.is_mute else torch.zeros_like(mine)).sum(0)
-        return (sums[0] / sums[1]).to(total.dtype)
+        return (sums[0] / sums[1]).float()
 
-    def _scale(self, weights: Tensor | None, samples: Tensor) -> float:
-        """What turns sums into means. A step without weight is skipped, as on a single rank."""
-        if weights is not None:
-            whole = float(weights.sum())
-            return 1.0 / whole if whole else math.nan
-        return self._engine.job.batch_size / float(samples.sum())
+    def _sum_and_weight(self, batch: Batch) -> Tensor:
+        total, weight = self._evaluated(batch)
+        if weight is None:
+            rows = self._engine.job.rows(batch) or 1  # where only the user's `split` knows, batches count alike
+            total, weight = total * rows, torch.as_tensor(float(rows))
+        return torch.stack([total.double(), weight.to(total.device).double()])
+
+    def _evaluated(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The loss; of a pipeline nothing, and a weight of nothing, but on the last stage."""
+        engine = self._engine
+        if engine.plan.pipeline == 1:
+            return engine.evaluate(batch)
+        nothing = torch.zeros((), device=engine.device)
+        return evaluated(engine, self._progress.steps, batch) or (nothing, nothing)
 
     def _refuse_other_weights(self, asked: Tensor) -> None:
-        if len(asked.unique()) > 1:
-            different = [index for index, number in enumerate(asked.tolist()) if number != asked[0]]
+        for members in self._engine.ranks.same_stages:
+            different = [rank for rank in members if asked[rank] != asked[members[0]]]
+            if not different:
+                continue
             raise RuntimeError(
-                f"rank {different[0]} used other weights in this step than rank 0, or in another order: with weights that are "
-                "sharded over ranks every rank has to call the same modules; use a plan with weight_shards 1"
+                f"rank {different[0]} used other weights in this step than rank {members[0]}, or in another order: with weights "
+                "that are sharded over ranks every rank has to call the same modules; use a plan with weight_shards 1"
             )
+
+    def _refuse_other_samples(self, losses: Tensor) -> None:
+        """Ranks of a tensor axis compute the same loss, but for rounding, or were given different samples: a loop of the user's
+        own may have done so."""
+        for members in self._engine.ranks.mesh.groups((TENSOR,)):
+            found = losses[list(members)]
+            if float(found.max() - found.min()) > SAME_LOSS[self._engine.job.precision] * float(found.abs().max()):
+                raise RuntimeError(
+                    f"ranks {', '.join(map(str, members))} hold the model together, and have other losses in step "
+                    f"{self._progress.steps + 1} ({', '.join(f'{each:.6g}' for each in found.tolist())}): give all ranks of a "
+                    "tensor axis the same samples and the same random numbers"
+                )
 
     def _refuse_different(self, facts: Mapping[str, str], who: list[int]) -> None:
         """All ranks know that checksums differ; the values may not, as a list and a tuple of the same numbers."""

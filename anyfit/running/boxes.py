@@ -6,9 +6,13 @@ dimensions a stretch is at most 2n - 1 boxes: the rest of the first row, whole r
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from anyfit.values.cuts import Parted
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,42 @@ def _boxes_of(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
 def _in_row(shape: tuple[int, ...], row: int, start: int, end: int) -> Iterator[Box]:
     for box in _boxes_of(shape[1:], start, end):
         yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+class Strip(NamedTuple):
+    """A box of a tensor, and where its elements lie in a flat stretch: in runs of equal length, a step from one to the next."""
+
+    box: Box
+    start: int
+    run: int
+    step: int
+
+
+def strips_of(shape: Sequence[int], start: int, end: int, parted: Parted | None = None) -> list[Strip]:
+    """The elements from `start` to `end` of a tensor, or of a rank's part of it. Of a part that is cut in an inner factor (q|k|v
+    side by side) those of one box do not lie together.
+
+    >>> from anyfit.values.cuts import Cut
+    >>> for strip in strips_of((2, 8), 0, 8, Parted((2, 8), Cut(1, outer=2), 2, 1)):
+    ...     print(strip.box.offsets, strip.box.sizes, strip.start, strip.run, strip.step)
+    (0, 2) (2, 2) 0 2 4
+    (0, 6) (2, 2) 2 2 4
+    """
+    if parted is None:
+        sized = [(box, box.elements) for box in boxes_of(shape, start, end)]
+        starts = itertools.accumulate((size for _, size in sized), initial=0)
+        return [Strip(box, at, size, size) for (box, size), at in zip(sized, starts, strict=False)]
+    dim, outer, n, rank = parted.cut.dim, parted.cut.outer, parted.n, parted.rank
+    rest = parted.part[dim] // outer
+    found, at = [], 0
+    for box in boxes_of((*shape[:dim], outer, rest, *shape[dim + 1 :]), start, end):
+        run, count = math.prod(box.sizes[dim + 1 :]), box.sizes[dim]
+        for piece in range(count):
+            first = ((box.offsets[dim] + piece) * n + rank) * rest + box.offsets[dim + 1]
+            offsets = (*box.offsets[:dim], first, *box.offsets[dim + 2 :])
+            found.append(Strip(Box(offsets, (*box.sizes[:dim], *box.sizes[dim + 1 :])), at + piece * run, run, count * run))
+        at += box.elements
+    return found
 
 
 def tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:

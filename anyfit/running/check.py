@@ -123,7 +123,7 @@ def _pace(profile: Profile, plan: Plan, measured_seconds: float) -> Pace | str:
 
 def _shares_cores(profile: Profile, plan: Plan) -> bool:
     """Whether lanes and the computation share the CPU's cores."""
-    at_work = any(chunk.optimizer == "host" for chunk in plan.chunks) or "offload" in plan.activations.values()
+    at_work = any(chunk.optimizer != "device" for chunk in plan.chunks) or "offload" in plan.activations.values()
     return at_work and not (profile.host is not None and profile.host.overlaps)
 
 

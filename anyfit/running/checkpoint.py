@@ -36,7 +36,8 @@ from .extra_state import ExtraState
 from .files import Content, Entry, remove_left_behind
 from .plain import plain
 from .randomness import Randoms
-from .saving import Planner, Saved, Saving, copied_ranges, could_not_write
+from .saved import Planner, Saved
+from .saving import Saving, copied_ranges, could_not_write
 from .storage import Writer, content_of, lie, numbered
 from .stored import Opened
 from .team import Team
@@ -54,12 +55,14 @@ class Layout:
         self.plans: list[SavePlan] = []
         self.metadata = Metadata({})
         self.lying: list[tuple[WriteItem, Entry]] = []  # of this rank
+        self.bytes = 0  # of all ranks' files
 
     def plan(self, tensors: Mapping[str, Saved], planner: Planner, ranks: Ranks) -> None:
         local = planner.create_local_plan()
         plans, self.metadata = planner.create_global_plan(ranks.objects(local) if ranks.are_several else [local])
         self.plans = numbered(plans)
-        self.lying = lie(self.plans[ranks.index].items)
+        each = [lie(plan.items) for plan in self.plans]
+        self.lying, self.bytes = each[ranks.index], sum(entry.bytes for lying in each for _, entry in lying)
         self.shapes = _shapes_of(tensors)
 
 
@@ -75,6 +78,7 @@ def prepared(
     folder, ranks = folder.absolute(), placed.ranks
     placed.residency.settle_weights()
     placed.updates.settle()
+    placed.stages.share_buffers(placed.model)
     beside: dict[str, Saved] = {}
 
     def keep(tensor: Tensor) -> str:
@@ -104,6 +108,7 @@ def prepared(
         writer.aside.refuse_foreign()
         try:
             writer.set_up_storage_writer(is_coordinator=True)
+            writer.aside.refuse_without_room(layout.bytes)
         except OSError as error:
             raise OSError(could_not_write(folder, error)) from error
 
@@ -129,9 +134,9 @@ def room_to_save(placed: Placed, layout: Layout) -> tuple[int, list[tuple[int, i
         return content.bytes, copied_ranges(content)
     size = copied = 0.0
     for each in (saved.stretch for saved in tensors.values()):
-        shards = 1 if each.chunk == BUFFERS else placed.state.chunks[each.chunk].shards
-        part = each.elements * each.dtype.itemsize * shards / placed.ranks.count
-        size, copied = size + part, copied + part * each.changes
+        share = 1 / placed.ranks.count if each.chunk == BUFFERS else placed.state.chunks[each.chunk].sharding.norm_share
+        part = each.elements * each.dtype.itemsize * share
+        size, copied = size + part, copied + each.elements * each.copied_bytes * share
     return int((1 + OVER_SHARE) * size) + OVER_BYTES, [(0, int(copied))]
 
 
@@ -173,7 +178,8 @@ def _documents(progress: Mapping[str, Any], plan: Plan, everybody: Sequence[_Exc
 
 def full_state_dict(placed: Placed) -> dict[str, Any]:
     """As model.state_dict() would be, tied weights under each name, but with the masters. Extra state of modules is theirs."""
-    tensors = placed.state.state_dict()
+    placed.stages.share_buffers(placed.model)
+    tensors = placed.state_dict()
     tensors |= {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in placed.model.named_buffers()}
     first = {id(each): name for name, each in (*placed.model.named_parameters(), *placed.model.named_buffers())}
     found = placed.model.state_dict(keep_vars=True).items()

@@ -19,6 +19,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from anyfit.stages.post import LostError
+
 from .acts import POLL_SECONDS, Acts, LostRankError, Position, Store, is_first_to_fail, is_first_to_show, ranks_in_words
 
 WORD_SECONDS = 3.0  # in which a rank that fails has told the others why
@@ -132,8 +134,8 @@ class Ending:
             before = [raw.get(key) if raw.check([key]) else b"" for key in keys]
             time.sleep(LOST_SECONDS)
             after = [raw.get(key) if raw.check([key]) else b"" for key in keys]
-        except RuntimeError:
-            return []
+        except RuntimeError:  # the store is gone, with whoever has it: rank 0, where no launcher does
+            return [] if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not self._store.index else [0]
         return [index for index in ranks if index != self._store.index and before[index] == after[index]]
 
     def hook(self, _kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
@@ -155,7 +157,7 @@ def is_of_collective(error: BaseException) -> bool:
     while error.__cause__ is not None:
         error = error.__cause__
     of_gloo = isinstance(error, RuntimeError) and re.search(r"gloo|onnection (closed|reset|refused)|Broken pipe", str(error))
-    return isinstance(error, dist.DistError | LostRankError) or bool(of_gloo)
+    return isinstance(error, dist.DistError | LostRankError | LostError) or bool(of_gloo)
 
 
 class Heartbeat:

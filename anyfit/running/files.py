@@ -31,7 +31,9 @@ from anyfit.kernels.bytes import copy, crc32
 from anyfit.kernels.pages import in_huge_pages
 from anyfit.placing import weights
 from anyfit.placing.stretches import Fetcher
+from anyfit.values.disk_folder import free_bytes
 from anyfit.values.tensor_files import header_bytes
+from anyfit.values.units import show_bytes
 
 from .boxes import Box
 
@@ -308,6 +310,15 @@ class Aside:
         self._lock = os.open(self.path, os.O_RDONLY)
         with contextlib.suppress(OSError):  # some network file systems lock no folders
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def refuse_without_room(self, size: int) -> None:
+        free = free_bytes(self.path)
+        if size > free:
+            self.remove()
+            raise OSError(
+                f"it takes {show_bytes(size)}, and its disk has {show_bytes(free)} left; save to another disk, or remove older "
+                "checkpoints"
+            )
 
     def put_in_place(self) -> None:
         """A folder cannot replace another in one move: the old one steps aside first, and is looked for there too."""

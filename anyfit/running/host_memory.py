@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from anyfit.values.plan import NoPlan
+from anyfit.values.no_plan import NoPlan
 from anyfit.values.units import show_bytes
 
 from .engine import Engine, Progress

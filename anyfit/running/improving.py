@@ -99,7 +99,8 @@ class Improving:
     def _improve(self, tuner: Tuner, plan: Plan, steps: int) -> None:
         engine, progress, began = self._engine, self._progress, time.perf_counter()
         after = f"after step {progress.steps}"
-        progress.say(f"{after}: compiling one block of each kind, to see what it is worth; Job(compile=False) leaves it out")
+        without = "Job(compile=False)" if progress.launch is None else "--no-compile"
+        progress.say(f"{after}: compiling one block of each kind, to see what it is worth; {without} leaves it out")
         try:
             found = figures_of_blocks(engine.job, engine.placed, tuner.names(plan), plan.micro_batch, tuner.versions)
         except (MemoryError, RuntimeError) as error:

@@ -13,6 +13,7 @@ import hashlib
 import math
 import os
 import re
+import shlex
 import signal
 import statistics
 import sys
@@ -25,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from anyfit.values.disk_folder import DiskFolder
 from anyfit.values.machine import Machine
 from anyfit.values.plan import Plan
 from anyfit.values.units import show_bytes, show_seconds
@@ -153,10 +155,16 @@ class Launch:
     keep_every: int = 0  # and those of every so many steps
     limits: Mapping[str, str | None] = field(default_factory=dict)
     plan: Path | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)  # of the axes that were asked for, their lengths
+    layout: str | None = None
     deterministic: bool = False
     timeline: Path | None = None  # a trace file of a few steps
     hang_seconds: float | None = None
+    disk: DiskFolder = field(default_factory=DiskFolder)
     steps: int | None = None  # that the run is to make, where that was said
+    model: str = ""  # what people call it, where that was said
+    ranks: tuple[str, ...] = ()  # the option that started several
+    script: tuple[str, ...] = ()  # with its arguments
     compiles: bool = True  # blocks, where the plan says so
     rank: int = 0
     best: int | None = None  # the step whose checkpoint stays, whatever `keep` says
@@ -294,7 +302,7 @@ class Launch:
                 line = f"{name}: step {each.steps + 1} in {each.launch.folder} was under way, and is not saved"
             else:
                 path = each.launch.save(each)
-                line = f"{name}: saved step {each.steps} in {path}; go on with: anyfit fit --resume {whole.folder}"
+                line = f"{name}: saved step {each.steps} in {path}; go on with: {whole.again}"
             if self.is_first:
                 each.launch.say(line)
         for each in list(whole._open):
@@ -304,6 +312,11 @@ class Launch:
         claim.release_all()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+    @property
+    def again(self) -> str:
+        """The command that goes on with it as it was started."""
+        return shlex.join(("anyfit", "fit", *self.ranks, "--resume", str(self.folder), *self.script))
 
     @property
     def checkpoints(self) -> Path:
@@ -319,6 +332,8 @@ class Launch:
         """The plan the command line named, or the one a resumed run had, where the machine and the ranks are still the same."""
         if self.plan is not None:
             return Plan.load(self.plan)
+        if self.mesh or self.layout:
+            return None
         file = self.folder / "plan.json"
         if not self.resume or not file.exists():
             return None

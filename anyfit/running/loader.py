@@ -3,7 +3,8 @@
 An epoch's order is a permutation drawn from (seed, epoch). Epochs follow each other without a seam: only an incomplete batch at
 the very end is dropped. Each rank gets its share of every batch. The position counts the batches that the user was given, and not
 those that were prefetched. A batch's random numbers (augmentations, masking in collate_fn) are drawn from (seed, rank, position):
-the same after a resume and for any number of workers, and different on every rank.
+the same after a resume and for any number of workers, and different on every rank. Ranks of one tensor axis count as one, and get
+the same share.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class Loader:
                 why = f": {why}" if why else ""
                 raise TypeError(f"run.loader decides {name} itself{why}; it takes the other options of torch's DataLoader")
         self._dataset, self._batch_size, self._seed = dataset, batch_size, seed
-        self._epochs, self._shuffle, self._options, self._rank = epochs, shuffle, options, ranks.index
-        share = batch_size // ranks.count
-        self._rows = range(ranks.index * share, (ranks.index + 1) * share)  # of a batch, this rank's
+        self._epochs, self._shuffle, self._options, self._rank = epochs, shuffle, options, ranks.replica
+        share = batch_size // ranks.replicas
+        self._rows = range(ranks.replica * share, (ranks.replica + 1) * share)  # of a batch, this rank's
         if len(self) == 0:
             raise ValueError(f"{len(dataset)} samples in {epochs} epochs do not make one batch of {batch_size}")
         self.position = 0  # batches that the user was given

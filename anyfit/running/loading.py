@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from anyfit.placing import Placed
-from anyfit.placing.stretches import Stretch, buffers_of, home_of, spread, weights_of
+from anyfit.placing.ranks import Ranks
+from anyfit.placing.stretches import Runs, Stretch, buffers_of, home_of, spread, weights_of
 from anyfit.values.record import nearest
 
-from .boxes import Box, boxes_of
+from .boxes import Box, Strip, strips_of
 from .checkpoint import EXTRA, PLAN, PROGRESS
 from .extra_state import ExtraState
 from .files import FORMER_VERSION
@@ -61,6 +62,8 @@ def load(folder: Path, placed: Placed, settings: Settings, extra: ExtraState, te
     placed.updates.forget_all()
     for name, stored in opened.optimizer.items():
         parameter, _, key = name.rpartition("/")
+        if not placed.stages.holds(parameter):
+            continue
         home = home_of(placed, parameter, key, stored.shape, stored.dtype)
         if home is not None:
             targets[name] = _Target(home)
@@ -73,17 +76,32 @@ def load(folder: Path, placed: Placed, settings: Settings, extra: ExtraState, te
         for name, buffer in placed.model.named_buffers():
             buffer.copy_(buffers[name].view(buffer.shape))
         for name, entries in progress["optimizer_scalars"].items():
-            placed.updates.load_scalars(name, entries)
+            if placed.stages.holds(name):
+                placed.updates.load_scalars(name, entries)
         spread(placed)
-        extra.load(others[ranks.index % len(others)], opened.read, placed.device)
-    if len(randoms) == ranks.count:
-        randoms[ranks.index].restore()
+        extra.load(others[_mine(progress, len(others), ranks)], opened.read, placed.device)
+    if replicas_of(progress, len(randoms)) == ranks.replicas:
+        randoms[_mine(progress, len(randoms), ranks)].restore()
     return progress | {"ranks": len(randoms), "version": opened.version}
+
+
+def replicas_of(progress: Mapping[str, Any], ranks: int) -> int:
+    """How many ranks saw samples of their own, and drew random numbers of their own."""
+    return ranks // (int(progress.get("tensor", 1)) * int(progress.get("pipeline", 1)))
+
+
+def _mine(progress: Mapping[str, Any], ranks: int, here: Ranks) -> int:
+    """Which of the ranks that saved this one takes up from: one that saw its samples, if as many go on. Along the pipeline axis,
+    the outermost, it is the first."""
+    tensor = int(progress.get("tensor", 1))
+    if replicas_of(progress, ranks) != here.replicas:
+        return here.index % ranks
+    return here.replica * tensor + (here.index % here.tensor if here.tensor == tensor else 0)
 
 
 def _refuse_not_finite(opened: Opened, placed: Placed) -> None:
     """Refuses NaN in trained weights and optimizer state, and infinite weights that were not so here; each rank its share."""
-    trained = placed.updates.names
+    trained = placed.stages.trained or placed.updates.names
     wanted = [(name, None) for name in opened.weights if name in trained]
     wanted += [(name.rpartition("/")[0], name.rpartition("/")[2]) for name in opened.optimizer]
     for name, key in wanted[placed.ranks.index :: placed.ranks.count]:
@@ -102,15 +120,22 @@ class _Target:
 
     def __init__(self, stretch: Stretch) -> None:
         self.stretch = stretch
-        self.starts: dict[tuple[int, ...], tuple[Box, int]] = {}  # by a box's offsets: it, and where it begins in the stretch
+        self.strips: dict[tuple[int, ...], Strip] = {}  # by a box's offsets: where it is in the stretch
         for first in range(0, stretch.elements, READ_AT_ONCE):
-            at, last = first, min(first + READ_AT_ONCE, stretch.elements)
-            for box in boxes_of(stretch.shape, stretch.start + first, stretch.start + last):
-                self.starts[box.offsets] = box, at
-                at += box.elements
+            last = min(first + READ_AT_ONCE, stretch.elements)
+            for each in strips_of(stretch.shape, stretch.start + first, stretch.start + last, stretch.parted):
+                self.strips[each.box.offsets] = each._replace(start=first + each.start)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self.starts.values()]
+        boxes = (each.box for each in self.strips.values())
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+
+    def write(self, offsets: tuple[int, ...], values: Tensor) -> None:
+        strip = self.strips[offsets]
+        if strip.run == strip.box.elements:
+            self.stretch.write(strip.start, values)
+        else:
+            self.stretch.write_runs(Runs(*strip[1:]), values)
 
 
 class _Loading(DefaultLoadPlanner):
@@ -129,7 +154,7 @@ class _Loading(DefaultLoadPlanner):
         assert self.metadata is not None
         assert index.offset is not None
         if index not in self._open:
-            box, _ = self.state_dict[index.fqn].starts[tuple(index.offset)]
+            box = self.state_dict[index.fqn].strips[tuple(index.offset)].box
             dtype = self.metadata.state_dict_metadata[index.fqn].properties.dtype  # type: ignore[union-attr]
             self._open[index] = torch.empty(box.sizes, dtype=dtype), box.elements
         return self._open[index][0][Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
@@ -140,8 +165,7 @@ class _Loading(DefaultLoadPlanner):
         values, missing = self._open[index]
         self._open[index] = values, missing - tensor.numel()
         if missing == tensor.numel():
-            target = self.state_dict[index.fqn]
-            target.stretch.write(target.starts[tuple(index.offset)][1], values.view(-1))
+            self.state_dict[index.fqn].write(tuple(index.offset), values.view(-1))
             del self._open[index]
 
 
@@ -169,8 +193,9 @@ def _compared(
         if name not in weights:
             raise ValueError(f"{folder} is of another model: it has no {name!r}" + nearest(name, list(weights)[:1000]))
         shape = weights[name].shape if isinstance(tensor, nn.Parameter) else shapes.get(name, weights[name].shape)
-        if shape != tensor.shape:
-            raise ValueError(f"{folder} is of another model: {name} is {shape}, here {tuple(tensor.shape)}")
+        here = placed.cuts.shape_of(name, tensor)
+        if shape != here:
+            raise ValueError(f"{folder} is of another model: {name} is {shape}, here {here}")
     odd = sorted(set(weights) - set(wanted) - made)
     if odd:
         raise ValueError(f"{folder} is of another model: it holds {odd[0]!r}, which this one has not")
@@ -179,17 +204,20 @@ def _compared(
             name: {key: unplain(each) for key, each in entries.items()} for name, entries in document["optimizer_scalars"].items()
         }
         randoms = [Randoms.from_json(each) for each in document["random"]]
-        counts = [document[key] for key in ("steps", "skipped", "loader_position")]
+        together = document.get("tensor", 1) * document.get("pipeline", 1)
+        counts = [document[key] for key in ("steps", "skipped", "loader_position")] + [together]
         order = document["loader_order"]
         if order is not None and not (type(order["samples"]) is int and type(order["shuffle"]) is bool):
             raise ValueError(f"an order of the data {order}")
         if not all(type(each) is int and each >= 0 for each in counts):
             raise ValueError(f"steps and positions {counts}")
+        if len(randoms) % max(counts[-1], 1) or not counts[-1]:
+            raise ValueError(f"{len(randoms)} ranks, of which {counts[-1]} hold a model together")
         names = {name.rpartition("/")[0] for name in opened.optimizer} | {*scalars}
     with _reading(folder / PROGRESS, compares=True):
         settings.check(document)
     for name in sorted(names):
-        if name not in placed.updates.names:
+        if name not in (placed.stages.trained or placed.updates.names):
             raise ValueError(f"{folder} holds optimizer state of {name!r}, which is not trained here")
     with _reading(folder / PROGRESS, compares=True):
         refuse_insane_scalars(scalars)
@@ -198,7 +226,7 @@ def _compared(
         raise ValueError(f"{folder / EXTRA} is of {len(others)} ranks, and {PROGRESS} of {len(randoms)}; {WAY_OUT}")
     if not is_former:  # which keeps nothing of it
         with _reading(folder / EXTRA, compares=True):
-            extra.check(others[placed.ranks.index % len(others)], opened.read)
+            extra.check(others[_mine(document, len(others), placed.ranks)], opened.read)
     return document, others, randoms
 
 

@@ -6,6 +6,7 @@ depends on the user's code, and some of that shows only with numbers. So, with t
     the loss        L(a + b) is compared with L(a) and L(b), by the rule read off the trace (values/loss_rule.py), random ops held
                     still; once more with labels ignored and masks emptied in b, where the rule divides by those
     the blocks      one of each kind that the plan recomputes is run a second time, as in backward, and compared to the bit
+    cut blocks      are captured, each by the call that the model makes of it, or refused
     compiled code   one of each kind that the plan compiles is compiled and run beside eager (placing/compiled_trial.py)
 
 Buffers, attributes and random states are restored. The planner plans without what cannot be done; a given plan is refused, but
@@ -34,6 +35,8 @@ from anyfit.values.memento import leaving_no_trace
 from anyfit.values.plan import Plan
 from anyfit.values.profile import Profile
 
+from .evaluating import run_forward
+from .one_batch import same_batch
 from .trial import Samples, Saving, Trial, saving_little
 
 RECOMPUTED = ("recompute", "selective")  # choices for a block's activations
@@ -93,17 +96,22 @@ class Rehearsal:
         """What can be done with the job's loss, where the plan cuts the batch, and with blocks that it recomputes or compiles.
         Those that cannot be compiled stay eager in this placement."""
         rule = self._known.loss if self._known.loss.proved else plan.loss or MEAN
+        if plan.pipeline > 1:
+            return self._of_stages(plan, placed, rule)
         modules = dict(placed.model.named_modules())
         choices = {} if plan.rehearsed else plan.activations
         blocks = {name: modules[name] for name, choice in choices.items() if choice in RECOMPUTED and name not in self._tried}
         tries_loss = plan.cuts and not rule.proved
         placed.compiled.stay_eager(self._known.eager)
         placed.replayed.stay_eager(self._known.op_by_op)
-        if not blocks and not tries_loss and not plan.compiled and not plan.replayed:
+        is_to_cut = bool(plan.cut) and not placed.cuts.are_captured
+        if not blocks and not tries_loss and not plan.compiled and not plan.replayed and not is_to_cut:
             return replace(self._known, loss=rule)
         kept, not_selective = dict(self._known.kept), dict(self._known.not_selective)
-        samples = Samples(self._job)
+        samples = Samples(self._same_on_axis(placed))
         with leaving_no_trace(self._job, placed.model):
+            if is_to_cut:
+                _run_forward(self._job, placed, samples.of(plan.micro_batch))
             if plan.compiled or plan.replayed:
                 _prepare(self._job, placed, samples.of(plan.micro_batch))
             if blocks:
@@ -128,6 +136,41 @@ class Rehearsal:
         placed.replayed.stay_eager(self._known.op_by_op)
         self._tried |= set(blocks)
         return self._known
+
+    def _of_stages(self, plan: Plan, placed: Placed, rule: LossRule) -> Findings:
+        """Of the blocks that a rank recomputes. The loss is tried with the first batch: no rank has all of the model."""
+        known = replace(self._known, loss=rule)
+        modules = dict(placed.model.named_modules())
+        tried = {name for name, choice in plan.activations.items() if choice in RECOMPUTED and name not in self._tried}
+        if not tried:
+            return known
+        samples = Samples(self._same_on_axis(placed))
+        kinds = {name: self._kinds.get(name, name) for name in tried}
+        batch, looked = samples.of(plan.micro_batch), placed.stages.looked
+        assert looked is not None
+
+        def loss() -> tuple[Tensor, Tensor | None]:
+            return self._job.evaluate(placed.model, self._job.prepare(batch, placed.device, placed.lanes.send))
+
+        with leaving_no_trace(self._job, placed.model):
+            trial = rehearsing({name: modules[name] for name in kinds}, kinds)
+            with placed.stages.trying(trial) as found, placed.residency.watching():
+                run_forward(self._job, placed, looked.training, 0, loss)
+        placed.stages.pipe.forget()
+        placed.gradients.clear()
+        placed.residency.forget()
+        placed.residency.give_back()
+        mine = Findings(rule, {**known.kept, **found}, {**known.not_selective, **found.selective})
+        self._known = mine.joined(placed.ranks.objects(mine))
+        self._tried |= tried
+        return self._known
+
+    def _same_on_axis(self, placed: Placed) -> Job:
+        """With the sample that the first of the ranks has which hold the model together."""
+        if placed.ranks.together.n == 1:
+            return self._job
+        sample = same_batch(self._job.sample, placed.ranks.together, placed.device, lambda _line: None)
+        return replace(self._job, sample=sample)
 
     def _tried_rule(self, read: LossRule, placed: Placed, samples: Samples) -> LossRule:
         """Tries the rule, with fewer samples where all of them run out of memory: micro-batches may be of one."""

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from anyfit.values.job import Batch
-from anyfit.values.plan import NoPlan, Plan
+from anyfit.values.no_plan import NoPlan
+from anyfit.values.plan import Plan
 
 from .engine import Engine, Progress
 from .rehearsal import Rehearsal

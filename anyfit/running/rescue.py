@@ -27,7 +27,9 @@ from anyfit.placing.cells import NUMPY_BYTES, generators, numpy_address
 from anyfit.placing.forward_state import Note, Places
 from anyfit.placing.walk import Walk
 from anyfit.values.corrections import Correction
-from anyfit.values.plan import NoPlan, Plan
+from anyfit.values.no_plan import NoPlan
+from anyfit.values.plan import Plan
+from anyfit.values.plan_rows import memory_name
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes
 
@@ -132,11 +134,12 @@ class Rescue:
 def said_of_device(step: int, short: Shortfall, before: Plan, after: Plan) -> str:
     needed, there, expected = map(show_bytes, (short.needed_bytes, short.there_bytes, before.forecast.reserved_bytes))
     old, new = (f"{plan.forecast.reserved_error:.0%}" for plan in (before, after))
+    memory = memory_name("device", before.device_kind)
     how = f"with a margin of {new} instead of {old}" if new != old else "for less than before"
     if new == old and after.limit_bytes["device"] < before.limit_bytes["device"]:
         how = "for as much as is there"
     return (
-        f"after step {step}: {needed} of device memory were needed {short.where}, of {there}, and {expected} were forecast; "
+        f"after step {step}: {needed} of {memory} were needed {short.where}, of {there}, and {expected} were forecast; "
         f"planned anew {how}, and going on{_in_passes(before, after)}: {_choices(after)}"
     )
 

@@ -37,6 +37,7 @@ from anyfit.values.plan import Plan
 from . import checkpoint
 from .acts import Kind
 from .agreement import Agreement, facts_of_schedule
+from .disk_health import DiskHealth
 from .engine import Engine, Phase, Progress, hold, release
 from .extra_state import ExtraState
 from .hooks import Hooks
@@ -51,6 +52,7 @@ from .rescue import Before, Rescue
 from .saves import Saves
 from .saving import Saving
 from .settings import Settings
+from .staged import StagedStep
 from .step import Counting, Step
 from .team import Peers, Team, close_at_exit, position_of
 
@@ -70,6 +72,7 @@ class Metrics:
     peak_bytes: Mapping[str, int]  # by tier, the largest so far
     skipped: int  # steps left out so far because a gradient was not finite
     rescues: int  # times so far that memory ended and the run was planned anew
+    disk_written_bytes: int  # so far, of optimizer state, which wears the drive
     clipped_share: float  # of the steps of this run so far, those whose gradients were over Job(clip_norm=)
 
 
@@ -107,8 +110,10 @@ class Run(Parts, Hooks):
         self.team = self._peers.team
         self.saves = Saves(engine, progress, self._peers, self._data, settings, self._extra)
         self._host = HostMemory(engine, progress, watch)
-        self._agreement = Agreement(engine, progress, self._peers, self.saves, self._host, self._data)
-        self._step = Step(engine, progress, self._peers, self._agreement, self._counting, self.scheduler)
+        self._disk = DiskHealth(engine, progress)
+        self._agreement = Agreement(engine, progress, self._peers, self.saves, self._host, self._disk, self._data)
+        kind = Step if plan.pipeline == 1 else StagedStep
+        self._step = kind(engine, progress, self._peers, self._agreement, self._counting, self.scheduler)
         self._replacing = Replacing(engine, progress, self.saves, self._counting, rescue, rehearsal, before)
         loader = self._data  # not the run itself, which would be kept
         self._improving = Improving(engine, progress, self._replacing, tuner, lambda: _planned_steps(loader, progress))
@@ -130,11 +135,17 @@ class Run(Parts, Hooks):
         came from the planner, the run is planned anew and the step repeated.
         """
         self._progress.check_open()
-        self._step.check_rows(batch)
+        if self.ranks.together.n == 1:
+            self._step.check_rows(batch)
         self._peers.begin(Kind.STEP, self.steps + 1)
+        if self.ranks.together.n > 1:
+            with self._peers.telling():
+                batch = self._peers.one_batch(batch, self._engine, self._progress, self.plan.share)
+                self._step.check_rows(batch)
         self.saves.heed()
         try:
             self._host.heed(self._replacing.make_room_on_host, self._kept_state)
+            self._disk.heed(self._kept_state)
             loss = self._replacing.attempt(self._step, batch)
             self._replacing.heed_update()
         except BaseException:
@@ -142,7 +153,7 @@ class Run(Parts, Hooks):
                 self._end()
             raise
         self._progress.enter(Phase.AFTER)
-        for line in (*self._engine.placed.compiled.news(), *self._engine.placed.replayed.news()):
+        for line in self._engine.placed.news():
             self._progress.say(line)
         self._tell_of_step()
         if self.launch is not None:
@@ -182,7 +193,8 @@ class Run(Parts, Hooks):
         self.finish_saving()
         with self._engine.placed.residency.editing():
             before = self._engine.placed.state.snapshot()
-            yield self.model
+            with self._engine.placed.together():
+                yield self.model
             self._engine.placed.state.adopt_edits(before)
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
@@ -289,6 +301,7 @@ class Run(Parts, Hooks):
             peak_bytes=self._counting.peaks,
             skipped=self.skipped,
             rescues=self.rescues,
+            disk_written_bytes=self._engine.placed.disk_written_bytes,
             clipped_share=self._progress.clipped / max(self._progress.updates, 1),
         )
 

@@ -16,7 +16,7 @@ from .extra_state import ExtraState
 from .files import FORMER_VERSION
 from .launch import seed_of
 from .loader import Data
-from .loading import FORMER_HOLDS, load
+from .loading import FORMER_HOLDS, load, replicas_of
 from .saving import Copies, Saving
 from .settings import Settings
 from .team import Peers
@@ -104,11 +104,16 @@ class Saves:
         self.finish()
         engine, say = self._engine, self._progress.say
         found = load(Path(folder), engine.placed, self._settings, self._extra, self._peers.team)
-        if found["ranks"] != engine.ranks.count:
-            torch.manual_seed(seed_of(engine.job.seed, engine.ranks.index, found["steps"]))
+        if replicas_of(found, found["ranks"]) != engine.ranks.replicas:
+            torch.manual_seed(seed_of(engine.job.seed, engine.ranks.replica, found["steps"]))
             saved_by = "one rank" if found["ranks"] == 1 else f"{found['ranks']} ranks"
             now = engine.ranks.count
             say(f"{folder} was saved by {saved_by}, and {now} go on: the same weights and data, other random numbers")
+        if (found.get("pipeline", 1) > 1) != (engine.ranks.pipeline > 1):
+            say(
+                f"{folder}: a plan with a pipeline axis draws random numbers by key, and one without from torch's stream: the "
+                "same weights and data, other random numbers"
+            )
         engine.placed.show_loaded()
         if found["version"] == FORMER_VERSION:
             say(f"{folder}: {FORMER_HOLDS}")
@@ -125,6 +130,8 @@ class Saves:
         return {
             "steps": self._progress.steps,
             "skipped": self._progress.skipped,
+            **({"tensor": self._engine.ranks.tensor} if self._engine.ranks.tensor > 1 else {}),
+            **({"pipeline": self._engine.ranks.pipeline} if self._engine.ranks.pipeline > 1 else {}),
             **self._data.to_json(),
             "model": self._facts,
             **self._settings.to_json(),

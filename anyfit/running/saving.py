@@ -13,34 +13,33 @@ import atexit
 import contextlib
 import ctypes
 import functools
-import itertools
 import json
 import queue
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
-from anyfit.kernels.bytes import Move, move_all, populate
+from anyfit.kernels.bytes import move_all, populate
 from anyfit.kernels.pages import in_huge_pages
-from anyfit.placing.stretches import Fetcher, Stretch
+from anyfit.placing.disk_state import DiskChunk, Still
+from anyfit.placing.stretches import DiskStretch, Fetcher
 from anyfit.placing.tiers import HostSlabs
 
 from .acts import Post
-from .boxes import Box, boxes_of, whole
-from .files import MANIFEST, Content, FileRecord, Image, Piece, joined, padded
+from .files import MANIFEST, Content, FileRecord, Image, Piece, Readable, joined, padded
+from .saved import Part, StillPart
 from .storage import Writer, results_of
 from .team import Team
 
@@ -141,6 +140,9 @@ class Saving:
             word = {"bytes": record.bytes, "blocks": record.blocks}
         except Exception as error:
             word = {"error": _in_words(error)}
+        finally:
+            if self.copies is not None:
+                self.copies.let_go()
         self._content = None
         if self._post is None:
             failed = self._conclude([word])
@@ -175,68 +177,12 @@ def could_not_write(folder: Path, why: object) -> str:
     return f"could not write a checkpoint to {folder}: {why}{kept}"
 
 
-class Saved:
-    """A tensor of the state as torch.distributed.checkpoint sees it: boxes of a whole, read when they are written."""
-
-    def __init__(self, stretch: Stretch) -> None:
-        self.stretch = stretch
-
-    @cached_property
-    def _boxes(self) -> list[Box]:
-        stretch = self.stretch
-        return boxes_of(stretch.shape, stretch.start, stretch.start + stretch.elements) or [whole(stretch.shape)]
-
-    @cached_property
-    def _starts(self) -> dict[tuple[int, ...], int]:
-        """Where a box begins in the stretch, by its offsets in the tensor."""
-        sizes = itertools.accumulate((box.elements for box in self._boxes), initial=0)
-        return dict(zip((box.offsets for box in self._boxes), sizes, strict=False))
-
-    def __create_write_items__(self, name: str, _object: Any) -> list[WriteItem]:
-        shape, properties = torch.Size(self.stretch.shape), TensorProperties(self.stretch.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, shape)
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self._boxes]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Part:
-        assert index.offset is not None
-        return Part(self.stretch, self._starts[tuple(index.offset)] if any(index.offset) else 0)  # most are whole
-
-
-@dataclass(frozen=True)
-class Part:
-    stretch: Stretch
-    first: int
-
-    def read(self, start: int, end: int, out: Tensor, by: Fetcher) -> None:
-        self.stretch.read(self.first + start, self.first + end, out, by)
-
-    def move(self, out: Tensor) -> Move:
-        """All of it, as elements of `out`, where it is on the host."""
-        return self.stretch.move(self.first, self.first + out.numel(), out)
-
-
-class Planner(DefaultSavePlanner):
-    """Plans what each rank writes: of replicas one does."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)
-
-
 class Copies:
     """Host memory for one copy of what updates change of a rank's state, taken once; and what is being copied into it.
 
     It is an image of the rank's file: what is not copied (weights that are not trained) are pages in it that nobody touches, and
-    that take no memory. An update may change a chunk once `wait_for` it has returned.
+    that take no memory. Of a chunk with state on the disk only weights are copied: the rest is held there until it is read beside
+    the steps, and put together with them. An update may change a chunk once `wait_for` it has returned.
     """
 
     def __init__(self, slabs: HostSlabs, device: torch.device) -> None:
@@ -250,10 +196,11 @@ class Copies:
         for _ in range(COPIERS):
             self._fetchers.put(Fetcher(past_cache=True))
         self.image: Image | None = None  # of the file at hand, once `result` has returned
+        self._still: dict[int, Still] = {}  # by chunk, what lies on the disk, while the file is written
         self.waited_seconds = 0.0  # for the copies at hand, by updates
 
     def has_room(self, content: Content) -> bool:
-        return self._slabs.has_room(_bytes(_copied(content)) - self._held)
+        return self._slabs.has_room(_bytes(content) - self._held)
 
     def make_room(self, size: int, ranges: Sequence[tuple[int, int]]) -> None:
         """Where there is room: takes memory for a file of so many bytes, of which these are copied, and has a thread touch it."""
@@ -294,9 +241,9 @@ class Copies:
     def begin(self, content: Content, order: Callable[[int], Any], finish: Callable[[int], None]) -> None:
         """Starts to copy what updates change, in the order in which they will; of each chunk once `finish` has returned."""
         by_chunk: dict[int, list[Piece]] = {}
-        for piece in _copied(content)[1:]:
-            assert isinstance(piece.source, Part)
-            by_chunk.setdefault(piece.source.stretch.chunk, []).append(piece)
+        for piece in _changing(content):
+            by_chunk.setdefault(_part(piece).stretch.chunk, []).append(piece)
+        self._hold(content)
         self.image, self.waited_seconds = None, 0.0
         pool = ThreadPoolExecutor(COPIERS, "anyfit copying")
         ready = pool.submit(self._make_ready, content)
@@ -306,15 +253,36 @@ class Copies:
         }
         pool.shutdown(wait=False)
 
+    def _hold(self, content: Content) -> None:
+        """What lies on the disk is from now on read as it is, whatever the steps write."""
+        chunks: dict[int, DiskChunk] = {}
+        elements: dict[int, Counter[str]] = {}
+        for _, piece, part in _on_disk(content):
+            stretch = _of_disk(part)
+            assert isinstance(stretch.disk, DiskChunk)
+            chunks[stretch.chunk] = stretch.disk
+            elements.setdefault(stretch.chunk, Counter())[stretch.key] += (piece.end - piece.start) // piece.dtype.itemsize
+        self._still = {index: chunk.still(elements[index]) for index, chunk in chunks.items()}
+
+    def let_go(self) -> None:
+        """Nobody reads what lies on the disk any more."""
+        while self._still:
+            self._still.popitem()[1].let_go()
+
     def _make_ready(self, content: Content) -> Image:
         if self._touching is not None:
             self._touching.join()
             self._touching = None
-        pieces = _copied(content)
-        self._take(padded(content.bytes), _bytes(pieces))
+        self._take(padded(content.bytes), _bytes(content))
         assert self._memory is not None
-        image = Image(self._memory, pieces)
-        self._read(content.header, self._memory[: content.header.end])
+        for number, piece, part in _on_disk(content):
+            stretch = _of_disk(part)
+            still = self._still[stretch.chunk]
+            high = None if stretch.low is None else _place(piece, stretch, self._memory)
+            source = StillPart(replace(part, stretch=stretch.held(still)), still, stretch.key, high)
+            content.pieces[number] = replace(piece, source=source)
+        image = Image(self._memory, [content.header, *_changing(content)])
+        self._read(content.header.source, self._memory[: content.header.end])
         self.image = image
         return image
 
@@ -323,18 +291,21 @@ class Copies:
         image, moves = ready.result(), []
         finish()
         for piece in pieces:
-            assert isinstance(piece.source, Part)
-            place = image.memory[piece.start : piece.end]
-            if piece.source.stretch.is_on_device:
-                self._read(piece, place)
+            part = _part(piece)
+            if isinstance(part.stretch, DiskStretch):
+                place, part = _place(piece, part.stretch, image.memory), replace(part, stretch=part.stretch.high)
             else:
-                moves.append(piece.source.move(place.view(piece.dtype)))
+                place = image.memory[piece.start : piece.end].view(piece.dtype)
+            if part.stretch.is_on_device:
+                self._read(part, place)
+            else:
+                moves.append(part.move(place))
         move_all(moves, past_cache=True, nice=NICE)
 
-    def _read(self, piece: Piece, place: Tensor) -> None:
+    def _read(self, source: Readable, place: Tensor) -> None:
         by = self._fetchers.get()
         try:
-            piece.read(piece.start, piece.end, place, by)
+            source.read(0, place.numel(), place, by)
         finally:
             self._fetchers.put(by)
 
@@ -355,15 +326,45 @@ class Copies:
         self._ends.value = 1
 
 
-def _copied(content: Content) -> list[Piece]:
-    """What a save beside the steps copies of a file: its header, and what the next update changes."""
-    changing = (each for each in content.pieces if isinstance(each.source, Part) and each.source.stretch.changes)
-    return [content.header, *changing]
+def _changing(content: Content) -> list[Piece]:
+    """What the next update changes in memory: a save beside the steps copies it."""
+    return [each for each in content.pieces if isinstance(each.source, Part) and each.source.stretch.copied_bytes]
+
+
+def _on_disk(content: Content) -> list[tuple[int, Piece, Part]]:
+    """What lies on the disk, by number."""
+    found = [(number, piece, piece.source) for number, piece in enumerate(content.pieces) if isinstance(piece.source, Part)]
+    return [each for each in found if isinstance(each[2].stretch, DiskStretch)]
+
+
+def _of_disk(part: Part) -> DiskStretch:
+    assert isinstance(part.stretch, DiskStretch)
+    return part.stretch
+
+
+def _part(piece: Piece) -> Part:
+    assert isinstance(piece.source, Part)
+    return piece.source
+
+
+def _copied_end(piece: Piece) -> int:
+    """Where what is copied of it ends in the memory for it."""
+    return piece.start + (piece.end - piece.start) // piece.dtype.itemsize * _part(piece).stretch.copied_bytes
+
+
+def _place(piece: Piece, stretch: DiskStretch, memory: Tensor) -> Tensor:
+    """For the half of it that does not lie on the disk."""
+    return memory[piece.start : _copied_end(piece)].view(stretch.values.dtype)
+
+
+def _copied(content: Content) -> list[tuple[int, int]]:
+    return [(0, content.header.end), *((each.start, _copied_end(each)) for each in _changing(content))]
 
 
 def copied_ranges(content: Content) -> list[tuple[int, int]]:
-    return joined((piece.start, piece.end) for piece in _copied(content))
+    """What a save beside the steps copies of a file."""
+    return joined(_copied(content))
 
 
-def _bytes(pieces: Sequence[Piece]) -> int:
-    return sum(piece.end - piece.start for piece in pieces)
+def _bytes(content: Content) -> int:
+    return sum(end - start for start, end in _copied(content))

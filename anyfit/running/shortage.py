@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from anyfit.values.plan import Plan
+from anyfit.values.plan_rows import memory_name
 from anyfit.values.units import parse_bytes, show_bytes
 
 # What CUDA's libraries say where torch's own allocator was not asked.
@@ -57,9 +58,10 @@ def shortfall_of(error: BaseException, plan: Plan, model: nn.Module, device: tor
 def shortage(plan: Plan, needed_bytes: int, where: str) -> str:
     limit, forecast = plan.limit_bytes["device"], plan.forecast.peak_bytes["device"]
     expected = f"the plan expected {show_bytes(forecast)} at its peak" if forecast else "the plan was written by hand"
+    memory = memory_name("device", plan.device_kind)
     smaller = "a smaller micro_batch" if plan.micro_batch > 1 else "shorter samples"
     return (
-        f"{show_bytes(needed_bytes)} of device memory are needed {where}, and {show_bytes(limit)} are allowed; {expected}. "
+        f"{show_bytes(needed_bytes)} of {memory} are needed {where}, and {show_bytes(limit)} are allowed; {expected}. "
         f"What takes less: {smaller}, recomputed blocks, or more of the model's state on the host"
     )
 

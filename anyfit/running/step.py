@@ -19,13 +19,14 @@ from anyfit.placing import Placed
 from anyfit.placing.gradients import clip_factor
 from anyfit.placing.lanes import Task
 from anyfit.placing.tiers import LiveBytes, peak_bytes_of_gpu
-from anyfit.values.batches import named_tensors, shape_of
 from anyfit.values.job import Batch, checked_loss
-from anyfit.values.loss_rule import MEAN, LossRule, divisors
+from anyfit.values.loss_rule import MEAN, LossRule
+from anyfit.values.nests import named_tensors, shape_of
 from anyfit.values.tokens import real_tokens
 
 from .acts import Kind
 from .agreement import Agreement
+from .divided import as_sum
 from .engine import Engine, Phase, Progress
 from .rescue import Before
 from .shortage import OverLimitError, Shortfall, module_at, shortage
@@ -101,7 +102,7 @@ class Counting:
         """By tier, the most bytes so far."""
         engine = self._engine
         device = peak_bytes_of_gpu(engine.device) if engine.device.type == "cuda" else self._peak_bytes
-        return {"device": device, "host": engine.placed.host_bytes, "disk": 0}
+        return {"device": device, "host": engine.placed.host_bytes, "disk": engine.placed.disk_bytes}
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +161,7 @@ class Step:
         engine, share = self._engine, self._engine.plan.share
         rows = engine.job.rows(batch, share)
         if rows is not None and rows != share:
-            among = f" over {engine.ranks.count} ranks makes {share} for each" if engine.ranks.are_several else ""
+            among = f" over {engine.ranks.replicas} ranks makes {share} for each" if engine.ranks.replicas > 1 else ""
             raise ValueError(
                 f"the batch has {rows} samples, and Job(batch_size={engine.job.batch_size}){among}; "
                 "drop an incomplete last batch (run.loader does), or pad it and return (sum, weight) from the loss"
@@ -202,28 +203,36 @@ class Step:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _backward(self, total: Tensor, weight: Tensor | None, rows: int, rule: LossRule, *, alone: bool, is_last: bool) -> Tensor:
-        """Backward of one micro-batch; its part of the loss. Parts add up to the batch's mean; over several weighted
-        micro-batches or ranks to its sum: their weight is known when all are through, and the update divides by it."""
+        """Backward of one micro-batch; its part of the loss."""
+        engine = self._engine
+        total = self._share_of(total, weight, rows, rule, alone=alone)
+        self.rows += rows
+        self._progress.enter(Phase.BACKWARD)
+        gradients = engine.placed.gradients
+        gradients.begin_backward(total, is_last=is_last)
+        if is_last:
+            engine.placed.updates.begin_last_backward(None if self._peers.is_mute else self._weight)
+        # The user's own checkpoints run forwards in backward, whose saved weights are to be replaced too.
+        with engine.placed.lanes.computing(Task.BACKWARD), engine.placed.residency.watching():
+            total.backward()
+            gradients.end_backward()
+        return total.detach()
+
+    def _share_of(self, total: Tensor, weight: Tensor | None, rows: int, rule: LossRule, *, alone: bool) -> Tensor:
+        """A micro-batch's part of the loss. Parts add up to the batch's mean; over several weighted micro-batches or ranks to its
+        sum: their weight is known when all are through, and the update divides by it."""
         engine, count = self._engine, self._engine.job.batch_size
         are_several = engine.ranks.are_several
         is_cut = not alone or are_several
         if is_cut and weight is None and rule.kind == "divided":
-            total, weight = _as_sum(total, rule, rows / count)
+            total, weight = as_sum(total, rule, rows / count)
         if weight is not None and alone and not are_several:
             total = total / weight
         elif weight is not None:
             self._weight = weight if self._weight is None else self._weight + weight
         elif is_cut and rule.kind != "sum":
             total = total / (count // rows) if count % rows == 0 else total * (rows / count)
-        self.rows += rows
-        self._progress.enter(Phase.BACKWARD)
-        gradients = engine.placed.gradients
-        gradients.begin_backward(is_last=is_last, is_weighted=weight is not None)
-        # The user's own checkpoints run forwards in backward, whose saved weights are to be replaced too.
-        with engine.placed.lanes.computing(Task.BACKWARD), engine.placed.residency.watching():
-            total.backward()
-            gradients.end_backward()
-        return total.detach()
+        return total
 
     # ------------------------------------------------------------------ in parts, for a loop of the user's own
 
@@ -245,6 +254,7 @@ class Step:
     def loss(self, batch: Batch) -> Tensor:
         engine = self._engine
         with self.forward():
+            batch = self._peers.one_batch(batch, engine, self._progress, engine.plan.micro_batch)
             total, weight = engine.evaluate(batch)
         self._part = batch
         shown = total if weight is None else total / weight
@@ -393,28 +403,6 @@ def _first_use(loss: Tensor, parameters: set[int]) -> int | None:
                 seen.add(reads)
                 nodes.append(reads)
     return None
-
-
-def _as_sum(loss: Tensor, rule: LossRule, share: float) -> tuple[Tensor, Tensor]:
-    """A micro-batch's loss as (sum, weight), by the number that it is divided by. Where no label counts it is 0 / 0 in torch, and
-    adds nothing here. Where all do, weights are shares of the batch, and the result is that of a mean to the bit."""
-    found = divisors(loss)
-    if rule.divisor >= len(found):
-        raise RuntimeError(
-            f"the loss of this micro-batch is not divided as that of Job(sample=) was ({rule.why}); return (sum, weight) from it"
-        )
-    by = found[rule.divisor]
-    weight = torch.as_tensor(by.exact, dtype=torch.float32, device=loss.device).detach().reshape(())
-    if by.most:
-        weight = weight / by.most * share
-    is_empty = weight == 0
-
-    def without_nothing(gradients: Sequence[Tensor | None], _given: Any) -> tuple[Tensor | None, ...]:
-        return tuple(None if each is None else torch.where(is_empty, torch.zeros_like(each), each) for each in gradients)
-
-    if by.counts == "given":
-        by.node.register_hook(without_nothing)  # its own division is by 0 too; a cross-entropy of no labels has no gradients
-    return torch.where(is_empty, torch.zeros_like(loss), loss * weight.to(loss.dtype)), weight
 
 
 def refuse_unwatched(placed: Placed, loss: Callable[[], Tensor]) -> None:

@@ -43,11 +43,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from anyfit.placing.ranks import HANG_SECONDS, Ranks
+from anyfit.values.job import Batch
 
 from .acts import POLL_SECONDS, Act, Acts, Kind, LostRankError, Position, Post, Store, ranks_in_words
 from .ending import Ending, Heartbeat
 from .engine import Engine, Progress
 from .extra_state import ExtraState
+from .one_batch import different_batches, same_batch
 from .rescue import Before
 
 if TYPE_CHECKING:
@@ -116,6 +118,10 @@ class Team:
             raised = ValueError(f"rank {failed}: {everybody[failed]}")
             raised.anyfit_rank = failed  # type: ignore[attr-defined]  # who shows it
             raise raised
+
+    def refusals(self, mine: str) -> list[str]:
+        """What every rank has against a plan; nothing, where it has nothing."""
+        return self._all("refusals", mine)
 
     def _all(self, what: str, mine: str) -> list[str]:
         key, ranks = f"facts/{next(self._asked)}", range(self.count)
@@ -197,10 +203,27 @@ class Peers:
             team = Team(HANG_SECONDS, ends_process=False)
         self.team, self._ranks = team, ranks
         self.is_mute = False  # takes part in a step of the others, with nothing of its own
+        self._has_told = False  # that ranks that hold the model with it were given other batches
 
     def begin(self, kind: Kind, which: object = "") -> None:
         if self.team is not None:
             self.team.acts.begin(Act(kind, str(which)))
+
+    def one_batch(self, batch: Batch, engine: Engine, progress: Progress, wanted: int) -> Batch:
+        """What all ranks that hold the model together see, of `wanted` samples."""
+
+        def say(line: str) -> None:
+            if not self._has_told:
+                self._has_told = True
+                progress.say(line)
+
+        together = self._ranks.together
+        rows = engine.job.rows(batch, wanted // together.n)
+        return same_batch(batch, together, engine.device, say, rows=rows, wanted=wanted, is_mute=self.is_mute)
+
+    def batches(self, batch: Batch, engine: Engine) -> list[Batch]:
+        """All that the ranks which hold the model with this one were given, each once."""
+        return different_batches(batch, self._ranks.together, engine.device, is_mute=self.is_mute)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -250,6 +273,8 @@ def position_of(engine: Engine | None, progress: Progress) -> Position:
         if label.chunk is not None and label.chunk < len(chunks):
             names = [slot.name for slot in chunks[label.chunk].chunk.slots]
             waits[str(kind)] += f" ({names[0]})" if len(names) == 1 else f" ({names[0]} to {names[-1]})"
+    if engine.plan.pipeline > 1 and engine.placed.stages.pipe.waits:
+        waits["pipeline"] = engine.placed.stages.pipe.waits
     if not waits and engine.device.type == "cuda" and progress.doing.phase.is_within_step:
         waits["device"] = "the GPU, which has been given collectives"  # they are not waited for where they are given
     return Position(str(progress.doing), waits)

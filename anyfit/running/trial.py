@@ -21,10 +21,10 @@ from anyfit.placing.cells import PYTHON, Numpy
 from anyfit.placing.chunks import quietly
 from anyfit.placing.forward_state import Note, Places
 from anyfit.placing.walk import Walk
-from anyfit.values.batches import map_tensors, named_tensors
 from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import AGREED_MEAN, LossRule, divisors
 from anyfit.values.memento import leaving_no_trace
+from anyfit.values.nests import map_tensors, named_tensors
 
 from .shortage import is_about_memory
 

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import logging
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
-from anyfit.values.batches import named_tensors
 from anyfit.values.demands import sparse_layers
 from anyfit.values.job import Batch, Job
 from anyfit.values.memento import Memento, leaving_no_trace
+from anyfit.values.nests import named_tensors
 
 OURS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
 STANDARD_LIBRARY = f"{sysconfig.get_paths()['stdlib']}/"
@@ -46,7 +47,7 @@ def leaving_no_mark(job: Job) -> Iterator[Memento]:
     collects = gc.isenabled()
     gc.disable()  # a collection in the middle would let storages die by chance, and takes longer the larger the model is
     try:
-        with leaving_no_trace(job) as memento, _eager():
+        with leaving_no_trace(job) as memento, _eager(), _needless_conversions():
             yield memento
     except Exception as error:
         in_the_users_terms = explained(error)
@@ -76,6 +77,26 @@ def _eager() -> Iterator[None]:
         torch.compile = compile_and_tell
         inside.callback(setattr, torch, "compile", compile_)
         yield
+
+
+@contextmanager
+def _needless_conversions() -> Iterator[None]:
+    """Inside, `module.to(dtype)` in a forward does nothing where nothing changes. torch would put new fake parameters in the
+    place of the old ones, which autograd holds by then, and fails."""
+    convert: Callable[..., nn.Module] = nn.Module._apply
+
+    def convert_if_needed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with torch.no_grad():
+            held = itertools.chain(module.parameters(recurse), module.buffers(recurse))
+            if all(fn(each) is each for each in held):
+                return module
+        return convert(module, fn, recurse)
+
+    nn.Module._apply = convert_if_needed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = convert  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -130,6 +151,11 @@ def explained(error: Exception) -> ValueError | None:
             f"{_place(error)} makes a tensor whose size depends on values ({_short(str(error.func))}), and a model is planned on "
             "tensors that have none; keep the size fixed: mask with torch.where or masked_fill, or give sizes as plain numbers; "
             f"{OR_FOR_REAL}"
+        )
+    if said.startswith("_apply(): Couldn't swap"):
+        return ValueError(
+            f"{_place(error)} converts weights while the model runs, and a run keeps them as they were when it started; convert "
+            "them where the model is made, or, if that is to float32, train with precision='fp32'"
         )
     op = _op_without_rule(error)
     if op is not None:

@@ -112,14 +112,19 @@ def _counters(siblings: Sequence[nn.Module]) -> set[tuple[str, str]]:
 
 def _form(module: nn.Module) -> tuple[Any, ...]:
     """Its class, those of modules inside that have parameters of their own, and the shapes of these."""
-    inside = ((path, type(inner)) for path, inner in module.named_modules() if inner._parameters)
-    return type(module), *inside, *((name, tuple(each.shape)) for name, each in module.named_parameters())
+    inside = ((path, _name_of(inner)) for path, inner in module.named_modules() if inner._parameters)
+    return _name_of(module), *inside, *((name, tuple(each.shape)) for name, each in module.named_parameters())
+
+
+def _name_of(module: nn.Module) -> str:
+    """Of its class: a module whose weight is made of others (torch.nn.utils.parametrize) has a class of its own."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _signature(module: nn.Module, counting: set[tuple[str, str]]) -> str:
     parts: list[str] = []
     for path, inner in module.named_modules():
-        parts.append(f"{path}:{type(inner).__module__}.{type(inner).__qualname__}")
+        parts.append(f"{path}:{_name_of(inner)}")
         for kind, tensors in (("p", inner._parameters), ("b", inner._buffers)):
             for key, tensor in tensors.items():
                 shape = None if tensor is None else (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)

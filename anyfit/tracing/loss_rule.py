@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyfit.values import job as job_module
-from anyfit.values.batches import is_dense, named_tensors
 from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import AGREED_MEAN, MEAN, LossRule, divisors
+from anyfit.values.nests import is_dense, named_tensors
 
 from .around import place_of
 from .needs import arguments_of, storage_of, tensors_in, written_by

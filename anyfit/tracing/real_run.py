@@ -16,9 +16,10 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anyfit.values.batches import is_dense, repeated, with_rows
+from anyfit.values.batches import repeated, with_rows
 from anyfit.values.job import Batch, Job
 from anyfit.values.memento import Memento
+from anyfit.values.nests import is_dense
 from anyfit.values.units import show_bytes
 
 from .needs import arguments_of

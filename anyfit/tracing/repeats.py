@@ -73,6 +73,11 @@ def find_repeats(blocks: Blocks) -> list[Repeat]:
     return found
 
 
+def twins_of(repeats: Sequence[Repeat]) -> dict[int, int]:
+    """Skipped blocks, and the one that is run in the place of each."""
+    return {block: repeat.unit(2)[(block - repeat.first) % repeat.period] for repeat in repeats for block in repeat.skipped}
+
+
 def _longest(chain: Chain) -> Repeat:
     best = Repeat(chain.first, 1, 1)
     kinds = chain.kinds

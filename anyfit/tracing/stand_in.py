@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from anyfit.values.batches import is_dense, repeated, shape_of, with_rows
+from anyfit.values.batches import repeated, with_rows
+from anyfit.values.fakes import grouped_product
 from anyfit.values.job import Batch, Job
 from anyfit.values.memento import Memento
+from anyfit.values.nests import is_dense, shape_of
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -33,9 +35,7 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             with self:
-                halves = [torch.empty_strided(each.shape, each.stride(), dtype=torch.bfloat16, device=CPU) for each in args[:2]]
-                sized = func(*halves, *args[2:], **(kwargs or {}))
-                return torch.empty_strided(sized.shape, sized.stride(), dtype=args[0].dtype, device=CPU)
+                return grouped_product(func, args, kwargs or {})
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if func is not aten.mkldnn_rnn_layer.default:
             return result

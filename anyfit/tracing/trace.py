@@ -16,12 +16,12 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from anyfit.values.aside import writing_aside
-from anyfit.values.batches import is_dense, named_tensors
 from anyfit.values.demands import sparse_layers
 from anyfit.values.graph import Graph, Parameter, UpdateRule, Value
 from anyfit.values.job import Batch, Job
 from anyfit.values.loss_rule import LossRule
 from anyfit.values.memento import Memento
+from anyfit.values.nests import is_dense, named_tensors
 from anyfit.values.tokens import tokens_by_shape
 from anyfit.values.units import show_bytes, show_seconds
 
@@ -32,7 +32,7 @@ from .loss_rule import read_rule, rows_for
 from .needs import is_whole
 from .real_run import LentKernels, bytes_of, real_batch, real_model, refuse_unless_it_can_run
 from .recorder import NotPeriodic, Recorder, Storage
-from .repeats import ParameterReads, Repeat, find_repeats, skipping, write_in
+from .repeats import ParameterReads, Repeat, find_repeats, skipping, twins_of, write_in
 from .stand_in import FakeMode, fake_batch, fake_model, sized_model
 from .update_rule import learn
 
@@ -60,13 +60,15 @@ def trace_all(
         except NotPeriodic:
             return trace_fake(job, micro_batches, device, lambda _blocks: [], are_enough)
     except NeedsValues:
-        if job.real_run is not None or not _is_small(job):
+        if not runs_for_real(job):
             raise
     return _run_all(job, micro_batches, device, free_bytes)
 
 
-def _is_small(job: Job) -> bool:
-    """Whether a real run takes so little that nobody has to be asked: seconds for a sample."""
+def runs_for_real(job: Job) -> bool:
+    """Where a forward needs values: if the job asks for it, or takes so little that nobody has to be asked, seconds a sample."""
+    if job.real_run is not None:
+        return job.real_run
     with leaving_no_mark(job):
         return sum(parameter.numel() for parameter in sized_model(job).parameters()) <= SMALL
 
@@ -243,17 +245,12 @@ def _rule(stand_in: _StandIn, repeats: list[Repeat]) -> LossRule:
         recorder.leave_out(stand_in.parameters.values(), stand_in.model.buffers())
         try:
             batch = stand_in.batch_of(rows)
-            with skipping(stand_in.blocks.modules, _twins(repeats)), writing_aside(), stand_in.mode, recorder:
+            with skipping(stand_in.blocks.modules, twins_of(repeats)), writing_aside(), stand_in.mode, recorder:
                 return read_rule(job, stand_in.model, batch, rows)
         except Exception as error:  # the model may not take as many samples as that
             failed = failed or error
     said = " ".join(str(failed).split())
     return LossRule("whole", f"the loss could not be looked at ({type(failed).__name__}: {said:.200})")
-
-
-def _twins(repeats: list[Repeat]) -> dict[int, int]:
-    """Skipped blocks, and the one that is run in the place of each."""
-    return {block: repeat.unit(2)[(block - repeat.first) % repeat.period] for repeat in repeats for block in repeat.skipped}
 
 
 def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph:
@@ -267,7 +264,7 @@ def _trace(stand_in: _StandIn, micro_batch: int, repeats: list[Repeat]) -> Graph
     recorder.leave_out(stand_in.parameters.values(), buffers)
     for _, tensor in named_tensors(batch):
         recorder.count_input(tensor)
-    skipped = skipping(blocks.modules, _twins(repeats), recorder.skipped)
+    skipped = skipping(blocks.modules, twins_of(repeats), recorder.skipped)
     with skipped, dense(model), writing_aside(), stand_in.mode, recorder, recorder.watching():
         what = "fake" if stand_in.room_bytes is None else "real"
         doing = f"running the model on a {what} batch of {micro_batch} samples like Job(sample=)"
@@ -287,7 +284,7 @@ def _written(
     stand_in: _StandIn, recorder: Recorder, batch: Batch, micro_batch: int, repeats: list[Repeat], held: Sequence[Tensor]
 ) -> Graph:
     """The graph of what was recorded, with the middle of the repeats written in; `held` is on the device besides parameters."""
-    job, model, blocks, twin_of = stand_in.job, stand_in.model, stand_in.blocks, _twins(repeats)
+    job, model, blocks, twin_of = stand_in.job, stand_in.model, stand_in.blocks, twins_of(repeats)
     used = _gradients_of(stand_in, recorder, twin_of)
     at = {id(parameter): index for index, parameter in enumerate(stand_in.parameters.values())}
     twins = [{at[id(theirs)]: at[id(mine)] for mine, theirs in _pairs(blocks, block, twin)} for block, twin in twin_of.items()]

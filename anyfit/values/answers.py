@@ -6,8 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from .plan import TIERS, NoPlan, Plan, TierName
+from .no_plan import NoPlan
+from .plan import TIERS, Plan, TierName
+from .plan_rows import memory_name
+from .prices import Price
+from .record import encode
 from .units import show_bytes, show_count, show_seconds
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A job that a machine cannot have at all, whatever its memory."""
+
+    why: str
+
 
 Outcome: TypeAlias = Plan | NoPlan
 ANSWERS = ("device limit", "host limit")  # decisions that answer "what if", and are no part of a plan
@@ -52,7 +64,11 @@ def _facts(plan: Plan) -> dict[str, str]:
         "machine": plan.machine,
         **{decision.name: decision.choice for decision in plan.decisions if decision.name not in ANSWERS},
         "of which": ", ".join(f"{name} {show_seconds(took)}" for name, took in forecast.split_seconds.items() if took > 0),
-        **{f"{tier} memory": f"{show_bytes(used[tier])} of {show_bytes(plan.limit_bytes[tier])}" for tier in TIERS if used[tier]},
+        **{
+            memory_name(tier, plan.device_kind): f"{show_bytes(used[tier])} of {show_bytes(plan.limit_bytes[tier])}"
+            for tier in TIERS
+            if used[tier]
+        },
     }
 
 
@@ -61,25 +77,34 @@ class Ranked:
     """A job on one machine; seconds and cost are of a number of tokens, None where it does not fit or has no price."""
 
     machine: str
-    outcome: Outcome
+    devices: int
+    outcome: Outcome | Refused
     seconds: float | None
     cost: float | None
+    price: Price | None = None  # an hour's
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"machine": self.machine, "seconds": self.seconds, "cost": self.cost}
+        found: dict[str, Any] = {"machine": self.machine, "devices": self.devices, "seconds": self.seconds, "cost": self.cost}
+        found["price"] = None if self.price is None else encode(self.price)
         if isinstance(self.outcome, Plan):
-            return found | {"plan": self.outcome.to_json()}
+            return found | {"batch": self.outcome.batch_size, "plan": self.outcome.to_json()}
+        if isinstance(self.outcome, Refused):
+            return found | {"refused": self.outcome.why}
         return found | {"no_plan": str(self.outcome), "shortfall_bytes": self.outcome.shortfall_bytes}
 
 
-def ranked(outcomes: Mapping[str, Outcome], tokens: int, prices: Mapping[str, float]) -> list[Ranked]:
-    """The machines, fastest first, those where nothing fits last; prices are an hour's."""
-    found: list[tuple[tuple[bool, float], Ranked]] = []
+def ranked(
+    outcomes: Mapping[str, Outcome | Refused], devices: Mapping[str, int], tokens: int, prices: Mapping[str, Price]
+) -> list[Ranked]:
+    """The machines, fastest first, those where nothing fits last."""
+    found: list[tuple[tuple[int, float], Ranked]] = []
     for name, outcome in outcomes.items():
+        price, count = prices.get(name), devices[name]
         if isinstance(outcome, Plan):
             seconds = tokens / outcome.forecast.tokens_per_second
-            cost = prices[name] * seconds / 3600 if name in prices else None
-            found.append(((False, seconds), Ranked(name, outcome, seconds, cost)))
+            cost = None if price is None else price.usd_per_hour * seconds / 3600
+            found.append(((0, seconds), Ranked(name, count, outcome, seconds, cost, price)))
         else:
-            found.append(((True, outcome.shortfall_bytes), Ranked(name, outcome, None, None)))
+            key = (1, outcome.shortfall_bytes) if isinstance(outcome, NoPlan) else (2, 0)
+            found.append((key, Ranked(name, count, outcome, None, None, price)))
     return [each for _, each in sorted(found, key=lambda pair: pair[0])]

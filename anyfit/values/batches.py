@@ -18,87 +18,37 @@ any, the number for which the whole batch can be told apart.
 from __future__ import annotations
 
 import collections
-import copy
-import dataclasses
-import datetime
-import enum
 import functools
 import numbers
-import pathlib
 import sys
-import types
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from .nests import (
+    FOR_ALL,
+    SEQUENCES,
+    fields_of,
+    is_array,
+    is_dense,
+    is_sequence,
+    is_tensor,
+    is_torchs,
+    map_tensors,
+    parts_of,
+    reached,
+    shape_of,
+    with_entries,
+    with_fields,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["samples", "fields", "all", "either", "unclear"]
 Change: TypeAlias = Callable[[Any], Any]
-SEQUENCES = (list, tuple, collections.deque, range)
-FOR_ALL = (
-    numbers.Number, str, bytes, type(None), enum.Enum, type, slice, types.FunctionType, types.BuiltinFunctionType,
-    types.ModuleType, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, uuid.UUID,
-)  # fmt: skip
-MOST_DEPTH = 8  # of objects in objects, where tensors are looked for
 WAY_OUT = "give Job(split=) to say how such a batch is cut"
 NO_SAMPLES = f"how many samples the batch has cannot be told; {WAY_OUT}"
-
-
-def is_tensor(value: object) -> bool:
-    torch = sys.modules.get("torch")  # which whoever made a tensor has imported
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def is_array(value: object) -> bool:
-    """One of numpy's, or a scalar of its."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
-
-
-def map_tensors(batch: Any, change: Callable[[Tensor], Any], depth: int = MOST_DEPTH) -> Any:
-    """The same nest with every tensor changed, also in objects that hold some; what is not a tensor stays."""
-    if is_tensor(batch):
-        return change(batch)
-    if (fields := fields_of(batch)) is not None:
-        changed = {key: map_tensors(item, change, depth) for key, item in fields.items() if not _stays(batch, key)}
-        return _with_fields(batch, fields | changed)
-    if _is_sequence(batch):
-        return _with_entries(batch, [map_tensors(item, change, depth) for item in batch])
-    if depth and _is_object(batch) and any(True for _ in named_tensors(batch, "", depth)):
-        twin = copy.copy(batch)
-        for name, item in _attributes(twin).items():
-            object.__setattr__(twin, name, map_tensors(item, change, depth - 1))
-        return twin
-    return batch
-
-
-def named_tensors(batch: Any, path: str = "batch", depth: int = MOST_DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor with the expression that reaches it, such as `batch['input_ids']`."""
-    if is_tensor(batch):
-        yield path, batch
-    elif (parts := _parts(batch)) is not None:
-        for key, item in parts:
-            yield from named_tensors(item, _reached(batch, path, key), depth)
-    elif depth and _is_object(batch):
-        for name, item in _attributes(batch).items():
-            yield from named_tensors(item, f"{path}.{name}", depth - 1)
-
-
-def is_strided(tensor: Tensor) -> bool:
-    return str(tensor.layout) == "torch.strided"
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Neither nested nor sparse."""
-    return not tensor.is_nested and is_strided(tensor)
-
-
-def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """Also of a nested tensor, which has only its number of samples and of dims."""
-    return (tensor.size(0), tensor.dim()) if tensor.is_nested else tuple(tensor.shape)
 
 
 # ---------------------------------------------------------------------- samples
@@ -129,7 +79,7 @@ def _count(value: Any, certain: Counter[int], others: dict[int, None], *, in_lis
     elif (fields := fields_of(value)) is not None:
         for item in fields.values():
             _count(item, certain, others, in_list=in_list)
-    elif _is_sequence(value) and value:
+    elif is_sequence(value) and value:
         if all(isinstance(item, Mapping) for item in value):  # a list of dicts is rather one of samples
             others[len(value)] = None
         for item in value:
@@ -144,9 +94,9 @@ def refuse_iterators(batch: Any, path: str = "batch") -> None:
             f"{path} is a {type(batch).__name__}, which can be read only once, and planning and a step that is repeated read "
             "a batch as well: make it a list"
         )
-    for key, item in () if isinstance(batch, range) else _parts(batch) or ():
+    for key, item in () if isinstance(batch, range) else parts_of(batch) or ():
         if not isinstance(item, FOR_ALL):
-            refuse_iterators(item, _reached(batch, path, key))
+            refuse_iterators(item, reached(batch, path, key))
 
 
 def uncuttable(batch: Any, rows: int) -> str | None:
@@ -172,13 +122,41 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return parts
 
 
+def joined(parts: Sequence[Any], rows: int) -> Any:
+    """Batches of so many samples each as one of all, in their order. What is not by sample is that of the first."""
+    columns: list[list[Any]] = []
+    for part in parts:
+        own: list[Any] = []
+        _changed(part, rows, own.append)
+        columns.append(own)
+    if len({len(own) for own in columns}) > 1:
+        raise ValueError("they are not made alike")
+    values = zip(*columns, strict=True)
+    return _changed(parts[0], rows, lambda _: _one_of(next(values)))
+
+
+def _one_of(values: Sequence[Any]) -> Any:
+    """Of the same samples' entries in several batches."""
+    first = values[0]
+    if not is_tensor(first) and not is_array(first):
+        return with_entries(first, [entry for value in values for entry in value])
+    shapes = {(str(value.dtype), tuple(value.shape[1:])) for value in values}
+    if len(shapes) > 1 or (is_tensor(first) and not all(map(is_dense, values))):
+        raise ValueError(" and ".join(map(_described, values)) + " do not make one")
+    if is_tensor(first):
+        import torch
+
+        return torch.cat(list(values))
+    return sys.modules["numpy"].concatenate(list(values))
+
+
 def reordered(batch: Any, order: Sequence[int]) -> Any:
     """A batch that can be cut, its samples in another order."""
 
     def taken(value: Any) -> Any:
         if is_tensor(value):
             return _taken(value, order)
-        return value[list(order)] if is_array(value) else _with_entries(value, [list(value)[index] for index in order])
+        return value[list(order)] if is_array(value) else with_entries(value, [list(value)[index] for index in order])
 
     return _changed(batch, len(order), taken)
 
@@ -195,7 +173,7 @@ def with_rows(batch: Any, rows: int | None, wanted: int, of_samples: Change, of_
             return of_samples(value)
         if is_array(value):
             return value[chosen]
-        return _with_entries(value, [map_tensors(value[index], of_all) for index in chosen])
+        return with_entries(value, [map_tensors(value[index], of_all) for index in chosen])
 
     return _changed(batch, rows, repeat, lambda other: map_tensors(other, of_all))
 
@@ -205,16 +183,16 @@ def _changed(value: Any, rows: int, of_samples: Change, of_all: Change = lambda 
     if kind == "samples":
         return of_samples(value)
     if (fields := fields_of(value)) is not None:
-        return _with_fields(value, {key: _changed(item, rows, of_samples, of_all) for key, item in fields.items()})
+        return with_fields(value, {key: _changed(item, rows, of_samples, of_all) for key, item in fields.items()})
     if kind in ("fields", "either"):
-        return _with_entries(value, [_changed(item, rows, of_samples, of_all) for item in value])
+        return with_entries(value, [_changed(item, rows, of_samples, of_all) for item in value])
     return of_all(value)
 
 
 def _sliced(start: int, size: int, value: Any) -> Any:
     if not is_tensor(value):
         part = value[start : start + size] if type(value) is not collections.deque else list(value)[start : start + size]
-        return part if type(part) is type(value) else _with_entries(value, list(part))
+        return part if type(part) is type(value) else with_entries(value, list(part))
     return value.narrow(0, start, size) if is_dense(value) else _taken(value, range(start, start + size))
 
 
@@ -243,11 +221,11 @@ def _kind(value: Any, rows: int) -> Kind:
     dim = _first_dim(value)
     if dim is not None:
         return "samples" if dim == rows and _can_be_sliced(value) else "unclear"
-    if is_tensor(value) or is_array(value) or isinstance(value, FOR_ALL) or _is_torchs(value):
+    if is_tensor(value) or is_array(value) or isinstance(value, FOR_ALL) or is_torchs(value):
         return "all"
     if fields_of(value) is not None:
         return "fields" if not _is_by_sample(value, rows) else "unclear"
-    if not _is_sequence(value):
+    if not is_sequence(value):
         return "unclear"
     if all(each is None for each in value):
         return "all"
@@ -268,15 +246,15 @@ def _unclear(value: Any, rows: int, path: str = "batch") -> str:
         which = f": {len(value)} fields or {len(value)} samples, both can be" if kind == "either" else ""
         return f"{path} is {_described(value)}, and the batch has {rows} samples{which}"
     if kind == "fields":
-        for key, item in _parts(value) or ():
-            if found := _unclear(item, rows, _reached(value, path, key)):
+        for key, item in parts_of(value) or ():
+            if found := _unclear(item, rows, reached(value, path, key)):
                 return found
     return ""
 
 
 def _has_samples(value: Any, rows: int) -> bool:
     kind = _kind(value, rows)
-    return kind == "samples" or (kind == "fields" and any(_has_samples(item, rows) for _, item in _parts(value) or ()))
+    return kind == "samples" or (kind == "fields" and any(_has_samples(item, rows) for _, item in parts_of(value) or ()))
 
 
 def _likeness(value: Any) -> Any:
@@ -325,107 +303,3 @@ def _described(value: Any) -> str:
     named = type(value).__name__
     article = "an" if named[:1].lower() in tuple("aeiou") else "a"
     return f"{article} {named}" + (f" of {len(value)}" if isinstance(value, SEQUENCES) else "")
-
-
-# ---------------------------------------------------------------------- nests
-
-
-def fields_of(value: Any) -> dict[Any, Any] | None:
-    """By key or name, the fields of a mapping, a named tuple or a dataclass; None for anything else."""
-    if isinstance(value, Mapping):
-        return dict(value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return None
-
-
-def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """By key, name or index, the fields or entries of a nest; None for anything else."""
-    if (fields := fields_of(value)) is not None:
-        return fields.items()
-    return enumerate(value) if _is_sequence(value) else None
-
-
-def _reached(value: Any, path: str, key: Any) -> str:
-    return f"{path}.{key}" if dataclasses.is_dataclass(value) and not isinstance(value, Mapping) else f"{path}[{key!r}]"
-
-
-def _stays(value: Any, key: Any) -> bool:
-    """The sizes in a PackedSequence, which are read by the host."""
-    return type(value).__name__ == "PackedSequence" and value._fields[key] == "batch_sizes"
-
-
-def _with_fields(value: Any, fields: dict[Any, Any]) -> Any:
-    if isinstance(value, Mapping):
-        return fields if type(value) is dict else _with_items(value, fields)
-    if isinstance(value, tuple):
-        return type(value)._make(fields.values())  # type: ignore[attr-defined]
-    twin = copy.copy(value)  # not built anew: fields outside __init__ stay, and __post_init__ has run
-    for name, item in fields.items():
-        object.__setattr__(twin, name, item)
-    return twin
-
-
-def _with_items(value: Any, items: dict[Any, Any]) -> Any:
-    """A mapping of the same class: with all else that it has, where its copy has items of its own."""
-    before = dict(value.items())
-    try:
-        twin = copy.copy(value)
-        for key, item in items.items():
-            twin[key] = item
-        if all(twin[key] is item for key, item in items.items()) and all(value[key] is item for key, item in before.items()):
-            return twin
-    except Exception:  # of a class that anyone may have written
-        pass
-    for key, item in before.items():
-        if value[key] is not item:
-            value[key] = item
-    try:
-        return type(value)(items)
-    except TypeError:
-        return items
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, SEQUENCES) and not hasattr(value, "_fields") and not _is_torchs(value)
-
-
-def _with_entries(value: Any, entries: list[Any]) -> Any:
-    if type(value) in (list, range):
-        return entries
-    if isinstance(value, list):
-        twin = copy.copy(value)
-        twin[:] = entries
-        return twin
-    if isinstance(value, collections.deque):
-        return collections.deque(entries, value.maxlen)
-    try:
-        return type(value)(entries)
-    except TypeError:
-        return tuple(entries)
-
-
-def _is_torchs(value: Any) -> bool:
-    """A dtype, a device, a size: what torch says of tensors, and no tensor."""
-    return type(value).__module__ == "torch" and not is_tensor(value)
-
-
-def _is_object(value: Any) -> bool:
-    """One of a class of somebody's own, that may hold tensors; a module's are its own."""
-    if isinstance(value, FOR_ALL) or is_array(value) or _is_torchs(value) or hasattr(value, "named_parameters"):
-        return False
-    return type(value).__module__ != "builtins" and bool(_attributes(value))
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    found = dict(getattr(value, "__dict__", None) or {})
-    return found | {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
-
-
-def slots_of(kind: type) -> list[str]:
-    """Attributes that objects of a class have in slots."""
-    slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
-    names = (name for each in slots for name in ((each,) if isinstance(each, str) else each))
-    return [name for name in names if name not in ("__dict__", "__weakref__")]

@@ -56,6 +56,7 @@ class Calibration(Record):
     update_launch_seconds: Figure  # that the host takes to start one chunk's update, while the device has nothing to do
     lift_seconds: Figure  # of a streamed update, beside its copies: its parts wait for each other
     download_weight: Figure  # how much more a byte copied to the host slows the host's updates than one copied to the device
+    disk_share: Figure  # of the disk's rates alone that updates with their state there reach
     fragmentation: Figure  # what torch's allocator adds, as a share of what is live beyond the pools
     process_bytes: Figure  # of the host, that a process with a GPU takes beside its plan's
     pinned_share: Figure  # of the plan's bytes of the host, that the kernel takes besides to keep them pinned

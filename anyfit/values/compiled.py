@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from . import batches
+from . import nests
 from .record import Record
 
 if TYPE_CHECKING:
@@ -112,6 +112,6 @@ def _source(kind: type) -> str:
 
 def key_of(job: Job, code: str, micro_batch: int, versions: str) -> str:
     """Of the figures of a block: its code, the job's shapes, dtypes and numerics, and the versions of what compiles it."""
-    shapes = [[name, list(tensor.shape[1:]), str(tensor.dtype)] for name, tensor in batches.named_tensors(job.sample)]
+    shapes = [[name, list(tensor.shape[1:]), str(tensor.dtype)] for name, tensor in nests.named_tensors(job.sample)]
     facts = [code, job.precision, str(job.compile), micro_batch, shapes, versions]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from .batches import is_tensor
+from .nests import is_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .batches import is_strided, is_tensor
 from .coupling import coupled
+from .nests import is_strided, is_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,6 +35,14 @@ class StaysOnDevice(ValueError):  # noqa: N818  (what a model asks of a plan)
 
 class StaysWhole(ValueError):  # noqa: N818
     """A plan shards over ranks what has to be whole on each."""
+
+
+class StaysUncut(ValueError):  # noqa: N818
+    """A plan cuts over a tensor axis what cannot be cut."""
+
+
+class StaysInOneStage(ValueError):  # noqa: N818
+    """A plan cuts into stages what cannot be cut."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,11 @@ def heard_by(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
+def unheard() -> None:
+    """From here on, of a process that was forked: whoever listens is in another."""
+    _listeners.clear()
+
+
 def is_heard() -> bool:
     return bool(_listeners)
 

@@ -5,6 +5,9 @@ from collections.abc import Iterable
 GRADIENT_BUFFERS = 5  # staging buffers for gradients of host updates: one fills while others are copied to the host
 REDUCTION_BUFFERS = 3  # staging buffers for gradients that ranks sum: one fills, one is reduced, one is copied to the host
 STREAMED_DEPTH = 3  # streamed chunks at once: one is copied to the device, one is updated, one is copied back
+DISK_DEPTH = 3  # chunks with state on the disk at once: one is read, one is updated, one is written
+DISK_BLOCK_BYTES = 2**22  # of what is read or written there at once
+DISK_REQUESTS = 8  # of these in flight, each way
 OFFLOADED_AT_ONCE = 2  # blocks whose activations take room on the device: one is computed, the one before goes to the host
 LATER = 2**30  # order among the host's updates, of what can wait for all weights
 

@@ -32,7 +32,7 @@ LEAST_OFFLOAD_BYTES = 2**16  # of a saved tensor: what is smaller stays, a copy 
 PAGE_BYTES = 4096  # the host's memory is taken in multiples of these
 
 Phase = Literal["forward", "backward"]
-OpKind = Literal["matmul", "convolution", "attention", "memory"]
+OpKind = Literal["matmul", "convolution", "attention", "memory", "exchange"]  # the last with other ranks of a tensor axis
 ValueKind = Literal["activation", "gradient", "input"]
 
 
@@ -79,6 +79,7 @@ class Parameter:
     group: int  # of the optimizer; -1 outside every group
     adds_up: bool = False  # its gradient: that of a first use, to which those of others are added in place
     reads: tuple[int, ...] = ()  # ops that read it, ascending
+    is_cut: bool = False  # over a tensor axis: shape and elements are of one rank's part
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Block:
     offload_bytes: int = 0
     is_whole: bool = False  # compiled or scripted, or part of what is: nothing can come between its ops
     code: str = ""  # a short name for its source, parameters and settings: what figures of its compiled code depend on
+    is_cut: bool = False  # over a tensor axis, and so one node of autograd's graph
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def largest_sets(found: Iterable[frozenset[int]]) -> tuple[tuple[int, ...], ...]
 @dataclass(frozen=True)
 class Graph(Record):
     kind: ClassVar[str] = "graph"
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
 
     model: str  # class of the model
     micro_batch: int
@@ -138,10 +140,16 @@ class Graph(Record):
     together: tuple[tuple[int, ...], ...] = ()
     state_stays: str = ""  # why no model state may leave the device, if it may not
     loss: LossRule = MEAN  # how losses of micro-batches make that of the batch
+    tensor: int = 1  # ranks of a tensor axis, of one of which this is the pass
 
     @property
     def flops(self) -> int:
         return sum(op.flops for op in self.ops)
+
+    def elements(self, *, trainable: bool = False) -> int:
+        """Of all parameters of the model, or of those that are trained, whatever a rank of a tensor axis has of them."""
+        counted = (each for each in self.parameters if each.trainable or not trainable)
+        return sum(each.elements * (self.tensor if each.is_cut else 1) for each in counted)
 
     def kept(self, value: Value) -> bool:
         """Forward made it and backward still needs it."""

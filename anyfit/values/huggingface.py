@@ -48,12 +48,16 @@ def config_of(source: Any) -> Any:
         raise TypeError(f"expected a Hugging Face configuration, folder, name or model, got {type(source).__name__}")
     if source in transformers.CONFIG_MAPPING and not Path(source).exists():
         return transformers.AutoConfig.for_model(source)  # a kind of model: its default configuration
+    _refuse_without_config(Path(source))
     try:
         if Path(source).exists() or _hub_answers():
             return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except ValueError as error:
+    except ConnectionError:
+        raise
+    except (OSError, ValueError) as error:
         if "trust_remote_code" not in str(error):
-            raise
+            first = str(error).strip().partition("\n")[0]
+            raise ValueError(f"{source} holds no configuration that transformers can read: {first}") from error
         raise ValueError(
             f"{source} comes with code of its own, which is not run; where you trust it, make the model yourself and give that: "
             f"Job.from_huggingface(AutoModelForCausalLM.from_pretrained({str(source)!r}, trust_remote_code=True), ...)"
@@ -65,6 +69,21 @@ def config_of(source: Any) -> Any:
             f"{source} is not on this machine, and {_hub()} does not answer; give a folder or config.json, a model type such as "
             f"llama, or fetch it where there is a network: hf download {source} config.json"
         ) from error
+
+
+def _refuse_without_config(folder: Path) -> None:
+    """A folder that is no model's: transformers would miss a model_type in a file that is not there."""
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return
+    if (folder / "adapter_config.json").is_file():
+        run = folder.parent if (folder.parent / "checkpoints").is_dir() else "RUN"
+        merge = f"anyfit export --merge {run} merged"
+        raise FileNotFoundError(f"{folder} holds an adapter alone, and no config.json; merge it into its base first: {merge}")
+    lacks = "has no config.json" if any(folder.iterdir()) else "is empty"
+    raise FileNotFoundError(
+        f"{folder} {lacks}; a Hugging Face folder holds config.json, weights as safetensors and a tokenizer: "
+        f"hf download ORGANISATION/MODEL --local-dir {folder}"
+    )
 
 
 def _hub() -> str:

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from . import batches
+from . import batches, nests
 from .layout import Placeable
 from .loss_rule import AGREEMENTS
 from .precision import PRECISIONS
@@ -258,7 +258,7 @@ class Job:
 
         weight: torch.dtype = getattr(torch, PRECISIONS[self.precision].weight)
         cast = {torch.float32: weight}
-        return batches.map_tensors(batch, lambda tensor: send(tensor).to(device, cast.get(tensor.dtype, tensor.dtype)))
+        return nests.map_tensors(batch, lambda tensor: send(tensor).to(device, cast.get(tensor.dtype, tensor.dtype)))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The loss as (mean, None), or (sum, weight) where the user's function says so; refuses what cannot be trained on."""
@@ -270,7 +270,7 @@ class Job:
                     "a weight that lives on the host is read-only as a numpy array, in which nobody would see what is written; "
                     "edit the tensor, or use a plan with all state on the device"
                 )
-            if self.precision == "bf16" and "dtype" in str(error):
+            if self.precision == "bf16" and any(word in str(error) for word in ("dtype", "scalar type")):
                 error.add_note(
                     "weights and floating inputs are bf16 in this run, and buffers keep their dtype: "
                     "cast inside the model, or use Job(precision='fp32')"
@@ -358,14 +358,14 @@ def _weight_of(weight: Any, total: Tensor) -> Tensor:
 
 def _instead_of_a_loss(value: Any, total: Any) -> str:
     """What a loss function returned in its place, and how to get at the loss."""
-    if batches.is_tensor(total):
+    if nests.is_tensor(total):
         mended = "; take its .mean()" if total.numel() != 1 else ""
         return f"a {total.dtype} tensor of shape {tuple(total.shape)}{mended}"
     if isinstance(value, Mapping) and "loss" in value:
         return f"{type(value).__name__} with {', '.join(map(repr, value))[:60]}; return its ['loss']"
-    if batches.is_tensor(getattr(value, "loss", None)):
+    if nests.is_tensor(getattr(value, "loss", None)):
         return f"{type(value).__name__}; return its .loss"
-    if isinstance(value, list | tuple) and any(map(batches.is_tensor, value)):
+    if isinstance(value, list | tuple) and any(map(nests.is_tensor, value)):
         return f"{type(value).__name__} of {len(value)}; return the loss alone, or the sum of several"
     instead = "; return the tensor itself, without .item() or float()" if isinstance(value, float) else ""
     return _describe(value) + instead

@@ -1,18 +1,21 @@
 """Where each parameter lies: flat chunks in order of use. Pure arithmetic, so a plan knows its bytes before a run takes them.
 
-A chunk holds parameters of one kind: same dtype, same optimizer group, trainable or not. Its weights, low halves, gradient
-sums and moments are separate flat buffers that share offsets.
+A chunk holds parameters of one kind: same dtype, same optimizer group, trainable or not, cut over the tensor axis or not, on the
+same places of a pipeline; of cut ones, this rank's parts. Its weights, low halves, gradient sums and moments are separate flat
+buffers that share offsets.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from .precision import Precision, precision_of
 
 ALIGN_ELEMENTS = 128  # every parameter starts on a 256-byte boundary even in bf16: vector loads and CUDA kernels like that
+Kind: TypeAlias = tuple[str, int, bool, int, bool, tuple[int, ...]]  # dtype, element_bytes, trainable, group, is_cut, holders
 CHUNK_BYTES = 64 * 2**20  # of weights; larger ones only when a single parameter is
 
 
@@ -34,6 +37,8 @@ class Chunk:
     group: int  # of the optimizer; -1 outside every group
     elements: int  # padding included
     slots: tuple[Slot, ...]
+    is_cut: bool = False  # over the tensor axis: other ranks of it have other parts
+    holders: tuple[int, ...] = ()  # places along the pipeline axis that have it, where more than one has
 
     @property
     def bytes(self) -> int:
@@ -67,7 +72,7 @@ class Chunk:
             start, end = max(slot.offset, first), min(slot.offset + slot.elements, last)
             if start < end:
                 pieces.append(Slot(slot.name, (end - start,), start - first, end - start))
-        return Chunk(self.dtype, self.element_bytes, self.trainable, self.group, last - first, tuple(pieces))
+        return replace(self, elements=last - first, slots=tuple(pieces))
 
 
 @dataclass(frozen=True)
@@ -80,21 +85,28 @@ class Placeable:
     element_bytes: int
     trainable: bool
     group: int
+    is_cut: bool = False  # over the tensor axis; the shape is that of a rank's part
+    holders: tuple[int, ...] = ()  # places along the pipeline axis that use it, where more than one does
+
+    @property
+    def kind(self) -> Kind:
+        return self.dtype, self.element_bytes, self.trainable, self.group, self.is_cut, self.holders
 
 
 def lay_out(parameters: Iterable[Placeable], chunk_bytes: int, ranks: int = 1) -> tuple[Chunk, ...]:
     """Parameters in the given order, in chunks of at most `chunk_bytes` (a larger parameter stands alone) that so many ranks can
     shard."""
     chunks: list[Chunk] = []
-    open_chunks: dict[tuple[str, int, bool, int], list[Slot]] = {}
+    open_chunks: dict[Kind, list[Slot]] = {}
 
-    def close(kind: tuple[str, int, bool, int]) -> None:
+    def close(kind: Kind) -> None:
         slots = open_chunks.pop(kind)
-        dtype, element_bytes, trainable, group = kind
-        chunks.append(Chunk(dtype, element_bytes, trainable, group, _rounded(_end(slots), ALIGN_ELEMENTS * ranks), tuple(slots)))
+        elements = _rounded(_end(slots), ALIGN_ELEMENTS * ranks)
+        dtype, element_bytes, trainable, group, is_cut, holders = kind
+        chunks.append(Chunk(dtype, element_bytes, trainable, group, elements, tuple(slots), is_cut, holders))
 
     for parameter in parameters:
-        kind = (parameter.dtype, parameter.element_bytes, parameter.trainable, parameter.group)
+        kind = parameter.kind
         elements = math.prod(parameter.shape)
         slots = open_chunks.get(kind, [])
         if slots and _rounded(_end(slots) + elements, ALIGN_ELEMENTS * ranks) * parameter.element_bytes > chunk_bytes:

@@ -6,19 +6,20 @@ a forecast made from it carries an honest error band.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from .calibration import Calibration, Figure
-from .record import Record, encode, nearest
+from .record import Record, decode, encode, nearest
 from .units import parse_bytes, show_bytes
 
 DTYPES = ("float32", "bfloat16")
@@ -27,6 +28,7 @@ NO_LAUNCH_SLOWDOWN: Mapping[Beside, Figure] = dict.fromkeys(
     get_args(Beside), Figure(1.0, 0.0, "measured: a CPU launches for itself, and its times add up")
 )
 ASSUMED_PROCESSORS = Figure(132, 0.5, "assumed: as an H100 has")
+ASSUMED_ENDURANCE = Figure(600e12, 1.0, "assumed: as a drive of 1 TB for consumers is rated, Samsung 990 PRO data sheet")
 ASSUMED_LAUNCH_SLOWDOWN: Mapping[Beside, Figure] = {
     beside: Figure(times, 0.3, "assumed: as beside an H200 with 16 cores")
     for beside, times in zip(get_args(Beside), (1.3, 2.0, 3.0), strict=True)
@@ -103,6 +105,10 @@ class Device:
         if not self.matmul:
             raise ValueError(f"matmul: needs the curve of a dtype; known: {', '.join(DTYPES)}")
 
+    def computes_in(self, dtype: str) -> bool:
+        """A CPU computes in any, if slowly; of a GPU that has none of a dtype, torch would do as if."""
+        return self.kind == "cpu" or dtype in self.matmul
+
 
 def _refuse_others(name: str, curves: Mapping[str, Curve], what: str, known: tuple[str, ...]) -> None:
     for key in curves:
@@ -112,6 +118,48 @@ def _refuse_others(name: str, curves: Mapping[str, Curve], what: str, known: tup
 
 def _at_least(there: Figure, size: int) -> Figure:
     return there if size <= there.value else Figure(size, 0.0, "assumed: as was asked for")
+
+
+def _with_assumed(disk: Mapping[str, object], where: str) -> Mapping[str, object]:
+    """A disk of a file from before reads and writes were measured together, and before drives had a rating."""
+    added = {"endurance_bytes": encode(ASSUMED_ENDURANCE)}
+    if "both" not in disk and {"read", "write"} <= disk.keys():
+        read, write = (decode(Curve, disk[way], f"{where}.{way}") for way in ("read", "write"))
+        added["both"] = encode(Disk.in_turns(read, write))
+    return {**added, **disk}
+
+
+def _preset(name: str) -> dict[str, Any]:
+    """What its file says; of one that is `like` another, in place of what that one's says: a node of several of its GPUs, beside
+    a host of their own."""
+    preset = resources.files(__package__).joinpath("machines", f"{name}.json")
+    document: dict[str, Any] = json.loads(preset.read_text())
+    base = document.pop("like", None)
+    return document if base is None else _laid_over(_preset(base), document)
+
+
+def _laid_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects are merged, but for the host's and the disk's, which are others."""
+    return {**base, **{key: {**base[key], **of} if key == "device" else of for key, of in given.items()}}
+
+
+def named_figures(value: object, path: str = "") -> Iterator[tuple[str, Figure | Curve]]:
+    """Every figure and curve of a machine, by its path."""
+    if isinstance(value, Figure | Curve):
+        yield path, value
+        return
+    found: Iterable[tuple[str, object]] = ()
+    if dataclasses.is_dataclass(value):
+        found = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    elif isinstance(value, Mapping):
+        found = value.items()
+    elif isinstance(value, tuple):  # collectives
+        found = (
+            (" ".join(map(str, (each.name, each.across, each.group))), each) for each in value if isinstance(each, Collective)
+        )
+    for name, item in found:
+        if name != "calibration":
+            yield from named_figures(item, f"{path} {name}".strip())
 
 
 def update_threads(cores: int) -> int:
@@ -146,9 +194,20 @@ class Copies:
 
 @dataclass(frozen=True)
 class Disk:
+    """Rates of a file past the page cache, and what the drive bears."""
+
     free_bytes: Figure
-    read: Curve  # bytes/s by requests in flight
+    read: Curve  # bytes/s by requests in flight, with nothing else
     write: Curve
+    both: Curve  # bytes/s read and written together, with as many requests in flight each way
+    endurance_bytes: Figure  # that may be written until the drive is worn out, as it is rated
+
+    @staticmethod
+    def in_turns(read: Curve, write: Curve) -> Curve:
+        """Both at once where nobody has measured it: as if each were alone half of the time that the same bytes take."""
+        points = tuple((depth, 2 / (1 / rate + 1 / write.at(depth))) for depth, rate in read.points)
+        source = "assumed: reads and writes take turns, each as fast as alone"
+        return Curve(points, max(read.measurement_error, write.measurement_error), source)
 
 
 @dataclass(frozen=True)
@@ -195,7 +254,7 @@ class Machine(Record):
     @classmethod
     def from_json(cls, document: object, *, where: str = "") -> Self:
         """Files from before devices had a calibration get that of their kind, and figures of it that are newer than the file; so
-        do launches that nobody has measured."""
+        do launches that nobody has measured, and what nobody has said of a disk."""
         device = document.get("device") if isinstance(document, Mapping) else None
         if isinstance(device, Mapping) and device.get("kind") in ("cpu", "cuda"):
             slowdown = ASSUMED_LAUNCH_SLOWDOWN if device["kind"] == "cuda" else NO_LAUNCH_SLOWDOWN
@@ -209,14 +268,16 @@ class Machine(Record):
             if isinstance(known, Mapping):
                 device["calibration"] = {**added["calibration"], **known}
             document = {**document, "device": device}  # type: ignore[dict-item]
+        disk = document.get("disk") if isinstance(document, Mapping) else None
+        if isinstance(disk, Mapping) and not {"both", "endurance_bytes"} <= disk.keys():
+            document = {**document, "disk": _with_assumed(disk, f"{where}.disk")}  # type: ignore[dict-item]
         return super().from_json(document, where=where)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """A machine from a preset's name (`Machine.presets()`) or from a file."""
         if isinstance(path, str) and path in cls.presets():
-            preset = resources.files(__package__).joinpath("machines", f"{path}.json")
-            return cls.from_json(json.loads(preset.read_text()), where=path)
+            return cls.from_json(_preset(path), where=path)
         file = Path(path)
         if not file.exists() and file.suffix != ".json":
             raise FileNotFoundError(f"no machine file or preset {str(path)!r}" + nearest(str(path), cls.presets()))
@@ -241,7 +302,7 @@ class Machine(Record):
             if given is None:
                 continue
             if name == "disk_bytes" and self.disk is None:
-                raise ValueError(f"no disk is known of {self.name!r}; measure it with: anyfit probe --full")
+                raise ValueError(f"no disk is known of {self.name!r}; measure it with: anyfit probe")
             size = parse_bytes(given)
             if not size > 0:
                 raise ValueError(f"{what} {given}: give more than nothing, such as 24GiB")
@@ -268,8 +329,9 @@ class Machine(Record):
         return replace(self, device=device, host=host, disk=known).with_limits(device_memory, host_memory, disk)
 
     def lacks(self, sizes: Mapping[str, str]) -> list[str]:
-        """Tiers ("device", "host") of which it has less, whatever its limits."""
-        there = {"device": self.device.memory_bytes.value, "host": self.host.memory_bytes.value}
+        """Tiers of which it has less, whatever its limits."""
+        free = 0.0 if self.disk is None else self.disk.free_bytes.value
+        there = {"device": self.device.memory_bytes.value, "host": self.host.memory_bytes.value, "disk": free}
         return [tier for tier, size in sizes.items() if parse_bytes(size) > there[tier]]
 
     def beyond(self, described: Machine) -> list[str]:
@@ -278,6 +340,8 @@ class Machine(Record):
             "device memory": (described.device.memory_bytes, self.device.memory_bytes, 1),
             "host memory": (described.host.memory_bytes, self.host.memory_bytes, self.device.count),
         }
+        if described.disk is not None and self.disk is not None:
+            tiers["disk"] = described.disk.free_bytes, self.disk.free_bytes, 1
         each = f" for each of {self.device.count} processes" if self.device.count > 1 else ""
         return [
             f"{self.name} is described with {show_bytes(there.value / count)} of {what}{each if count > 1 else ''}; "
@@ -323,7 +387,13 @@ class Machine(Record):
         return self._limit(self.limits.host_bytes, self.host.memory_bytes)
 
     @property
+    def assumes_host(self) -> bool:
+        """Whether its host memory is what a preset has: a card comes with any."""
+        return self.limits.host_bytes is None and self.name in self.presets()
+
+    @property
     def disk_limit_bytes(self) -> int:
+        """What may lie there, of what is free. Plans use it only where somebody gave a limit: it wears the drive."""
         return self._limit(self.limits.disk_bytes, self.disk.free_bytes) if self.disk else 0
 
     @staticmethod

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from . import batches, holders
+from . import holders, nests
 from .aside import Aside, writing_aside
 from .holders import LONGEST, MISSING, process_settings
 from .units import show_bytes
@@ -85,7 +85,8 @@ def _weights(model: nn.Module) -> list[Callable[[], None]]:
     """What puts weights back that a forward edits, in place or by another tensor as its data."""
     import torch
 
-    plain = [(name, each) for name, each in model.named_parameters() if each.layout == torch.strided]
+    strided = ((name, each) for name, each in model.named_parameters() if each.layout == torch.strided)
+    plain = [(name, each) for name, each in strided if not hasattr(each, "local")]  # what lies in parts is not written at all
     are_few = sum(each.nbytes for _, each in plain) <= MOST_BYTES
 
     def noted(name: str, parameter: nn.Parameter) -> Callable[[], None]:
@@ -248,7 +249,7 @@ class Memento:
         if type(attributes) is dict:
             self._holders.append(holders.Dict(attributes))
             self._wait_all(attributes.items(), path)
-        slots = [name for name in batches.slots_of(type(item)) if not name.startswith("__")]
+        slots = [name for name in nests.slots_of(type(item)) if not name.startswith("__")]
         if slots and _root_of(type(item).__module__) not in LIBRARIES:
             self._holders.append(holders.slots(item, slots))
             self._wait_all(((name, getattr(item, name, None)) for name in slots), path)

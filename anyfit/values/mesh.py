@@ -6,6 +6,12 @@ node too. A group along some axes holds the ranks that differ in these alone.
 A chunk's `Sharding` says along which axes ranks hold other stretches of it, and along which the gradients of ranks add up.
 Its collectives follow: weights are all-gathered along the sharded axes; a gradient is reduce-scattered along the axes that are
 both, and all-reduced along those that are summed alone.
+
+Along the tensor axis ranks hold a model together. Of a parameter that is cut each has a part, and its gradient; of one that is
+whole all have the same, and the gradient of the same samples, whose mean is taken: so they stay equal to the bit.
+
+Along the pipeline axis ranks hold other stages, and so other parameters. One that several of them use is on each: their gradients
+add up, after all else.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from typing import Literal, get_args
 
 Axis = Literal["pipeline", "data", "sequence", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)  # the outermost first: neighbours along the last exchange the most
+DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
 REPLICA, SHARD = "replica", "shard"  # the data axis, where some neighbours shard what the next so many hold too
 
 
@@ -79,11 +86,24 @@ class Sharding:
     mesh: Mesh
     sharded: tuple[str, ...]  # axes along which ranks hold other stretches
     summed: tuple[str, ...]  # axes along which gradients of ranks add up
+    apart: tuple[str, ...] = ()  # axes along which ranks hold chunks of other numbers: stages, parts of cut parameters
+    holders: tuple[int, ...] = ()  # places along the pipeline axis that have the chunk, where more than one has
 
     @classmethod
-    def over_data(cls, mesh: Mesh, shards: int) -> Sharding:
-        """`shards` neighbours along the data axis hold a stretch each; the next so many hold the same."""
-        return cls(mesh.split("data", shards), (SHARD,), (REPLICA, SHARD))
+    def over_data(cls, mesh: Mesh, shards: int, holders: tuple[int, ...] = ()) -> Sharding:
+        """`shards` neighbours along the data axis hold a stretch each; the next so many hold the same, and so do those along the
+        tensor axis. Their gradients are all of the same samples: each counts for its share (`averaged`)."""
+        return cls(mesh.split("data", shards), (SHARD,), (REPLICA, SHARD, TENSOR), (PIPELINE,), holders)
+
+    @classmethod
+    def of_cut(cls, mesh: Mesh, shards: int, holders: tuple[int, ...] = ()) -> Sharding:
+        """The same of parameters that the tensor axis cuts: along it, ranks have nothing to add up."""
+        return cls(mesh.split("data", shards), (SHARD,), (REPLICA, SHARD), (TENSOR, PIPELINE), holders)
+
+    @property
+    def averaged(self) -> int:
+        """How many ranks have the gradient of the same samples, so that their sum is so many times what it is to be."""
+        return self.mesh.size((TENSOR,)) if TENSOR in self.summed else 1
 
     @cached_property
     def shards(self) -> int:
@@ -106,4 +126,4 @@ class Sharding:
     @property
     def norm_share(self) -> float:
         """What one rank's squares count in the sum over all ranks: those that hold the same count once together."""
-        return self.shards / self.mesh.count
+        return self.shards * self.mesh.size(self.apart) / (self.mesh.count * max(len(self.holders), 1))

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Self, get_args
 
+from .cuts import Cut
 from .loss_rule import LossRule
-from .mesh import AXES, Axis
+from .mesh import Axis
 from .older_plans import up_to_date
-from .record import Record, nearest
-from .units import show_bytes, show_count, show_parameters, show_seconds
+from .picture import Picture
+from .plan_checks import refuse_chunks, refuse_mesh
+from .plan_names import Activations as Activations
+from .plan_rows import rows_of
+from .record import Record
+from .units import show_bytes, show_parameters, show_seconds
 
+DeviceKind = Literal["cpu", "cuda"]
 TierName = Literal["device", "host", "disk"]
+SECONDS_A_DAY = 86400
 TIERS: tuple[TierName, ...] = get_args(TierName)
-# What becomes of what a block's forward leaves for its backward: kept on the device; recomputed; recomputed but for the
-# results of products, convolutions and attention; moved to the host and back.
-Activations = Literal["keep", "recompute", "selective", "offload"]
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,28 @@ class Clipping:
 
 
 @dataclass(frozen=True)
+class Wear:
+    """What steps write to the disk, and what its drive is rated to take."""
+
+    written_bytes: int  # a step
+    endurance_bytes: int
+    source: str  # of that
+
+    def written_a_day(self, step_seconds: float) -> float:
+        return self.written_bytes * SECONDS_A_DAY / step_seconds
+
+    def days(self, step_seconds: float) -> float:
+        """Until the drive has taken what it is rated for, where it is new."""
+        return self.endurance_bytes / self.written_a_day(step_seconds)
+
+
+@dataclass(frozen=True)
 class Forecast:
     """What a plan is expected to cost. Errors are relative and were measured against real runs."""
 
     step_seconds: float  # of one that is not clipped
     step_error: float
-    split_seconds: Mapping[str, float]  # compute, recompute, update; exposed: communication, offload, update, launch
+    split_seconds: Mapping[str, float]  # compute, recompute, update; exposed: communication, offload, disk, update, launch
     peak_bytes: Mapping[TierName, int]
     peak_error: float
     reserved_bytes: int  # of the device: peak, what the allocator adds, and the runtime's own
@@ -50,6 +70,7 @@ class Forecast:
     compute_share: float  # of the device's best matmul rate
     start_seconds: float = 0.0  # to place a model whose weights are there; 0 where nothing is known of it
     clipping: Clipping | None = None  # None: the job does not clip
+    wear: Wear | None = None  # None: nothing lies on the disk
 
     def __post_init__(self) -> None:
         if not self.step_seconds > 0:
@@ -59,6 +80,10 @@ class Forecast:
     def mean_step_seconds(self) -> float:
         """Over clipped steps and others, as many of each as are expected: what plans are compared by."""
         return self.step_seconds if self.clipping is None else self.seconds_with(self.clipping.share)
+
+    @property
+    def mean_samples_per_second(self) -> float:
+        return self.samples_per_second * self.step_seconds / self.mean_step_seconds
 
     def seconds_with(self, clipped_share: float) -> float:
         """The mean where such a share of steps is clipped."""
@@ -110,16 +135,32 @@ class Fingerprint:
 
 
 @dataclass(frozen=True)
+class BlockCut:
+    """How the ranks of the tensor axis hold a block: its parameters, and the tensors that enter and leave it. What is not named,
+    or None, is whole on each of them. The ops inside follow from this: every run solves them anew (layouts/)."""
+
+    parameters: Mapping[str, Cut]  # by name inside the block
+    entry: Cut | None = None
+    exit: Cut | None = None
+
+
+@dataclass(frozen=True)
 class Stage:
-    """A run of blocks that one pipeline rank holds, and what is done with each block's activations."""
+    """A run of blocks that one pipeline rank holds, and what is done with each block's activations. Of several stages, blocks are
+    counted by their calls in a forward: one that is called twice is two. Stage s is on place s % n of a pipeline of n."""
 
     first_block: int
     last_block: int  # inclusive
     activations: Mapping[str, Activations]  # by the block's path in the model; one that is not named keeps them
     compiled: tuple[str, ...] = ()  # paths of blocks that torch.compile makes faster
     replayed: tuple[str, ...] = ()  # paths of kept or recomputed blocks whose ops are launched at once, as CUDA graphs
+    cut: Mapping[str, BlockCut] = field(default_factory=dict)  # by path, how the tensor axis holds a block; others are whole
+    tables: tuple[str, ...] = ()  # parameters outside of cut blocks, embeddings and heads, whose rows the tensor axis divides
 
     def __post_init__(self) -> None:
+        for path in (*self.compiled, *self.replayed):
+            if path in self.cut:
+                raise ValueError(f"block {path!r} is cut over the tensor axis, and cut blocks are neither compiled nor replayed")
         for path in self.replayed:
             choice = self.activations.get(path, "keep")
             if choice not in ("keep", "recompute"):
@@ -134,11 +175,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the state of one chunk lies and where it is updated. The three ways of an update are
+    """Where the state of one chunk lies and where it is updated. The ways of an update are
 
     resident    optimizer on the device, update on the device
     streamed    optimizer on the host, update on the device: low halves and moments cross to it and back
     host        optimizer on the host, update on the host: gradients go down, fresh weights come up
+    disk        optimizer on the disk: low halves and moments are read and written around the update, on the host or streamed
 
     Over several ranks, `optimizer_shards` neighbouring ranks divide the optimizer's state among them, and with it the update and
     the step's gradients; the next so many hold the same. Weights are whole on every rank, or sharded alike and all-gathered for
@@ -150,7 +192,7 @@ class Placement:
     gradients: TierName = "device"  # from backward to the update
     optimizer: TierName = "device"  # low halves of the masters, and moments
     update: Literal["device", "host"] = "device"
-    speculates: bool = False  # starts during backward, out of place: a second generation of the state waits for the norm
+    speculates: bool = False  # starts in the last backward, out of place: a second generation of the state waits for the norm
     weight_shards: int = 1  # as many as `optimizer_shards`, or 1
     gradient_shards: int = 1  # likewise
     optimizer_shards: int = 1
@@ -158,16 +200,19 @@ class Placement:
     def __post_init__(self) -> None:
         if (self.weight_shards, self.gradient_shards, self.optimizer_shards) != (1, 1, 1):
             self._check_shards()
-        tiers = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
-        for name, tier in tiers.items():
+        for name, tier in (("weights", self.weights), ("gradients", self.gradients)):
             if tier == "disk":
-                raise ValueError(f"{name} on disk: this version places chunks on the device or the host")
-        if self.update == "host" and (self.optimizer != "host" or self.gradients != "host"):
-            raise ValueError("an update on the host needs gradients and optimizer on the host")
+                raise ValueError(
+                    f"{name} on the disk: only an optimizer's state can lie there; weights and gradients on the host"
+                )
+        if self.update == "host" and (self.optimizer == "device" or self.gradients != "host"):
+            raise ValueError("an update on the host needs gradients and optimizer on the host, or the optimizer on the disk")
         if self.update == "device" and self.optimizer == "device" and self.weights == "host":
             raise ValueError("an optimizer on the device needs its weights there too")
-        if self.speculates and self.optimizer != "host":
-            raise ValueError("only an optimizer on the host speculates: an update that is resident takes milliseconds, and waits")
+        if self.speculates and self.optimizer == "device":
+            raise ValueError(
+                "an optimizer on the device does not speculate: its update is resident, takes milliseconds, and waits"
+            )
 
     def _check_shards(self) -> None:
         shards = self.optimizer_shards
@@ -181,7 +226,9 @@ class Placement:
                 raise ValueError(f"{name} is 1 and optimizer_shards {shards}: what lies on the host is sharded alike")
 
     @property
-    def route(self) -> Literal["resident", "streamed", "host"]:
+    def route(self) -> Literal["resident", "streamed", "host", "disk"]:
+        if self.optimizer == "disk":
+            return "disk"
         if self.update == "host":
             return "host"
         return "resident" if self.optimizer == "device" else "streamed"
@@ -190,7 +237,7 @@ class Placement:
 @dataclass(frozen=True)
 class Plan(Record):
     kind: ClassVar[str] = "plan"
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 9
 
     model: str
     machine: str
@@ -217,36 +264,26 @@ class Plan(Record):
     rehearsed: bool = False  # its blocks were recomputed once and found the same, its loss cut and found to add up
     described: str = ""  # the model with its size, and the job, for people
     trainable: int | None = None  # of the parameters; None: an older plan, or one written by hand, that does not say
+    device_kind: DeviceKind | None = None  # None: the same
+    assumes_host: bool = False  # the host's limit is what a preset has, which nobody confirmed
+    picture: Picture | None = None  # of its step, to be drawn; None: an older plan, or one that nobody simulated
 
     def __post_init__(self) -> None:
         if not 1 <= self.micro_batch <= self.batch_size:
             raise ValueError(f"micro_batch is {self.micro_batch}; it must lie between 1 and batch_size ({self.batch_size})")
-        if self.batch_size % self.ranks:
-            raise ValueError(f"batch_size is {self.batch_size}; it must be a multiple of the {self.ranks} ranks")
+        if self.batch_size % self.replicas:
+            raise ValueError(f"batch_size is {self.batch_size}; it must be a multiple of the {self.replicas} {self.data_ranks}")
         wanted = -(-self.share // self.micro_batch)
         if self.accumulation != wanted:
-            among = f" over {self.ranks} ranks" if self.ranks > 1 else ""
+            among = f" over {self.replicas} {self.data_ranks}" if self.replicas > 1 else ""
             raise ValueError(
                 f"accumulation is {self.accumulation}; batch_size {self.batch_size}{among} in micro-batches of "
                 f"{self.micro_batch} makes {wanted}"
             )
         if self.trainable is not None and not 0 <= self.trainable <= self.parameters:
             raise ValueError(f"trainable is {self.trainable}; it must lie between 0 and parameters ({self.parameters})")
-        for name, size in self.mesh.items():
-            if name not in AXES:
-                raise ValueError(f"mesh: unknown axis {name!r}" + nearest(name, AXES))
-            if size < 1 or (size > 1 and name != "data"):
-                raise ValueError(f"mesh: {name} is {size}; this version shards over the data axis alone; every other is 1")
-        for each in set(self.chunks):
-            if self.ranks % each.optimizer_shards:
-                raise ValueError(f"optimizer_shards is {each.optimizer_shards}; it must divide the {self.ranks} ranks")
-        for count, least in (("chunk_bytes", 1), ("slots", 0), ("prefetch", 0)):
-            if getattr(self, count) < least:
-                raise ValueError(f"{count} is {getattr(self, count)}; it must be at least {least}")
-        if self.slots == 0 and any(each.weights == "host" or each.weight_shards > 1 for each in self.chunks):
-            raise ValueError(
-                "slots is 0; weights on the host, and those that ranks divide, pass through at least one device slot"
-            )
+        refuse_mesh(self)
+        refuse_chunks(self)
 
     @classmethod
     def from_json(cls, document: object, *, where: str = "") -> Self:
@@ -302,9 +339,33 @@ class Plan(Record):
         return math.prod(self.mesh.values())
 
     @property
+    def replicas(self) -> int:
+        """Ranks along the data axis: each sees samples of its own, with those that share its tensor axis."""
+        return self.mesh.get("data", 1)
+
+    @property
+    def pipeline(self) -> int:
+        """Ranks along the pipeline axis: each holds as many of the stages, and those of a replica see the same samples."""
+        return self.mesh.get("pipeline", 1)
+
+    @property
+    def data_ranks(self) -> str:
+        return "ranks" if self.replicas == self.ranks else "ranks of the data axis"
+
+    @property
     def share(self) -> int:
         """Samples of a step that one rank sees."""
-        return self.batch_size // self.mesh.get("data", 1)
+        return self.batch_size // self.replicas
+
+    @property
+    def cut(self) -> dict[str, BlockCut]:
+        """By path of a block, over all stages."""
+        return {path: each for stage in self.stages for path, each in stage.cut.items()}
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Names of parameters whose rows the tensor axis divides, over all stages."""
+        return tuple(name for stage in self.stages for name in stage.tables)
 
     @property
     def fits(self) -> bool:
@@ -361,77 +422,10 @@ class Plan(Record):
         return f"{self.described or f'{self.model} ({show_parameters(self.parameters, self.trainable)})'}, {self.precision}"
 
     def rows(self) -> list[tuple[str, str]]:
-        """The plan as labelled lines for people, decisions first."""
-        forecast = self.forecast
-        rows = [("model", self.title), ("machine", self.machine)]
-        rows += [(decision.name, f"{decision.choice}: {decision.why}") for decision in self.decisions]
-        rows += [
-            (
-                "step",
-                f"{show_seconds(forecast.step_seconds)} ± {forecast.step_error:.0%}, "
-                f"{show_count(forecast.tokens_per_second)} tokens/s, {forecast.compute_share:.0%} of peak compute",
-            ),
-            *self._clipped_rows(),
-            (
-                "of which",
-                ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in forecast.split_seconds.items() if seconds > 0),
-            ),
-        ]
-        for tier in TIERS:
-            peak, error = forecast.peak_bytes[tier], forecast.peak_error
-            if tier == "device":
-                peak, error = forecast.reserved_bytes, forecast.reserved_error
-            if peak:
-                rows.append((f"{tier} memory", f"{show_bytes(peak)} ± {error:.0%} of {show_bytes(self.limit_bytes[tier])}"))
-        if forecast.start_seconds:
-            rows.append(("start", f"about {forecast.start_seconds:.0f} s, once, until the first step begins"))
-        return rows
-
-    def _clipped_rows(self) -> list[tuple[str, str]]:
-        forecast, clipping = self.forecast, self.forecast.clipping
-        if clipping is None or not forecast.has_slower_steps:
-            return []
-        said = f"{show_seconds(clipping.step_seconds)} where every step is"
-        if clipping.redone_seconds > forecast.step_seconds:
-            said += f", {show_seconds(clipping.redone_seconds)} for one among others that are not"
-        return [("clipped step", f"{said}; {show_seconds(forecast.mean_step_seconds)} on average, as many as are expected")]
+        """The plan as labelled lines for people: whether it fits, then its decisions."""
+        return rows_of(self)
 
     def __str__(self) -> str:
         rows = self.rows()
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
-
-
-@dataclass(frozen=True)
-class Change:
-    """Something that makes a job fit: it was planned so before it is offered."""
-
-    what: str  # to type
-    step_seconds: float
-
-
-class NoPlan(Exception):  # noqa: N818  (a verdict about the job, not a fault)
-    """Nothing fits: says by how much, and what to change."""
-
-    def __init__(
-        self, message: str, shortfall_bytes: int, tier: Literal["device", "host"] = "device", changes: tuple[Change, ...] = ()
-    ) -> None:
-        super().__init__(message, shortfall_bytes, tier, changes)  # all, or it could not come back from another process
-        self.shortfall_bytes = shortfall_bytes
-        self.tier = tier  # that is too small
-        self.changes = changes
-
-    def because(self, restrictions: str) -> NoPlan:
-        """The same, with what keeps the planner from making it smaller."""
-        if not restrictions:
-            return self
-        return NoPlan(f"{self.args[0]}; {restrictions}", self.shortfall_bytes, self.tier, self.changes)
-
-    def with_changes(self, changes: tuple[Change, ...]) -> NoPlan:
-        return NoPlan(self.args[0], self.shortfall_bytes, self.tier, changes)
-
-    def __str__(self) -> str:
-        if not self.changes:
-            return str(self.args[0])
-        fits = [f"  {change.what}: {show_seconds(change.step_seconds)} a step" for change in self.changes]
-        return "\n".join((f"{self.args[0]}. It fits with one of these:", *fits))

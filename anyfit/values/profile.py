@@ -13,12 +13,22 @@ from typing import ClassVar, Literal, Self
 from .calibration import Calibration
 from .compiled import BlockFigures
 from .corrections import ClippedSteps, Correction, Pace
+from .division import ALONE as ALONE
+from .division import Division as Division
+from .division import Exchange as Exchange
 from .loss_rule import MEAN, LossRule
+from .plan import BlockCut
+from .rates import DiskRates as DiskRates
+from .rates import HostRates as HostRates
+from .rates import LaunchCosts as LaunchCosts
+from .rates import LoadedRates as LoadedRates
 from .record import Record
 from .timing import NOTHING_RUN as NOTHING_RUN
 from .timing import Replay as Replay
 from .timing import Timing as Timing
 from .units import show_parameters
+
+MOMENT_BYTES = 4  # an element: moments are in fp32
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,7 @@ class Segment:
     work_bytes: int
     parameters: tuple[str, ...] = ()  # between blocks, those that it uses
     timing: Timing | None = None  # None where host and device are the same cores
+    exchange_seconds: float = 0.0  # of these, that ranks of a tensor axis exchange, and nothing is computed
 
     @property
     def played(self) -> Timing:
@@ -120,6 +131,11 @@ class Pass:
         return sum(block.seconds_forward + block.seconds_backward for block in self.blocks)
 
     @property
+    def exchange_seconds(self) -> float:
+        """That ranks of a tensor axis exchange, and nothing is computed."""
+        return sum(segment.exchange_seconds for segment in self.segments)
+
+    @property
     def seconds_recompute(self) -> float:
         return sum(block.seconds_recompute for block in self.blocks)
 
@@ -143,6 +159,11 @@ class Pass:
         return sum(block.choices["keep"].kept_bytes + block.replays["keep"].own_bytes for block in replayed)
 
     @property
+    def may_keep_all(self) -> bool:
+        """Not where somebody has decided that blocks are recomputed."""
+        return all("keep" in block.choices for block in self.blocks if block.choices)
+
+    @property
     def launch_wait_seconds(self) -> float:
         """That the device waits for the host, with nothing beside it."""
         is_launched = any(segment.timing is not None for segment in self.segments)
@@ -151,7 +172,13 @@ class Pass:
     def scaled(self, scale: float) -> Self:
         """The same where the device takes so many times as long."""
         segments = tuple(
-            replace(segment, seconds=segment.seconds * scale, timing=_scaled(segment.timing, scale)) for segment in self.segments
+            replace(
+                segment,
+                seconds=segment.seconds * scale,
+                timing=_scaled(segment.timing, scale),
+                exchange_seconds=segment.exchange_seconds * scale,
+            )
+            for segment in self.segments
         )
         return replace(self, blocks=tuple(block.scaled(scale) for block in self.blocks), segments=segments)
 
@@ -194,6 +221,15 @@ class ChunkCost:
     summed_bytes: int = 0  # of gradients that autograd adds up over several uses, and has from the first of them on
     is_split: bool = False  # masters are two halves: the weights, and low ones that are part of the optimizer's bytes
     tensors: int = 0  # parameters that it holds
+    is_cut: bool = False  # over a tensor axis: they are one rank's parts
+
+    @cached_property
+    def state_parts(self) -> tuple[int, ...]:
+        """Bytes of the low halves, where there are any, and of each moment, as they lie on a disk; nothing where the state is not
+        so much for each element."""
+        low, moment = self.weights_bytes * self.is_split, MOMENT_BYTES * self.elements
+        count, rest = divmod(self.optimizer_bytes - low, moment or 1)
+        return () if rest or not self.is_updated else (*[moment] * count, *[low] * self.is_split)
 
 
 @dataclass(frozen=True)
@@ -206,78 +242,9 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class LoadedRates:
-    """The host's rates while it updates and both directions are busy: all three share its memory."""
-
-    updates_per_second: float
-    up_bytes_per_second: float
-    down_bytes_per_second: float
-
-
-@dataclass(frozen=True)
-class LaunchCosts:
-    """What launching takes of the host: seconds beside other work for each one alone, and those of the engine's own work."""
-
-    beside_updates: float = 1.0
-    beside_copies: float = 1.0
-    beside_both: float = 1.0
-    watched_seconds: float = 0.0  # of an op that takes a parameter whose weights are fetched
-    gradient_seconds: float = 0.0  # of one that is put in a staging buffer
-    fetch_seconds: float = 0.0  # of a chunk
-    bind_seconds: float = 0.0  # of a parameter of such a chunk, or of one that is updated elsewhere
-    taken_seconds: float = 0.0  # of a gradient that comes with all of its replayed block
-    replay_seconds: float = 0.0  # of a recording
-
-
-@dataclass(frozen=True)
-class HostRates:
-    """How fast model state moves and is updated beside the device."""
-
-    updates_per_second: float  # parameters, while nothing is copied
-    up_bytes_per_second: float  # while the other direction is busy too, and the host does not update
-    down_bytes_per_second: float
-    overlaps: bool  # the host works while the device does: not where they are the same cores
-    loaded: LoadedRates | None = None  # None: the same
-    launching: LaunchCosts = LaunchCosts()
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What ranks do together with one buffer."""
-
-    latency_seconds: float
-    seconds_per_byte: float  # of the whole, which all of them make or sum
-
-    def seconds(self, size: float) -> float:
-        return self.latency_seconds + self.seconds_per_byte * size
-
-
-@dataclass(frozen=True)
-class Division:
-    """How ranks could shard a model's state, and what they would exchange. `shards` neighbouring ranks hold one replica of the
-    optimizer's state, sharded (as ZeRO-1 does); the next so many hold the next replica."""
-
-    ranks: int
-    shards: int
-    gradients: bool  # of every micro-batch are reduced, and add up sharded; else they add up whole, and the last reduces them
-    weights: bool  # are sharded too, and all-gathered for each use
-    gather: Exchange  # over the ranks of a replica
-    reduce: Exchange  # over the ranks of a replica, and then over replicas
-    norm_seconds: float  # to exchange a few numbers among all
-    shares_copies: bool  # exchanges go through the link between a device and its host
-
-    @property
-    def is_alone(self) -> bool:
-        return self.ranks == 1
-
-
-ALONE = Division(1, 1, False, False, Exchange(0.0, 0.0), Exchange(0.0, 0.0), 0.0, False)  # one device
-
-
-@dataclass(frozen=True)
 class Profile(Record):
     kind: ClassVar[str] = "profile"
-    version: ClassVar[int] = 14
+    version: ClassVar[int] = 15
 
     model: str
     machine: str
@@ -293,7 +260,7 @@ class Profile(Record):
     chunk_bytes: int
     device_limit_bytes: int
     host_limit_bytes: int
-    disk_limit_bytes: int
+    disk_limit_bytes: int  # 0 where nobody has allowed a disk: it wears
     context_bytes: int  # taken by the runtime outside torch's allocator
     workspace_bytes: int  # taken by matmul libraries inside it
     peak_flops_per_second: float  # the device's best matmul rate in this precision
@@ -311,6 +278,7 @@ class Profile(Record):
     state_stays: str = ""  # why no model state may leave the device, if it may not
     other_layouts: tuple[Layout, ...] = ()  # finer and coarser than that one
     host: HostRates | None = None  # None: nothing can be placed on the host
+    disk: DiskRates | None = None  # None: nothing is known of one
     notes: tuple[str, ...] = ()  # on how the passes were traced: by real runs, without some sizes
     correction: Correction | None = None  # where a run has shown that these errors are larger than they would be
     pace: Pace | None = None  # by which the seconds of the passes were scaled, where a check has measured them
@@ -324,11 +292,15 @@ class Profile(Record):
     clipped_steps: ClippedSteps | None = None  # what runs have shown of them; None: the job does not clip
     name: str = ""  # of what was asked about, such as llama-8b; the model's class where nobody gave one
     limited: tuple[str, ...] = ()  # tiers of which less than all may be used
+    assumes_host: bool = False  # the host's limit is what a preset has, which nobody confirmed
+    cut: Mapping[str, BlockCut] = field(default_factory=dict)  # by block, how a tensor axis holds it, of which this is one rank's
+    layout: str = ""  # what people call that
+    tables: tuple[str, ...] = ()  # parameters outside of blocks whose rows that axis divides
 
     @classmethod
     def from_json(cls, document: object, *, where: str = "") -> Self:
-        if isinstance(document, Mapping):  # files may be older than a name and limits
-            document = {"name": "", "limited": [], **document}
+        if isinstance(document, Mapping):  # files may be older than a name, limits and disks
+            document = {"name": "", "limited": [], "assumes_host": False, "disk": None, **document}
         return super().from_json(document, where=where)
 
     @property
@@ -348,7 +320,13 @@ class Profile(Record):
 
     @property
     def ranks(self) -> int:
+        """Along the data axis: all, but where a tensor axis cuts the model."""
         return self.divisions[0].ranks if self.divisions else self.rank_division.ranks
+
+    @property
+    def tensor(self) -> int:
+        """Ranks along the tensor axis."""
+        return self.divisions[0].tensor if self.divisions else self.rank_division.tensor
 
     @property
     def clipped_share(self) -> float:

@@ -141,6 +141,8 @@ def decode(kind: Any, value: Any, where: str) -> Any:
     """JSON as a value of type `kind`, or a ValueError that names `where`."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _decode_dataclass(kind, value, where)
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return kind(*decode(tuple[tuple(get_type_hints(kind).values())], value, where))  # type: ignore[misc]
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .batches import fields_of, is_tensor, named_tensors
+from .nests import fields_of, is_tensor, named_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

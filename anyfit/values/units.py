@@ -74,6 +74,14 @@ def show_count(count: float) -> str:
     return _shown(count, {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}) or f"{count:.0f}"
 
 
+def number_of(count: int, thing: str) -> str:
+    """
+    >>> number_of(1, "row"), number_of(1200, "row")
+    ('1 row', '1200 rows')
+    """
+    return f"{count} {thing}{'s' * (count != 1)}"
+
+
 def _shown(value: float, units: Mapping[str, float]) -> str:
     fitting = ((name, unit) for name, unit in units.items() if abs(value) >= unit)
     return next((f"{_three_digits(value / unit)} {name}" for name, unit in fitting), "")

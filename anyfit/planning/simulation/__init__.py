@@ -10,5 +10,7 @@ All of them, and what ranks exchange (`step`), put their work on servers that ta
 """
 
 from .computation import Simulated as Simulated
+from .computation import Span as Span
+from .computation import played as played
 from .computation import redone_seconds as redone_seconds
 from .computation import simulate as simulate

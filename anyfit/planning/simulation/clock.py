@@ -6,6 +6,7 @@
     down      gradients, optimizer state after its update, offloaded activations: these take turns
     link      exchanges between ranks, in seconds: all-gathers for a use, reductions, all-gathers of fresh weights
     host      updates in the host's memory, the most urgent of those whose gradients have come
+    disk      optimizer state that is read and written for updates: one chunk each way at a time, which share its rate
 
 Copies and updates use the host's memory: updates are slower while copies run, and copies are slower while the host updates. Where
 exchanges between ranks share the link to the host, an exchange and a copy at the same time are each half as fast.
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import functools
 import heapq
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Literal
 
 from anyfit.planning.candidate import Rates
-from anyfit.values.profile import HostRates
+from anyfit.values.profile import DiskRates, HostRates
 
 DONE = 1e-3  # of an update: what is left of it when it counts as done
 Call = Callable[[], None]
@@ -82,6 +84,8 @@ class Server:
         self._done = 0.0  # amount, but for what it is at now
         self.is_busy = False
         self.rate: Callable[[], float] = lambda: 1.0  # of what is begun now
+        self.heard: Callable[[str, float, float], None] | None = None  # is told of what is done: its queue, from, and to
+        self._serving: list[Waiting] = []
 
     def add(self, queue: str, amount: float, done: Call, order: float = 0) -> None:
         self._count += 1
@@ -117,12 +121,14 @@ class Server:
             self._serve(self._last)
 
     def _serve(self, queue: list[Waiting]) -> None:
-        self.is_busy, self._since, self._speed = True, self._clock.now, self.rate()
+        self.is_busy, self._since, self._speed, self._serving = True, self._clock.now, self.rate(), queue
         _, _, amount, done = heapq.heappop(queue)
         self._clock.at(amount / self._speed, functools.partial(self._finish, done))
 
     def _finish(self, done: Call) -> None:
         self._done, self.is_busy = self.done, False
+        if self.heard is not None:
+            self.heard(next(name for name, each in self._queues.items() if each is self._serving), self._since, self._clock.now)
         done()
         self._start()
 
@@ -136,7 +142,7 @@ class HostServer(Server):
         self.rate = lambda: rates.updates_per_second
 
     def _serve(self, queue: list[Waiting]) -> None:
-        self.is_busy = True
+        self.is_busy, self._since, self._serving = True, self._clock.now, queue
         _, _, elements, done = heapq.heappop(queue)
         self._go_on(elements, self.rate(), DONE * elements, done)
 
@@ -169,9 +175,52 @@ class HostServer(Server):
         return up.done + self._download_weight * down.done
 
 
-class Resources:
-    """One more (a disk) is one more server here, with its rate."""
+class SharedServer:
+    """One thing each way at a time, in the order in which they come; reads and writes that are under way share the rate."""
 
+    def __init__(self, clock: Clock, rates: DiskRates) -> None:
+        self._clock, self._together = clock, rates.both_bytes_per_second
+        self._alone = {"read": rates.read_bytes_per_second, "write": rates.write_bytes_per_second}
+        self._queues: dict[str, deque[tuple[float, Call]]] = {way: deque() for way in self._alone}
+        self._left: dict[str, float] = {}  # of what is under way
+        self._since = 0.0
+        self._changes = 0
+
+    def add(self, way: str, amount: float, done: Call) -> None:
+        self._queues[way].append((amount, done))
+        if way not in self._left:
+            self._move_on()
+            self._left[way] = amount
+            self._look_later()
+
+    def _rate(self, way: str) -> float:
+        return self._alone[way] if len(self._left) == 1 else self._together / 2
+
+    def _move_on(self) -> None:
+        """What is left now."""
+        passed, self._since = self._clock.now - self._since, self._clock.now
+        self._left = {way: left - passed * self._rate(way) for way, left in self._left.items()}
+
+    def _look_later(self) -> None:
+        """When the next of them is over, unless something changes before."""
+        self._changes += 1
+        if self._left:
+            seconds, way = min((max(left, 0.0) / self._rate(way), way) for way, left in self._left.items())
+            self._clock.at(seconds, functools.partial(self._over, way, self._changes))
+
+    def _over(self, way: str, changes: int) -> None:
+        if changes != self._changes:
+            return
+        self._move_on()
+        _, done = self._queues[way].popleft()
+        del self._left[way]
+        if self._queues[way]:
+            self._left[way] = self._queues[way][0][0]
+        self._look_later()
+        done()
+
+
+class Resources:
     def __init__(self, clock: Clock, rates: Rates, *, shares_copies: bool) -> None:
         host_rates = rates.host
         up = Server(clock, "fetch", "fresh", "activations", yields="lift")
@@ -184,9 +233,33 @@ class Resources:
         up.rate = functools.partial(self._copy_rate, down, host_rates.up_bytes_per_second, loaded.up_bytes_per_second)
         down.rate = functools.partial(self._copy_rate, up, host_rates.down_bytes_per_second, loaded.down_bytes_per_second)
         link.rate = lambda: 0.5 if shares_copies and (up.is_busy or down.is_busy) else 1.0
+        self.disk = None if rates.disk is None else SharedServer(clock, rates.disk)
         self._meets_copies = link if shares_copies else None
         self._overlaps = host_rates.overlaps
-        self.owed_seconds = 0.0  # by the computation, for work of the device's or of its own cores that is not on a server
+        self._clock = clock
+        self._owed_seconds = 0.0
+        self._idle_since: float | None = None
+
+    @property
+    def owed_seconds(self) -> float:
+        """By the computation, for work of the device's or of its own cores that is not on a server. While it waits for the disk,
+        cores that it shares do that work."""
+        if self._idle_since is not None:
+            self._owed_seconds = max(self._owed_seconds - (self._clock.now - self._idle_since), 0.0)
+            self._idle_since = self._clock.now
+        return self._owed_seconds
+
+    @owed_seconds.setter
+    def owed_seconds(self, seconds: float) -> None:
+        self._owed_seconds = seconds
+
+    def wait(self) -> None:
+        """The computation does, from now on."""
+        self._idle_since = None if self._overlaps else self._clock.now
+
+    def go_on(self) -> None:
+        if self._idle_since is not None:
+            self._owed_seconds, self._idle_since = self.owed_seconds, None
 
     def use(self, name: Resource, queue: str, amount: float, done: Call, order: float = 0) -> None:
         """Beside the computation; or in its time, where they share cores."""
@@ -196,6 +269,11 @@ class Resources:
         else:
             self.owed_seconds += amount / server.rate()
             done()
+
+    def move(self, way: Literal["read", "write"], size: float, done: Call) -> None:
+        """From or to the disk, beside whatever runs."""
+        assert self.disk is not None
+        self.disk.add(way, size, done)
 
     def compute(self, seconds: float, then: Call) -> bool:
         """Goes on when that and what is owed is over; False where it takes no time, and so can go on at once."""

@@ -14,7 +14,7 @@ from functools import partial
 from typing import get_args
 
 from anyfit.planning.candidate import Candidate, Rates
-from anyfit.values.profile import Timing
+from anyfit.values.profile import Segment, Timing
 
 from .clock import Signal, Work
 from .fetches import Fetches, OffloadedActivations
@@ -50,6 +50,21 @@ def redone_seconds(candidate: Candidate, rates: Rates, step_seconds: float) -> f
     return max(sum(steps[STEPS:]) - (len(steps) - STEPS - 1) * step_seconds, step_seconds)
 
 
+Span = tuple[str, float, float, str, Segment | None]  # lane, from, to, what kind of work; of the computation, which stretch
+
+
+def played(candidate: Candidate, rates: Rates) -> tuple[list[Span], float]:
+    """What each server does in one step like all others, from its beginning on; and seconds of it, as far as it was played."""
+    computation, spans = Computation(candidate, rates), list[Span]()
+    for lane, server in computation.servers.items():
+        server.heard = partial(computation.note, spans, lane)
+    count = len(computation.steps())
+    began, *after = computation.beginnings[count - 1 : count + 1]
+    ended = after[0] if after else computation.now
+    found = [(lane, max(start, began) - began, end - began, kind, of) for lane, start, end, kind, of in spans]
+    return [each for each in found if each[2] > 0 and each[1] < ended - began], ended - began
+
+
 class Computation:
     def __init__(self, candidate: Candidate, rates: Rates, *, clips: bool = False) -> None:
         step, self._candidate, self._clips = Step(candidate, rates), candidate, clips
@@ -68,6 +83,16 @@ class Computation:
         self._steps: list[float] = []
         self._began = 0.0  # the step at hand
         self._forwards: list[float] = []  # by step, seconds up to its first backward
+        self.beginnings: list[float] = []  # of steps, by the clock
+        self._at: Segment | None = None  # the stretch of a pass that it is at
+        self.servers = self._resources.servers
+
+    @property
+    def now(self) -> float:
+        return self._clock.now
+
+    def note(self, spans: list[Span], lane: str, kind: str, start: float, end: float) -> None:
+        spans.append((lane, start, end, kind, self._at if lane == "compute" else None))
 
     def result(self) -> Simulated:
         steps = self.steps()
@@ -91,9 +116,11 @@ class Computation:
 
     def _resume(self, work: Work) -> None:
         """Lets the computation go on to where it next takes time, or waits."""
+        self._resources.go_on()
         for wanted in work:
             if isinstance(wanted, Signal):
                 if not wanted.happened:
+                    self._resources.wait()
                     wanted.then(partial(self._resume, work))
                     return
             elif self._resources.compute(wanted, partial(self._resume, work)):
@@ -107,6 +134,7 @@ class Computation:
         count = STEPS if is_alone or uses_host else RANK_STEPS
         for number in range(STEPS + 1 + AFTER_CLIPPED if self._clips else count):
             began = self._began = self._clock.now
+            self.beginnings.append(began)
             self._updates.begin_step()
             last, ledger.seconds = ledger.seconds, dict.fromkeys(KINDS, 0.0)
             for micro_batch in range(passes):
@@ -121,6 +149,7 @@ class Computation:
                     ledger.seconds = last
                     over.fire()
                     return
+            self._at = None
             yield from self._gradients.all_added()
             yield self._device_work.norm
             self._updates.norm_known(clips=self._clips and number == STEPS)
@@ -151,7 +180,7 @@ class Computation:
             chunk.missing = self._backward_segments[chunk.index]
         segments = zip(candidate.profile_pass.segments, self._uses, candidate.timings, self._engine_seconds, strict=True)
         for segment, used, timing, engine in segments:
-            block = segment.block
+            block, self._at = segment.block, segment
             if segment.phase == "forward":
                 yield from self._activations.begin(block)
                 yield from self._fetches.ready(used)

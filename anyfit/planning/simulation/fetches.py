@@ -38,6 +38,8 @@ class Fetches:
         for chunk in used:
             if not chunk.fresh.happened and chunk.route != "resident":
                 chunk.fresh.then(self._launching.wait)  # the host waits for it too, and not for the copy after it
+            if chunk.route == "disk" and not chunk.fresh.happened:
+                yield from self._ledger.wait("disk", chunk.fresh)
             if not chunk.is_away:
                 if not chunk.fresh.happened:
                     yield from self._ledger.wait("exchange" if chunk.route == "resident" else "update", chunk.fresh)

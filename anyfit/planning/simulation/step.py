@@ -14,7 +14,7 @@ from anyfit.values.profile import ChunkCost
 from .clock import Call, Clock, Resources, Signal, Work
 from .launching import Launching
 
-Waits = Literal["fetch", "update", "gradients", "activations", "exchange", "launch"]
+Waits = Literal["fetch", "update", "disk", "gradients", "activations", "exchange", "launch"]
 Kind = Waits | Literal["link"]
 KINDS: tuple[Kind, ...] = (*get_args(Waits), "link")
 
@@ -70,7 +70,9 @@ class Exchanges:
     def __init__(self, candidate: Candidate, resources: Resources, ledger: Ledger) -> None:
         self._resources, self._ledger, division = resources, ledger, candidate.division
         self._gather_seconds = [division.gather.seconds(each.weights_bytes) for each in candidate.chunks]
-        self._reduce_seconds = [division.reduce.seconds(SUM_BYTES * each.elements) for each in candidate.chunks]
+        self._reduce_seconds = [
+            division.reduction(is_cut=each.is_cut).seconds(SUM_BYTES * each.elements) for each in candidate.chunks
+        ]
 
     def all_gather(self, chunk: Chunk, done: Call) -> None:
         """Weights that are sharded, for a use."""
@@ -104,7 +106,7 @@ class Step:
         self.launching = Launching(self.clock, self.resources, rates)
         self.exchanges = Exchanges(candidate, self.resources, self.ledger)
         self.chunks = [
-            Chunk(index, cost, placement, candidate.shards, candidate.gathers, placement.speculates and not candidate.adds_up)
+            Chunk(index, cost, placement, candidate.shards, candidate.gathers, placement.speculates)
             for index, (cost, placement) in enumerate(zip(candidate.chunks, candidate.placements, strict=True))
         ]
         self.uses = [[self.chunks[index] for index in used] for used in candidate.uses]  # by segment

@@ -1,4 +1,4 @@
-"""Updates of chunks whose optimizer is on the host, by the host or streamed, and the way of their fresh weights.
+"""Updates of chunks whose optimizer is on the host, by the host or streamed, or on the disk; and the way of their fresh weights.
 
 Those that do not speculate begin when the norm is known. Of such ones the host updates some in two phases: weights, and moments
 when nobody waits for weights, before the chunk's next gradients come; as many chunks as it is through with in backward. A chunk's
@@ -13,12 +13,13 @@ backward.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 from anyfit.planning.candidate import ONE_PHASE, WIDER, Candidate, Rates
-from anyfit.values.engine import LATER, STREAMED_DEPTH, is_two_phase
+from anyfit.values.engine import DISK_DEPTH, LATER, STREAMED_DEPTH, is_two_phase
 
 from .clock import Call, Resource, Signal
 from .fetches import Fetches
@@ -45,6 +46,7 @@ class Updates:
     def __init__(self, step: Step, fetches: Fetches) -> None:
         self._chunks, self._resources, self._exchanges, self._fetches = step.chunks, step.resources, step.exchanges, fetches
         self._streamed = StreamedUpdates(step)
+        self._disk = DiskUpdates(step, self._update_on_host)
         self._times = 1 + WIDER * (step.candidate.adds_up and step.rates.host.overlaps)  # what an update reads and writes
         self._norm = Signal()
         self._speculations: list[Speculation] = []  # of this step
@@ -65,7 +67,9 @@ class Updates:
         if chunk.route == "resident":
             return
         chunk.fresh = Signal()
-        if chunk.speculates:
+        if chunk.route == "disk":
+            self._disk.expect(chunk, arrived, self._from_now_on(chunk))
+        elif chunk.speculates:
             speculation = Speculation(chunk, arrived)
             chunk.updated = speculation.over
             self._speculations.append(speculation)
@@ -76,13 +80,13 @@ class Updates:
     def _from_now_on(self, chunk: Chunk) -> Call:
         """Updates the chunk in place; its weights are then on their way to where they live."""
         updated = Signal()
-        if chunk.route == "host" and not chunk.is_on_host:
+        if chunk.placement.update == "host" and not chunk.is_on_host:
             chunk.updated = updated
         else:  # they are where they live
             updated.then(partial(self._exchanges.share, chunk))
         if chunk.route == "streamed":
             return partial(self._streamed.update, chunk, updated.fire)
-        return partial(self._on_host, chunk, updated)
+        return updated.fire if chunk.route == "disk" else partial(self._on_host, chunk, updated)
 
     def _speculate(self, speculation: Speculation) -> None:
         if not speculation.counts:
@@ -95,6 +99,7 @@ class Updates:
 
     def norm_known(self, *, clips: bool = False) -> None:
         self._norm.fire()
+        self._disk.begin()
         if clips:
             self._update_anew()
         self._send_in_turn(iter([chunk for chunk in self._chunks if chunk.updated is not None]))
@@ -116,12 +121,15 @@ class Updates:
             return self._streamed.take_back(speculation.fire)
         return self._resources.servers["host"].take_back("update", speculation.fire)
 
+    def _update_on_host(self, chunk: Chunk, done: Call) -> None:
+        self._resources.use("host", "update", self._times * chunk.elements, done, chunk.index)
+
     def _on_host(self, chunk: Chunk, updated: Signal) -> None:
         if chunk.is_two_phase:
             then = partial(self._second_phase, chunk, updated)
             self._resources.use("host", "update", ONE_PHASE * chunk.elements, then, chunk.index)
         else:
-            self._resources.use("host", "update", self._times * chunk.elements, updated.fire, chunk.index)
+            self._update_on_host(chunk, updated.fire)
 
     def _second_phase(self, chunk: Chunk, updated: Signal) -> None:
         chunk.whole = Signal()
@@ -211,3 +219,41 @@ class StreamedUpdates:
     def _copy(self, name: Resource, queue: str, size: float, order: int, done: Call, parts: int = PARTS) -> None:
         then = done if parts == 1 else partial(self._copy, name, queue, size, order, done, parts - 1)
         self._resources.use(name, queue, size / PARTS, then, order)
+
+
+class DiskUpdates:
+    """From the norm on a chunk's state is read, updated by the host and written, a few chunks at once, in the order of use. Its
+    weights count when all of it is written."""
+
+    def __init__(self, step: Step, update: Callable[[Chunk, Call], None]) -> None:
+        self._resources, self._update = step.resources, update
+        self._expected: list[tuple[Chunk, Signal, Call]] = []  # of this step: whose gradients are made, the last first
+        self._waiting: deque[tuple[Chunk, Signal, Call]] = deque()
+        self._carriers = DISK_DEPTH
+        self._is_reading = False
+
+    def expect(self, chunk: Chunk, arrived: Signal, done: Call) -> None:
+        self._expected.append((chunk, arrived, done))
+
+    def begin(self) -> None:
+        self._waiting.extend(sorted(self._expected, key=lambda each: each[0].index))
+        self._expected = []
+        self._read_next()
+
+    def _read_next(self) -> None:
+        if self._waiting and self._carriers and not self._is_reading:
+            self._carriers -= 1
+            self._is_reading = True
+            chunk, arrived, done = self._waiting.popleft()
+            self._resources.move("read", chunk.optimizer_bytes, partial(self._read, chunk, arrived, done))
+
+    def _read(self, chunk: Chunk, arrived: Signal, done: Call) -> None:
+        self._is_reading = False
+        write = partial(self._resources.move, "write", chunk.optimizer_bytes, partial(self._written, done))
+        arrived.then(partial(self._update, chunk, write))
+        self._read_next()
+
+    def _written(self, done: Call) -> None:
+        self._carriers += 1
+        done()
+        self._read_next()
