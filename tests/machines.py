@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from anyfit.values.calibration import Calibration, Figure
-from anyfit.values.machine import NO_LAUNCH_SLOWDOWN, Curve, Device, Host, Limits, Machine
+from anyfit.values.division import Exchange
+from anyfit.values.machine import NO_LAUNCH_SLOWDOWN, Curve, Device, Disk, Host, Limits, Machine
+from anyfit.values.profile import Profile
 
 GIB = 2**30
 
@@ -14,6 +18,10 @@ def figure(value: float) -> Figure:
 
 def constant(rate: float) -> Curve:
     return Curve(((1.0, rate),), 0.0, "measured")
+
+
+def small_disk(free_bytes: int = 100 * GIB, *, read: float = 1e9, write: float = 1e9, both: float = 1e9) -> Disk:
+    return Disk(figure(free_bytes), constant(read), constant(write), constant(both), figure(600e12))
 
 
 def small_machine(*, device_bytes: int = 8 * GIB, cores: int = 2, flops_per_second: float = 1e11) -> Machine:
@@ -58,3 +66,13 @@ def small_machine(*, device_bytes: int = 8 * GIB, cores: int = 2, flops_per_seco
         versions={},
         comment="",
     )
+
+
+def on_slower_links(profile: Profile, times: float) -> Profile:
+    """Where ranks of the data axis take so many times as long for each byte that they exchange."""
+
+    def slower(exchange: Exchange) -> Exchange:
+        return replace(exchange, seconds_per_byte=times * exchange.seconds_per_byte)
+
+    divisions = (replace(each, gather=slower(each.gather), reduce=slower(each.reduce)) for each in profile.divisions)
+    return replace(profile, divisions=tuple(divisions))

@@ -36,6 +36,17 @@ class Tangled(nn.Module):
         return self.head(self.norm(x))
 
 
+class Scaled(Tangled):
+    """With a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.scale * super().forward(ids)
+
+
 class Convolutional(nn.Module):
     """Running statistics and floating inputs."""
 

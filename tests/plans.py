@@ -18,6 +18,14 @@ from benchmarks.by_hand import hand_written as hand_written
 RESIDENT = Placement()
 STREAMED = Placement(optimizer="host")
 ON_HOST = Placement(gradients="host", optimizer="host", update="host")
+ON_DISK = Placement(gradients="host", optimizer="disk", update="host")
+AWAY_ON_DISK = Placement(weights="host", gradients="host", optimizer="disk", update="host")
+DISK_STREAMED = Placement(optimizer="disk")
+AWAY_DISK_STREAMED = Placement(weights="host", gradients="host", optimizer="disk")
+ALL_ON_DISK = {
+    "disk": ON_DISK, "away and disk": AWAY_ON_DISK, "disk, streamed": DISK_STREAMED,
+    "away and disk, streamed": AWAY_DISK_STREAMED,
+}  # fmt: skip
 AWAY = Placement(weights="host", gradients="host", optimizer="host", update="host")
 AWAY_STREAMED = Placement(weights="host", gradients="host", optimizer="host")
 

@@ -27,7 +27,7 @@ from anyfit.values.answers import beside
 from anyfit.values.check import Check
 from anyfit.values.profile import Profile
 from anyfit.values.units import parse_count, show_bytes, show_seconds
-from tests.machines import figure, small_machine
+from tests.machines import figure, small_disk, small_machine
 from tests.planning.profiles import small_profile
 
 VERBS = sorted(command.callback.__name__ for command in cli.app.registered_commands if command.callback is not None)
@@ -112,7 +112,7 @@ def anyfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def test_the_verbs_are_those_of_the_design() -> None:
-    assert VERBS == ["check", "export", "fit", "plan", "probe", "profile", "why"]
+    assert VERBS == ["check", "export", "fit", "machines", "plan", "probe", "profile", "report", "why"]
 
 
 @pytest.mark.parametrize("verb", [None, *VERBS])
@@ -171,7 +171,7 @@ def test_the_reasons_are_read_back_from_their_json(anyfit: Command, tmp_path: Pa
     assert json.loads(anyfit("why", "plan.json", "micro-batch", "--json").out) == plan.explained("micro-batch")
     both = beside({"plan.json": plan, "other.json": other})
     assert json.loads(anyfit("why", "plan.json", "other.json", "--json").out) == both
-    assert both["device memory"] == [f"{show_bytes(plan.forecast.reserved_bytes)} of {size}" for size in ("8.00 GiB", "1.00 GiB")]
+    assert both["memory"] == [f"{show_bytes(plan.forecast.reserved_bytes)} of {size}" for size in ("8.00 GiB", "1.00 GiB")]
     assert "model" not in both
     same = json.loads(anyfit("why", "plan.json", "plan.json", "--json").out)
     assert list(same) == ["step", "tokens/s", "difference"]
@@ -247,7 +247,7 @@ def test_machines_are_ranked_by_time_and_cost_and_those_too_small_come_last(anyf
     shown = anyfit(*asked).out
     assert shown.index("fast.json") < shown.index("small.json") < shown.index("slow.json") < shown.index("tiny.json")
     cheapest = min(row["cost"] for row in rows if row["cost"] is not None)
-    assert f"{cheapest:,.2f}, the least" in shown
+    assert f"${cheapest:,.2f}, the least" in shown
     assert f"does not fit: {show_bytes(rows[3]['shortfall_bytes'])} of " in " ".join(shown.split())
 
 
@@ -286,7 +286,7 @@ def test_a_smaller_batch_is_offered_to_a_function_as_it_would_be_written(anyfit:
 def type_each(anyfit: Command, asked: tuple[str, ...], verdict: str) -> list[list[str]]:
     """Each change that a verdict offers, typed behind what was asked: a plan is made, whose step is as long as was said, or
     shorter, as far as forecasts are told apart."""
-    offered = re.findall(r"^  (.+?): (.+) a step$", verdict, re.MULTILINE)
+    offered = re.findall(r"^  (.+?): (.+?) a step(?:, (?:on|with) .*)?$", verdict, re.MULTILINE)
     assert len(offered) == len(verdict.splitlines()) - verdict.startswith("anyfit: ") - verdict.count(" as you asked")
     for what, said in offered:
         done = anyfit(*asked, *what.split(), "--json")
@@ -311,14 +311,37 @@ def test_each_remedy_of_a_card_that_is_too_small_can_be_typed_and_works(anyfit: 
     assert (done.status, done.out) == (3, "")
     first, _, _ = done.err.partition("\n")
     assert first.startswith("anyfit: gpt2-small (124 M parameters, AdamW, batch 2 x 32) does not fit: it needs ")
+    assert ", the preset assumes 3.00 GiB (--host-memory changes it): " in first
+    assert re.search(r"^  --host-memory (\S+)GiB: .* a step, with \1 GiB of RAM \(the preset assumes 3.00 GiB\)$", done.err, re.M)
+    assert re.search(r"^  --device-memory (\S+)GiB: .*, on a larger GPU, of \1 GiB \(l4 has 1.50 GiB\)$", done.err, re.M)
     typed = type_each(anyfit, asked, done.err)
     names = [" ".join(words[::2]) for words in typed]
     assert set(names) >= {"--host-memory", "--device-memory", "--optimizer", "--lora", "--machine"}
     assert [words[1] for words in typed if words[0] == "--optimizer"] == ["adafactor", "sgd"]
-    assert [words[1] for words in typed if words[0] == "--machine"] == ["l4", "rtx-3090"]  # the smallest that are enough
+    assert [words[1] for words in typed if words[0] == "--machine"] == ["l4", "a10g"]  # the smallest that are enough
     (size,) = (words[1] for words in typed if words[0] == "--host-memory" and len(words) == 2)
     said = anyfit(*asked, "--host-memory", size).err
     assert said == f"l4 is described with 3.00 GiB of host memory; planning for {size.replace('GiB', ' GiB')} as you asked\n"
+
+
+def test_the_disk_is_offered_can_be_typed_and_is_in_the_plan(anyfit: Command) -> None:
+    replace(small_machine(), disk=small_disk()).save("disk.json")
+    limits = ("--device-memory", "4MiB", "--host-memory", "8MiB")
+    asked = ("plan", "demo", "--machine", "disk.json", "--dtype", "bf16", "--batch", "2", "--seq", "64", *limits)
+    done = anyfit(*asked)
+    assert done.status == 3
+    typed = type_each(anyfit, asked, done.err)
+    (size,) = (words[1] for words in typed if words[0] == "--disk")
+    assert re.search(rf"^  --disk {size}: .* a step, with \S+ .iB written a step, \S+ .B a day$", done.err, re.M)
+    shown = " ".join(anyfit(*asked, "--disk", size).out.split())
+    assert "part of the optimizer state on the disk" in shown
+    assert re.search(r"disk optimizer state of .* parameters, read and written once a step: nothing there would need ", shown)
+    assert re.search(r"wear .* written a step, .* a day: a drive that is rated for 600 TB takes that for ", shown)
+    what_if = json.loads(anyfit(*asked, "--what-if", f"disk={size}", "--json").out)["what_if"][f"disk={size}"]
+    assert Plan.from_json(what_if).forecast.peak_bytes["disk"] > 0
+    several = anyfit("plan", "demo", "--machine", "h100-node", "--disk", "1GiB")
+    assert several.status == 2
+    assert "this version has state on the disk for one rank: leave --disk" in several.err
 
 
 def test_each_remedy_for_several_ranks_can_be_typed_and_works(anyfit: Command, tmp_path: Path) -> None:
@@ -350,7 +373,7 @@ def test_each_remedy_of_llama_8b_on_an_rtx_4090_can_be_typed_and_works(anyfit: C
     done = anyfit(*asked)
     assert done.status == 3
     assert done.err.startswith("anyfit: llama-8b (8.03 B parameters, AdamW, batch 8 x 1024) does not fit: it needs ")
-    assert " of host memory, the machine has 62.1 GiB: " in done.err
+    assert " of host memory, the preset assumes 62.1 GiB (--host-memory changes it): " in done.err
     typed = type_each(anyfit, asked, done.err)
     assert {words[0] for words in typed} == {"--host-memory", "--device-memory", "--optimizer", "--lora", "--machine"}
 
@@ -482,7 +505,7 @@ def test_a_job_can_be_named_by_its_module(anyfit: Command) -> None:
 
 
 MENDABLE = [
-    (("plan", "nothing"), "'nothing' names no function; write package.module:function or file.py:function, or 'demo'"),
+    (("plan", "nothing"), "'nothing' is no folder here, and no size or model type that is known; give a Hugging Face folder ("),
     (("plan", "no_such_module:job"), "No module named 'no_such_module'"),
     (("plan", "no_such_file.py:job"), "no file no_such_file.py"),
     (("plan", "jobs.py:jib"), "jobs.py has no 'jib'"),
@@ -491,13 +514,18 @@ MENDABLE = [
     (("plan", *SMALL, "--batch", "8"), "--batch is not for functions; jobs.py:job decides it in the Job it returns"),
     (("plan", *SMALL, "--optimizer", "sgd"), "--optimizer is not for functions; jobs.py:job decides it in the Job it returns"),
     (("plan", "jobs.py"), "jobs.py is a file; name the function in it that returns a Job: jobs.py:job"),
-    (("plan", "gpt2-smal"), "'gpt2-smal' names no function; "),
+    (("plan", "gpt2-smal"), "'gpt2-smal' is no folder here, and no size or model type that is known; did you mean 'gpt2-small'"),
+    (
+        ("plan", "qwen3-0.6b"),
+        "'qwen3-0.6b' is no folder here, and no size or model type that is known; fetch it (hf download ORGANISATION/MODEL "
+        "--local-dir qwen3-0.6b), or did you mean 'qwen3'?",
+    ),
     (("plan", "folder/config.json"), "no file folder/config.json"),
     (
         ("plan", "demo", "--machine", "a100"),
         "no machine file or preset 'a100'; did you mean 'a100-40' or 'a100-80' or 'a100-node'?",
     ),
-    (("plan", "."), ". holds no configuration that transformers can read: "),
+    (("plan", "."), ". has no config.json; a Hugging Face folder holds config.json, weights as safetensors and a tokenizer: hf "),
     (("plan", "demo", "--optimizer", "adamv"), "--optimizer adamv: torch.optim has none of that name; did you mean 'adam"),
     (("plan", "bert", "--seq", "513"), "--seq 513 is more than the 512 positions of BertConfig; --seq 512 fits"),
     (("plan", "vit", "--seq", "16"), "--seq is for models of text, and ViTConfig reads images"),
@@ -560,6 +588,27 @@ MENDABLE = [
         ("fit", "--steps", "5", "jobs.py"),
         "--steps is an option of the demo; give your script its own arguments after its name",
     ),
+    (("fit", "--mesh", "tensors=2"), "--mesh tensors=2: unknown axis 'tensors'; did you mean 'tensor'?"),
+    (("fit", "--mesh", "tensor=2"), "mesh tensor=2: it does not divide the 1 ranks; the nearest that fits is data=1,tensor=1"),
+    (
+        ("fit", "--mesh", "tensor=2", "--plan", "a.json"),
+        "--plan has its mesh and layout; leave --mesh and --layout out",
+    ),
+    (
+        ("plan", "demo", "--mesh", "pipeline=2", "--what-if", "batch=16"),
+        "--mesh pipeline=2: plans with a pipeline are made one at a time; leave --what-if out",
+    ),
+    (
+        ("plan", "demo", "--micro-batch", "2", "--compare", "l4", "--tokens", "1B"),
+        "micro-batch 2: forced plans are made one at a time; leave --compare out",
+    ),
+    (("plan", "demo", "--schedule", "gpipe"), "schedule 'gpipe' is not known; known: 1f1b, interleaved"),
+    (
+        ("plan", "demo", "--schedule", "1f1b"),
+        "schedule 1f1b: stages are along a pipeline axis; ask for one, --mesh pipeline=2",
+    ),
+    (("plan", "demo", "--shard", "all=x"), "--shard all=x: write over how many ranks as in --shard all=8"),
+    (("fit", ".", "--mesh", "pipeline=2"), "--mesh pipeline=2: a folder's samples are written by the whole model"),
     (("fit", "no_such_script.py"), "no script no_such_script.py"),
     (("fit", "--resume", "nothing"), "no run folder nothing to resume"),
     (("fit", "--resume", "."), "no run to resume in .: it has no run.json"),
@@ -587,22 +636,26 @@ def test_what_the_user_can_mend_is_one_line_and_status_2(anyfit: Command, argume
 
 
 @pytest.mark.parametrize(
-    ("arguments", "option"),
+    ("arguments", "says"),
     [
-        (("plan", "--batch", "-1"), "--batch"),
-        (("profile", "--seq", "0"), "--seq"),
-        (("plan", "--gpus", "0"), "--gpus"),
-        (("fit", "--steps", "-5"), "--steps"),
-        (("fit", "--ranks", "0"), "--ranks"),
-        (("check", "--steps", "x"), "--steps"),
+        (("plan", "--batch", "-1"), "'--batch': give 1 or more"),
+        (("profile", "--seq", "0"), "'--seq': give 1 or more"),
+        (("plan", "--gpus", "0"), "'--gpus': give 1 or more"),
+        (("fit", "--steps", "-5"), "'--steps': give 1 or more"),
+        (("fit", "--ranks", "0"), "'--ranks': give 1 or more"),
+        (("fit", "--lora", "0"), "'--lora': give 1 or more"),
+        (("fit", "--epochs", "-1"), "'--epochs': give 1 or more"),
+        (("fit", "--epochs", "0.5"), "'--epochs': give a whole number"),
+        (("fit", "--lr", "much"), "'--lr': give a number"),
+        (("check", "--steps", "x"), "'--steps': give a whole number"),
     ],
 )
 def test_a_size_that_cannot_be_is_refused_by_the_name_of_its_option(
-    anyfit: Command, arguments: tuple[str, ...], option: str
+    anyfit: Command, arguments: tuple[str, ...], says: str
 ) -> None:
     done = anyfit(*arguments)
     assert (done.status, done.out) == (2, "")
-    assert f"Invalid value for '{option}': " in done.err
+    assert done.err.endswith(f"Invalid value for {says}\n")
 
 
 @pytest.mark.parametrize(
@@ -682,11 +735,12 @@ def test_a_kind_of_model_that_may_be_meant_as_a_folder_is_said_to_be_a_default(a
 MISTYPED = [
     (("fit", "--machine", "a100"), "--machine; leave it out: a run is on this machine, and anyfit plan is for any"),
     (("plan", "--devise-memory", "1GiB"), "No such option: --devise-memory"),
-    (("plan", "--batch-size", "4"), "No such option: --batch-size; it is --batch here (samples a step, of all GPUs together)"),
+    (("plan", "--batch-size", "4"), "No such option: --batch-size; it is --batch here (samples a step, of all GPUs together"),
     (("fit", "--learning-rate", "4"), "No such option: --learning-rate; it is --lr here"),
     (("fit", "--save_every", "4"), "No such option: --save_every; it is --save-every here"),
     (("fit", "--num-train-epochs=4"), "No such option: --num-train-epochs; it is --epochs here"),
     (("fit", "--gradient-accumulation-steps", "4"), "leave it out: the plan decides that"),
+    (("fit", "--lora_alpha", "4"), "leave it out: --lora adapts every linear layer, with an alpha of twice its rank"),
     (("paln",), "No such command 'paln'"),
     (("plan", "demo", "--batch", "many"), "Invalid value for '--batch'"),
     (("plan", "demo", "--batch", "0"), "Invalid value for '--batch'"),
@@ -737,7 +791,7 @@ def test_when_nothing_fits_the_verdict_says_what_would_and_status_is_3(anyfit: C
     assert (done.status, done.out) == (3, "")
     first, *changes = done.err.splitlines()
     assert first.startswith("anyfit: Sequential (81 parameters, AdamW, batch 4) does not fit: it needs ")
-    assert " of device memory in micro-batches of 1 (" in first
+    assert " of memory in micro-batches of 1 (" in first
     assert ", the limit is 1000 B: " in first
     (typed,) = re.findall(r"^  --device-memory (\S+): ", "\n".join(changes), re.MULTILINE)
     assert anyfit("plan", *SMALL, "--device-memory", typed).status == 0
@@ -799,7 +853,7 @@ def test_a_run_that_has_no_memory_left_says_so_without_a_traceback(anyfit: Comma
     done = anyfit("fit", "--device-memory", "1MiB", "greedy.py")
     assert done.status == 2
     assert done.err.startswith("anyfit: ")
-    assert re.search(r"of device memory are needed .* and 1.00 MiB are allowed", done.err)
+    assert re.search(r"of memory are needed .* and 1.00 MiB are allowed", done.err)
     assert "Traceback" not in done.err
 
 

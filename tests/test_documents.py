@@ -62,7 +62,10 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return output_of
 
 
-@pytest.mark.parametrize("document", ["docs/using.md", "docs/planning.md"])
+@pytest.mark.parametrize(
+    "document",
+    ["docs/using.md", *(pytest.param(f"docs/{name}.md", marks=pytest.mark.full) for name in ("planning", "out-of-memory"))],
+)
 def test_every_command_of_a_document_runs_in_order(document: str, command: Callable[[list[str]], str], tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for line in "".join(blocks("bash", document)).splitlines():
@@ -72,8 +75,23 @@ def test_every_command_of_a_document_runs_in_order(document: str, command: Calla
 def test_the_plan_that_the_readme_shows_is_the_one_that_is_made(command: Callable[[list[str]], str]) -> None:
     shown = next(block for block in blocks("text") if block.startswith("$ "))
     asked, _, answer = shown.partition("\n")
-    said = command(asked.removeprefix("$ ").split())
-    assert [line.rstrip() for line in said.splitlines()] == answer.splitlines()
+    lines = [line.rstrip() for line in command(asked.removeprefix("$ ").split()).splitlines()]
+    said, *pieces = "\n".join(["", *lines, ""]), *answer.split("…\n")  # lines between these are left out
+    for piece in pieces:
+        _, found, said = said.partition(f"\n{piece}")
+        assert found, piece
+        said = f"\n{said}"
+
+
+def test_every_line_that_a_plan_may_have_is_explained() -> None:
+    sources = [path.read_text() for path in (ROOT / "anyfit").rglob("*.py")]
+    decided = {name for source in sources for name in re.findall(r"\bDecision\(\s*\"([^\"]+)\"", source)}
+    table = (ROOT / "docs" / "planning.md").read_text().partition("## How to read a plan")[2].partition("\n## ")[0]
+    explained = {name for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for name in row.split(", ")}
+    plan = next(block for block in blocks("text") if block.startswith("$ "))
+    shown = {name.strip() for name in re.findall(r"^(\w[\w ]*?)  ", plan, re.MULTILINE)}
+    assert len(decided) > 15
+    assert decided | shown <= explained
 
 
 @pytest.mark.parametrize("target", re.findall(r"^make (\S+)", "\n".join(blocks("console")), re.MULTILINE))
@@ -104,8 +122,35 @@ def test_the_plain_example_differs_from_plain_pytorch_by_at_most_six_lines() -> 
     assert removed <= 6
 
 
-def test_links_in_the_documents_lead_somewhere() -> None:
-    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-        for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-            if "://" not in link:
-                assert (document.parent / link).exists(), f"{document.name}: {link}"
+def anchors_of(document: Path) -> set[str]:
+    """What a link may name of a page: each heading in small letters, without punctuation, with dashes between its words."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.name)
+def test_links_in_a_document_lead_to_a_file_and_to_a_heading_of_it(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", document.read_text()):
+        if "://" not in link:
+            page, _, heading = link.partition("#")
+            target = (document.parent / page) if page else document
+            assert target.exists(), link
+            assert not heading or heading in anchors_of(target), link
+
+
+def test_every_page_is_in_the_site() -> None:
+    named = re.findall(r"^ +- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(["index.md", *(path.name for path in (ROOT / "docs").glob("*.md"))])
+
+
+@pytest.mark.full
+def test_the_documents_make_a_site_in_which_every_link_leads_to_a_page(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml")]
+    run([*build, "--site-dir", str(tmp_path)], ROOT)
+    pages = {path.name for path in tmp_path.glob("*.html")}
+    assert pages == {"404.html", "index.html", *(f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md"))}
+    for page in pages:
+        shown = (tmp_path / page).read_text()
+        assert not re.findall(r'href="[^":]*\.(?:md|py|json)[#"]', shown), page
+        assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.https?:", shown), page  # nothing is fetched from elsewhere

@@ -17,10 +17,15 @@ import anyfit
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "anyfit"
-ROOMS = ("values", "probing", "tracing", "costing", "planning", "placing", "kernels", "running", "showing", "finetune", "layouts")
+ROOMS = (
+    *("values", "probing", "tracing", "costing", "planning", "placing", "kernels", "running", "showing", "finetune", "layouts"),
+    "stages",
+)
 COMPOSE = (
-    *("__init__", "__main__", "asking", "cli", "demo", "ending", "fit_command", "fit_options", "fitting", "measuring", "options"),
-    *("plan_command", "profiling", "reporting"),
+    *("check_command", "comparing", "machines_command", "report_command"),
+    *("__init__", "__main__", "asking", "cli", "cutting", "demo", "ending", "fit_command", "fit_options", "fitting"),
+    *("deciding", "forcing", "measuring", "meshing", "options", "pipelining", "plan_command", "profiling", "reporting"),
+    "staging",
     "starting",
     "targets",
 )
@@ -29,8 +34,8 @@ OFFERED = ("losses",)  # for a user's own code as well, and so without a look at
 MAY_IMPORT = {room: {"values", room} for room in ROOMS} | {
     "values": {"values", *OFFERED},
     "probing": {"values", "probing", "kernels"},
-    "placing": {"values", "placing", "kernels"},
-    "running": {"values", "running", "placing", "kernels"},
+    "placing": {"values", "placing", "kernels", "layouts", "stages"},
+    "running": {"values", "running", "placing", "kernels", "layouts", "stages"},
     "finetune": {"values", "finetune", "running"},
 }
 WITHOUT_TORCH = ("planning", "showing")

@@ -18,9 +18,8 @@ import anyfit
 from anyfit.values.loss_rule import LossRule
 from anyfit.values.plan import Placement
 from anyfit.values.weights import Weights
-from tests.plans import placed_of
 from tests.machines import small_machine
-from tests.plans import hand_written
+from tests.plans import hand_written, placed_of
 
 from .work import part_of
 

@@ -118,7 +118,7 @@ def refusal(what: str, rank_that_differs: int) -> str:
     elif is_other:
         job = replace(job, **OTHERS[what])
     try:
-        anyfit.start(job, plan, None if plan else machine)
+        anyfit.start(job, plan, None if plan else machine, mesh={"tensor": 1} if what == "batch" else None)
     except (ValueError, anyfit.NoPlan) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

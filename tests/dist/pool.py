@@ -6,11 +6,12 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 ANSWER_SECONDS = 120.0
+AFTER_SECONDS = 10.0  # for the others, once one has failed
 HANG_SECONDS = 30.0  # a rank that waits longer for the others has lost them
 
 
@@ -34,17 +35,23 @@ class Pool:
         """What each rank gives for the same call. An error of a rank is raised here, and the pool is not to be used again."""
         for end in self._ends:
             end.send((work, args, kwargs))
-        answers = []
-        for rank, end in enumerate(self._ends):
-            if not end.poll(ANSWER_SECONDS):
-                self.close()
-                raise TimeoutError(f"rank {rank} of {self.count} gave no answer in {ANSWER_SECONDS:.0f} s")
-            answers.append(end.recv())
-        failed = [f"rank {rank}:\n{text}" for rank, (is_fine, text) in enumerate(answers) if not is_fine]
-        if failed:
+        answers: dict[int, Any] = {}
+        failed: list[str] = []
+        while len(answers) < self.count:
+            left = {id(end): rank for rank, end in enumerate(self._ends) if rank not in answers}
+            there = wait([self._ends[rank] for rank in left.values()], AFTER_SECONDS if failed else ANSWER_SECONDS)
+            if not there:
+                break
+            for end in there:
+                rank = left[id(end)]
+                is_fine, answers[rank] = end.recv()  # type: ignore[union-attr]
+                failed += [] if is_fine else [f"rank {rank}:\n{answers[rank]}"]
+        missing = sorted(set(range(self.count)) - set(answers))
+        if failed or missing:
             self.close()
+            failed += [f"rank {rank} of {self.count} gave no answer in time" for rank in missing]
             raise AssertionError("\n".join(failed))
-        return [answer for _, answer in answers]
+        return [answers[rank] for rank in range(self.count)]
 
     @property
     def is_open(self) -> bool:

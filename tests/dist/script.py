@@ -19,6 +19,7 @@ import anyfit
 from tests.machines import small_machine
 
 ROWS = 8
+LAG_SECONDS = 2.0  # before a rank dies between two steps: the others have come to the next
 
 
 class Model(nn.Module):
@@ -35,7 +36,22 @@ class Model(nn.Module):
         return out
 
 
+WITHIN: list[str] = []  # what the second micro-batch of the step under way comes to
+
+
+def end_within() -> None:
+    if WITHIN and len(WITHIN) == 1:
+        WITHIN.append("the first is through")
+    elif WITHIN[:1] == ["kill"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif WITHIN[:1] == ["stall"]:
+        time.sleep(3600)
+    elif WITHIN:
+        raise LookupError("a mistake of mine")
+
+
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    end_within()
     if batch.shape[1] > 17:
         raise LookupError("a mistake of mine")
     return nn.functional.cross_entropy(model(batch[:, :16]), batch[:, 16].long())
@@ -76,6 +92,11 @@ def main() -> None:
     parser.add_argument("--kill", nargs=2, type=int, help="rank and step that end without a word")
     parser.add_argument("--stall", nargs=2, type=int, help="rank and step that do not end")
     parser.add_argument("--catch", nargs=2, type=int, help="rank and step whose loss raises an error that the script catches")
+    parser.add_argument(
+        "--within", nargs=3, help="kill, stall or fail, and rank and step, in whose second micro-batch it happens"
+    )
+    parser.add_argument("--plan", type=Path)
+    parser.add_argument("--save", action="store_true", help="after every step")
     parser.add_argument("--save-alone", action="store_true", help="on rank 0, in the middle")
     parser.add_argument("--hang-seconds", type=float)
     parser.add_argument("--end", choices=["with", "exit"], help="by a with block, or without a word to the run")
@@ -87,7 +108,7 @@ def main() -> None:
         machine = machine.with_limits(device_memory=given.limit)
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     job = job_for(given.batch, dropout=given.dropout)
-    run = anyfit.start(job, machine=machine, hang_seconds=given.hang_seconds)
+    run = anyfit.start(job, given.plan, machine, hang_seconds=given.hang_seconds)
 
     def train() -> None:
         if given.steps_of_rank:
@@ -100,6 +121,7 @@ def main() -> None:
             if given.fail == [rank, run.steps]:
                 raise LookupError("a mistake of mine")
             if given.kill == [rank, run.steps]:
+                time.sleep(LAG_SECONDS)
                 os.kill(os.getpid(), signal.SIGKILL)
             if given.stall == [rank, run.steps]:
                 time.sleep(3600)
@@ -108,8 +130,12 @@ def main() -> None:
                 with contextlib.suppress(LookupError):
                     run.step(torch.cat([batch, batch], 1))
                 continue
+            if given.within and list(map(int, given.within[1:])) == [rank, run.steps]:
+                WITHIN.append(given.within[0])
             run.step(batch)
             time.sleep(given.slow)
+            if given.save:
+                run.save(given.folder / str(run.steps))
             if given.save_alone and rank == 0 and run.steps == 3:
                 run.save(given.folder / "alone")
 

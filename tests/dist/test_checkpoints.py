@@ -24,10 +24,9 @@ from anyfit.running import checkpoint, saving
 from anyfit.running.run import Run
 from anyfit.running.storage import Reader, Writer
 from anyfit.values.plan import Placement
-from tests.plans import placed_of
 from tests.conftest import FULL
 from tests.oracle import assert_bit_equal, assert_close
-from tests.plans import AWAY, ON_HOST, STREAMED
+from tests.plans import AWAY, DISK_STREAMED, ON_DISK, ON_HOST, STREAMED, placed_of
 
 from .pool import pool_of
 from .work import Case, part_of, started
@@ -52,6 +51,8 @@ class Way:
             "offloaded": [replace(AWAY, **divided)],
             "mixed": [
                 Placement(),
+                replace(ON_DISK, gradient_shards=shards, optimizer_shards=shards, speculates=True),
+                replace(DISK_STREAMED, optimizer_shards=half),
                 replace(STREAMED, optimizer_shards=half),
                 replace(AWAY, **divided),
                 replace(ON_HOST, gradient_shards=shards, optimizer_shards=shards, speculates=True),
@@ -88,7 +89,7 @@ def state_of(run: Run) -> State:
     placed: Any = placed_of(run)
     weights, moments, counts = run.state_dict(), {}, {}
     for each in placed.updates.chunks:
-        for key, flat in each.moments.items():
+        for key, flat in each.moments_here().items():
             whole = each.state.whole(flat)
             moments |= {f"{slot.name}/{key}": each.state.view(whole, slot).clone() for slot in each.state.chunk.slots}
         counts |= {name: float(entry["step"]) for name, entry in each.rest.items()}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anyfit.placing.compiled import no_compiler
-from anyfit.values.engine import REDUCTION_BUFFERS, STREAMED_DEPTH
+from anyfit.values.engine import DISK_DEPTH, REDUCTION_BUFFERS, STREAMED_DEPTH
 from anyfit.values.graph import PAGE_BYTES
 from anyfit.values.plan import Placement
 from tests.conftest import FULL
@@ -26,14 +26,14 @@ from .work import GO_THEIR_OWN_WAYS, MODELS, OPTIMIZERS, ROWS, Case, Trained, tr
 
 MADE_AT_THE_START = ("adamw", "adagrad")  # moments of others are made in the first step that has a gradient for them
 PHASES = [hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate]
-NUDGES = (0.0, 6e-8, -6e-8)
+NUDGES = (0.0, 6e-8, -6e-8, 2.4e-7, -2.4e-7)  # a rounding up and down, and four: sums over ranks have several
 MOMENTS = {"adamw": 2, "sgd": 1, "adagrad": 1, "rmsprop": 1}
 
 
 def some_placement(chance: random.Random, ranks: int, *, gathers: bool) -> Placement:
     """Any placement over so many ranks; without `gathers` none that divides weights."""
     update: Any = chance.choice(["device", "host"])
-    optimizer: Any = "host" if update == "host" else chance.choice(["device", "host"])
+    optimizer: Any = chance.choice(["host", "disk"] if update == "host" else ["device", "host", "disk"])
     weights: Any = "device" if optimizer == "device" else chance.choice(["device", "host"])
     gradients: Any = "host" if update == "host" else chance.choice(["device", "host"])
     degrees = [degree for degree in range(1, ranks + 1) if ranks % degree == 0]
@@ -43,7 +43,7 @@ def some_placement(chance: random.Random, ranks: int, *, gathers: bool) -> Place
         gradients=gradients,
         optimizer=optimizer,
         update=update,
-        speculates=optimizer == "host" and chance.random() < 0.5,
+        speculates=optimizer != "device" and chance.random() < 0.5,
         weight_shards=shards if weights == "host" or (gathers and chance.random() < 0.5) else 1,
         gradient_shards=shards if gradients == "host" or chance.random() < 0.5 else 1,
         optimizer_shards=shards,
@@ -110,6 +110,11 @@ def test_ranks_whose_blocks_are_compiled_train_as_one_process_does(shards: int) 
     assert_close(told[0].weights, only(plain_weights, told[0].weights), 1e-5)
     eager = pool_of(2).run(train, replace(case, compiled=()))
     assert told[0].losses != eager[0].losses  # compiled code rounds otherwise, so it has run
+
+
+def test_a_parameter_that_is_one_number_is_sharded_with_what_the_optimizers_constructor_made_of_it() -> None:
+    case = Case("scaled", "adagrad", placements=(Placement(optimizer_shards=2),))
+    check_numbers(case, 2, pool_of(2).run(train, case))
 
 
 # ---------------------------------------------------------------------- what is the same
@@ -199,6 +204,7 @@ def held_bytes(case: Case, ranks: int, rank: int) -> tuple[int, int]:
     device = sum(buffer.nbytes for buffer in case.job.build().buffers())
     host = 0
     fetched, stages, landing, going_down, carriers, scratch = [], [], [], [], {}, {}
+    from_disk: dict[str, int] = {}
 
     for chunk, placed in zip(layout, chosen, strict=True):
         own, is_split = chunk.elements // placed.optimizer_shards, chunk.is_updated and chunk.dtype == "bfloat16"
@@ -230,23 +236,32 @@ def held_bytes(case: Case, ranks: int, rank: int) -> tuple[int, int]:
             continue
         has_some = is_adam or chunk.part(rank % placed.optimizer_shards, placed.optimizer_shards).slots  # and not padding alone
         moments = MOMENTS[case.optimizer] if has_some else 0
-        low, second = own * 2 if is_split else 0, placed.speculates and not adds_up
+        low, second = own * 2 if is_split else 0, placed.speculates
         if on_device:
             device += low + moments * own * 4
+        elif placed.optimizer == "disk":
+            made = moments if case.optimizer in MADE_AT_THE_START else 0
+            host += in_slab(own * chunk.element_bytes) if second else 0
+            keep_largest(from_disk, "weights", own * chunk.element_bytes)
+            if is_split:
+                keep_largest(from_disk, "low", low)
+            for index in range(made):
+                keep_largest(from_disk, f"moment {index}", own * 4)
         else:
             made = moments if case.optimizer in MADE_AT_THE_START else 0
             host += (in_slab(low) + made * in_slab(own * 4)) * (2 if second else 1)
             host += in_slab(own * chunk.element_bytes) if second else 0
         # scratch of the update: torch's own optimizers step masters in fp32 there; the one-pass kernel needs none
         in_one_pass = is_adam and placed.route != "resident"
-        if placed.route != "host" and not in_one_pass:
-            needs = {"exact": is_split or placed.route == "streamed"}
+        is_streamed = placed.update == "device" and not on_device
+        if placed.update == "device" and not in_one_pass:
+            needs = {"exact": is_split or is_streamed}
             needs["gradient"] = needs["exact"] or placed.gradients == "host"
             for name in (name for name, is_needed in needs.items() if is_needed):
-                keep_largest(scratch, (placed.route, name), own * 4)
-        if placed.route == "streamed":
+                keep_largest(scratch, (is_streamed, name), own * 4)
+        if is_streamed:
             keep_largest(carriers, "low", low)
-            if placed.weights == "host" or second:
+            if placed.weights == "host" or second or placed.optimizer == "disk":
                 keep_largest(carriers, "weights", own * chunk.element_bytes)
             for index in range(moments):
                 keep_largest(carriers, f"moment {index}", own * 4)
@@ -257,6 +272,7 @@ def held_bytes(case: Case, ranks: int, rank: int) -> tuple[int, int]:
     device += sum(scratch.values()) + STREAMED_DEPTH * sum(carriers.values())
     if adds_up and going_down:
         host += buffers * in_slab(max(going_down))
+    host += DISK_DEPTH * sum(map(in_slab, from_disk.values()))
     return device, host
 
 

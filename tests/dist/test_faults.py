@@ -16,7 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from anyfit import Plan
+from anyfit.running import checkpoint
 from tests.conftest import FULL
+from tests.plans import hand_written
+
+from .script import job_for
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("script.py")
@@ -37,10 +42,11 @@ def fit(*arguments: str | Path) -> subprocess.Popen[str]:
     return start("-m", "anyfit", "fit", "--ranks", "2", *arguments)
 
 
-def tasks(port: int, *arguments: str | Path) -> list[subprocess.Popen[str]]:
-    """Two tasks as srun starts them: nobody looks after them but they themselves."""
-    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    return [start(SCRIPT, *arguments, **step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
+def tasks(port: int, *arguments: str | Path, count: int = 2) -> list[subprocess.Popen[str]]:
+    """Tasks as srun starts them: nobody looks after them but they themselves."""
+    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(count), **meet}
+    return [start(SCRIPT, *arguments, **step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(count)]
 
 
 def ended(process: subprocess.Popen[str], seconds: float = 240) -> str:
@@ -103,6 +109,15 @@ def test_what_rank_0_cannot_plan_is_one_line_and_its_status(tmp_path: Path) -> N
     assert "Traceback" not in said
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_mesh_that_is_typed_holds_the_model_together(axis: str, tmp_path: Path) -> None:
+    process = fit("--folder", tmp_path / "run", "--mesh", f"{axis}=2", *DEMO, "--steps", "3")
+    said = ended(process)
+    assert process.returncode == 0, said
+    assert Plan.load(tmp_path / "run" / "plan.json").mesh[axis] == 2
+
+
 def test_a_rank_that_was_killed_is_named_by_those_that_notice(tmp_path: Path, free_port: int) -> None:
     processes = tasks(free_port, tmp_path, "--kill", "1", "4")
     ended(processes[1])
@@ -124,11 +139,64 @@ def test_a_rank_that_the_kernel_kills_is_named_by_the_launcher_with_its_signal(t
     assert process.returncode == 128 + signal.SIGKILL
 
 
+def staged(folder: Path, stages: tuple[tuple[int, int], ...]) -> Path:
+    """A plan of stages, each on a rank of its own."""
+    ranks = len(stages)
+    plan = hand_written(job_for(), ranks=ranks, pipeline=ranks, stages=stages, accumulation=4)
+    file = folder / "plan.json"
+    plan.save(file)
+    return file
+
+
+TWO, THREE = ((0, 0), (1, 2)), ((0, 0), (1, 1), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("rank", "stages"), [(0, TWO), *(pytest.param(rank, THREE, marks=pytest.mark.full) for rank in range(3))]
+)
+def test_a_stage_that_is_killed_is_named_ends_all_others_and_leaves_a_whole_checkpoint(
+    rank: int, stages: tuple[tuple[int, int], ...], tmp_path: Path, free_port: int
+) -> None:
+    plan = staged(tmp_path, stages)
+    processes = tasks(free_port, tmp_path, "--plan", plan, "--save", "--within", "kill", str(rank), "4", count=len(stages))
+    killed = processes.pop(rank)
+    ended(killed)
+    began = time.monotonic()
+    said = "".join(map(ended, processes))
+    assert time.monotonic() - began < END_SECONDS
+    assert killed.returncode == -signal.SIGKILL
+    assert all(process.returncode != 0 for process in processes)
+    assert f"rank {rank} is gone" in said
+    assert "Traceback" not in said
+    assert checkpoint.check(tmp_path / "4") == tmp_path / "4"
+    assert not (tmp_path / "5").exists()
+
+
+@pytest.mark.full
+def test_a_mistake_in_one_stage_ends_all_and_is_shown_once(tmp_path: Path, free_port: int) -> None:
+    processes = tasks(free_port, tmp_path, "--plan", staged(tmp_path, TWO), "--within", "fail", "1", "2")
+    began = time.monotonic()
+    said = "".join(map(ended, processes))
+    assert time.monotonic() - began < 4 * END_SECONDS  # with the start
+    assert said.count("LookupError: a mistake of mine") == 1
+    assert "of the pipeline has failed" not in said
+    assert all(process.returncode != 0 for process in processes)
+
+
+@pytest.mark.full
+def test_a_stage_that_hangs_is_named_with_what_the_others_wait_for(tmp_path: Path, free_port: int) -> None:
+    processes = tasks(free_port, tmp_path, "--plan", staged(tmp_path, TWO), "--within", "stall", "1", "2", "--hang-seconds", "3")
+    said = "".join(map(ended, processes))
+    assert said.count("anyfit: ") == 1
+    assert "rank 0 has waited" in said
+    assert "the backward of micro-batch" in said
+    assert "by stage 1 of the pipeline" in said
+    assert all(process.returncode != 0 for process in processes)
+
+
 def test_ranks_that_do_not_agree_how_many_they_are_do_not_wait_for_each_other(tmp_path: Path, free_port: int) -> None:
     meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
-    ranks = [
-        start(SCRIPT, tmp_path, **meet, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(2 + rank)) for rank in range(2)
-    ]
+    ranks = [start(SCRIPT, tmp_path, **meet, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(2 + rank)) for rank in range(2)]
     assert "rank 1 is one of 3 (WORLD_SIZE, or SLURM_NTASKS), and rank 0 of 2: set it alike" in ended(ranks[1])
     ranks[0].kill()
     ended(ranks[0])
@@ -143,6 +211,7 @@ def test_a_rank_without_the_one_that_holds_the_store_ends_too(tmp_path: Path, fr
     assert time.monotonic() - began < END_SECONDS
     assert processes[1].returncode not in (0, None)
     assert said.count("anyfit: ") == 1
+    assert "rank 0 is gone" in said or "rank 1 has lost the others" in said
     assert "Traceback" not in said
 
 
@@ -236,7 +305,7 @@ def test_told_to_stop_all_save_after_the_same_step_and_end_with_the_signals_stat
     os.kill(process.pid if whom == "launcher" else pid_of(process, 1), number)
     said = ended(process)
     assert process.returncode == -number, said
-    assert said.count(f"anyfit fit --resume {folder}") == 1
+    assert said.count(f"go on with: anyfit fit --ranks 2 --resume {folder}") == 1
     saved = max(int(path.name) for path in (folder / "checkpoints").iterdir())
     assert saved >= 5
     again = fit("--resume", folder)

@@ -142,7 +142,10 @@ def test_a_verdict_of_rank_0_reaches_all() -> None:
     assert said[0] == said[1]
     assert said[0].startswith("NoPlan: ")
     said = pool_of(2).run(launched.refusal, "batch", 0)
-    assert said == ["ValueError: batch_size is 7; it must be a multiple of the 2 ranks, such as 8"] * 2
+    assert (
+        said
+        == ["ValueError: mesh tensor=1: batch_size is 7; it must be a multiple of the 2 ranks of the data axis, such as 8"] * 2
+    )
 
 
 def test_the_same_script_says_the_same_again_after_a_refusal() -> None:

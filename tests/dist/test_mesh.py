@@ -14,12 +14,16 @@ from .pool import pool_of
 ELEMENTS = 8
 
 
-def exchange(sizes: dict[Axis, int], shards: int) -> tuple[list[float], list[float], dict[int, int]]:
+def sharding_of(mesh: Mesh, shards: int, *, is_cut: bool) -> Sharding:
+    return Sharding.of_cut(mesh, shards) if is_cut else Sharding.over_data(mesh, shards)
+
+
+def exchange(sizes: dict[Axis, int], shards: int, *, is_cut: bool) -> tuple[list[float], list[float], dict[int, int]]:
     """One rank's stretch of the summed gradients, all that is gathered of them, and which chunk each of its group chose."""
     ranks, mesh = Ranks.of_process_group(), Mesh.of(sizes)
     ranks.meet(mesh, [shards])
     try:
-        sharding, label = Sharding.over_data(mesh, shards), Label(Task.REDUCE, 0)
+        sharding, label = sharding_of(mesh, shards, is_cut=is_cut), Label(Task.REDUCE, 0)
         gradient = torch.arange(ELEMENTS, dtype=torch.float32) * 10**ranks.index
         own = gradient if shards == 1 else torch.empty(ELEMENTS // shards)
         ranks.reduce(sharding, gradient, own, label)
@@ -32,15 +36,20 @@ def exchange(sizes: dict[Axis, int], shards: int) -> tuple[list[float], list[flo
         ranks.part_ways()
 
 
-@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "tensor": 2}, {"pipeline": 2, "data": 2}])
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "tensor": 2}, {"tensor": 4}, {"pipeline": 2, "data": 2}])
 @pytest.mark.parametrize("shards", [1, 2])
-def test_gradients_are_summed_along_the_data_axis_alone(sizes: dict[Axis, int], shards: int) -> None:
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_gradients_are_summed_along_the_data_axis_and_of_whole_parameters_along_the_tensor_axis_too(
+    sizes: dict[Axis, int], shards: int, is_cut: bool
+) -> None:
     mesh = Mesh.of(sizes)
-    for rank, (own, whole, chosen) in enumerate(pool_of(4).run(exchange, sizes, shards)):
-        together = mesh.group(rank, ("data",))
+    if sizes.get("data", 1) % shards:
+        return
+    for rank, (own, whole, chosen) in enumerate(pool_of(4).run(exchange, sizes, shards, is_cut=is_cut)):
+        together = mesh.group(rank, ("data",) if is_cut else ("data", "tensor"))
         summed = [float(index * sum(10**other for other in together)) for index in range(ELEMENTS)]
         assert whole == summed
-        sharding = Sharding.over_data(mesh, shards)
+        sharding = sharding_of(mesh, shards, is_cut=is_cut)
         length, part = ELEMENTS // shards, sharding.part(rank)
         assert own == summed[part * length : (part + 1) * length]
         assert chosen == ({} if shards == 1 else dict.fromkeys(sharding.mesh.group(rank, ("shard",)), 7))

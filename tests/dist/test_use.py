@@ -12,6 +12,7 @@ import torch
 from anyfit.values.plan import Placement
 from tests.models import next_byte_loss
 from tests.oracle import assert_bit_equal, assert_close, train_plainly
+from tests.plans import ON_DISK, placed_of
 
 from .pool import Pool, pool_of
 from .test_engine import only
@@ -31,6 +32,7 @@ def ways(shards: int) -> dict[str, Placement]:
         "all divided": Placement(**divided),
         "all divided, away": replace(away, **divided),
         "all divided, away, speculates": replace(away, **divided, speculates=True),
+        "on the disk, speculates": replace(ON_DISK, speculates=True, gradient_shards=shards, optimizer_shards=shards),
         "streamed, speculates": Placement(optimizer="host", speculates=True, gradient_shards=shards, optimizer_shards=shards),
     }
 
@@ -51,6 +53,35 @@ def test_a_loss_of_sum_and_weight_is_divided_by_the_weight_of_all_ranks(way: str
     for each in found:
         assert each.losses == pytest.approx(losses, rel=1e-5)
     assert_close(found[0].weights, only(weights, found[0].weights), 1e-6)
+
+
+def train_and_watch(case: Case) -> tuple[Trained, list[set[str]], float]:
+    """Also the phases of chunks whenever the norm was known, and the share of recent steps that were not as speculated."""
+    with started(case) as run:
+        updates: Any = placed_of(run).updates
+        apply, seen = updates.apply, list[set[str]]()
+
+        def watched(factor: float | None) -> None:
+            seen.append({chunk.update.phase.name for chunk in updates.chunks})
+            apply(factor)
+
+        updates.apply = watched
+        losses = [float(run.step(part_of(batch, run.ranks.index, run.ranks.count))) for batch in case.batches(FEW)]
+        return told(run, losses, [], 0), seen, updates.pace.clipped_share
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "speculates" in way])
+@pytest.mark.parametrize(("ranks", "accumulation"), [(2, 1), (2, 3), (3, 2)])
+def test_what_begins_before_the_norm_is_divided_by_the_weight_of_all_ranks(way: str, ranks: int, accumulation: int) -> None:
+    case = Case(optimizer="sgd", is_padded=True, placements=(ways(ranks)[way],), accumulation=accumulation, delays=accumulation)
+    found = pool_of(ranks).run(train_and_watch, case)
+    losses, weights = train_plainly(case.job, case.batches(FEW))
+    for each, phases, clipped_share in found:
+        assert phases[1:] == [{"SPECULATED"}] * (FEW - 1)  # the first step makes the optimizer's state
+        assert clipped_share == 0
+        assert each.losses == pytest.approx(losses, rel=1e-5)
+        assert_bit_equal(each.weights, found[0][0].weights)
+    assert_close(found[0][0].weights, only(weights, found[0][0].weights), 1e-6)
 
 
 def train_poisoned(case: Case, rank: int, at: int, name: str) -> Trained:

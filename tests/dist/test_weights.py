@@ -60,7 +60,12 @@ def test_starting_from_a_folder_takes_little_more_than_a_ranks_share(tmp_path: P
 
 @pytest.mark.parametrize(
     ("precision", "dtype", "tied"),
-    [("fp32", torch.float32, False), ("bf16", torch.float32, True), ("bf16", torch.bfloat16, False), ("fp32", torch.bfloat16, True)],
+    [
+        ("fp32", torch.float32, False),
+        ("bf16", torch.float32, True),
+        ("bf16", torch.bfloat16, False),
+        ("fp32", torch.bfloat16, True),
+    ],
 )
 def test_what_two_ranks_train_from_a_folder_gives_the_same_logits_in_transformers(
     tmp_path: Path, precision: Literal["bf16", "fp32"], dtype: torch.dtype, tied: bool

@@ -15,11 +15,11 @@ from anyfit.placing.ranks import Ranks
 from anyfit.running.run import Run
 from anyfit.values.layout import Chunk, lay_out
 from anyfit.values.plan import Activations, Placement, Plan
-from tests.plans import placed_of
 from tests.models import (
     Branching,
     Convolutional,
     Experts,
+    Scaled,
     Tangled,
     byte_batches,
     image_batches,
@@ -28,7 +28,7 @@ from tests.models import (
     padded_loss,
     tiny_gpt,
 )
-from tests.plans import hand_written, random_delays
+from tests.plans import hand_written, placed_of, random_delays
 
 from .pool import HANG_SECONDS
 
@@ -38,6 +38,7 @@ ROWS, STEPS = 12, 20  # rows divide by 2, 3 and 4 ranks
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "gpt": (tiny_gpt, ["blocks.0", "blocks.1"]),
     "tangled": (Tangled, ["twice"]),
+    "scaled": (Scaled, ["twice"]),
     "convolutional": (Convolutional, ["layers.0", "layers.1"]),
     "experts": (Experts, ["experts.1"]),
     "branching": (Branching, ["left", "after"]),

@@ -53,11 +53,15 @@ def test_a_field_that_only_some_messages_have_is_not_given_to_the_others(tmp_pat
     [
         ('{"text": "a"}\n\n{"text": \n', "data.jsonl, line 3: not JSON (column 9: Expecting value); every line is an object"),
         ('{"text": ["a"]}\n\n{"text": "a"}\n', "data.jsonl, line 3: text is a string, and in line 1 it is a list"),
-        ('{"text": "a"}\n["b"]\n', "line 2: every line is an object"),
-        ("", "data.jsonl is empty"),
+        ('{"text": "a"}\n["b"]\n', 'line 2: every line is an object, such as {"text": "…"}'),
+        ('{"messages"\n{"messages": []}\n', 'an object, such as {"messages": [{"role": "user", "content": "…"}, {"role": "ass'),
+        ('{"prompt": "a", "completion": "b"}\nhello\n', 'an object, such as {"prompt": "…", "completion": "…"}'),
+        ('{"instruction": "a", "output": "b"}\n3\n', 'an object, such as {"instruction": "…", "output": "…"}'),
+        ("", 'data.jsonl is empty; an example is {"messages": ['),
+        ("\n \n", "data.jsonl is empty; an example is"),
         (
             '{"question": "a", "answer": "b"}\n',
-            "has the columns question, answer, and examples are read by one of these",
+            "has the columns question, answer, and an example is messages, or prompt and completion, or instruction and output",
         ),
         ('{"message": []}\n', "did you mean 'messages'?"),
         (
@@ -65,13 +69,21 @@ def test_a_field_that_only_some_messages_have_is_not_given_to_the_others(tmp_pat
             "; rename conversations to messages, and in each of these from and value to role and content",
         ),
         ('{"prompt": "a", "response": "b"}\n', "'completion' is missing"),
-        ('{"text": "a"}\n{"text": 3}\n', "data.jsonl, line 2: text is a int, not a string"),
+        ('{"text": "a"}\n{"text": 3}\n', "data.jsonl, line 2: text is a number, not a string"),
         ('{"prompt": "a", "completion": "b"}\n{"text": "c"}\n', "line 2: it has no prompt"),
         ('{"prompt": "a", "completion": []}\n', "line 1: prompt and completion are two strings, or two lists of messages"),
         ('{"messages": [{"from": "human", "value": "a"}]}\n', "has no role, such as user or assistant; rename from and value"),
         ('\n{"messages": []}\n', "line 2: messages is to be a list of messages, and is empty"),
-        ('{"messages": [{"role": "user"}], "tools": [{"type": "function"}]}\n', "tools[0] is to be an object with a function"),
-        ('{"messages": [{"role": "user"}], "tools": "none"}\n', "tools is a string, and no JSON of a list: 'none'"),
+        ('{"messages": [{"role": "user", "content": null}]}\n', "line 1: messages[0], of the user, has no content"),
+        ('{"messages": [{"role": "system"}]}\n', "line 1: messages[0], of the system, has no content"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}\n',
+            "tools[0] is to be an object with a function",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "tools": "none"}\n',
+            "tools is a string, and no JSON of a list: 'none'",
+        ),
         ('{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}\n', "messages[0].tool_calls is to be a list of objects"),
         (
             '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "2"}}]}]}\n',

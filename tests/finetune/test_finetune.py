@@ -27,6 +27,7 @@ from anyfit.finetune.options import Options
 from anyfit.finetune.packing import Packed
 from anyfit.finetune.schedule import Schedule
 from anyfit.finetune.work import Work
+from anyfit.fitting import check_of
 from anyfit.running import lines
 from anyfit.running.loader import Loader
 from anyfit.values.record import decode
@@ -34,7 +35,7 @@ from tests.finetune import tiny
 from tests.finetune.test_packing import drawn
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "finetune.md").read_text()
-DOCUMENTED = re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL)[0].splitlines()
+MADE, PLANNED, WHOLE, ADAPTED = "".join(re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL)).splitlines()  # all are run here
 HOW = ["--eval", "5%", "--lr", "5e-3", "--batch", "4", "--seq", "64"]
 
 
@@ -42,8 +43,7 @@ HOW = ["--eval", "5%", "--lr", "5e-3", "--batch", "4", "--seq", "64"]
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a user begins: an empty folder, in which the first line of the document makes a model and data."""
     path = tmp_path_factory.mktemp("place")
-    made, _ = DOCUMENTED
-    assert made == "python examples/tiny_qwen3.py"
+    assert MADE == "python examples/tiny_qwen3.py"
     subprocess.run([sys.executable, tiny.EXAMPLE], cwd=path, check=True, capture_output=True)
     return path
 
@@ -64,20 +64,61 @@ def fit(*arguments: str | Path) -> None:
 @pytest.fixture(scope="module")
 def whole(place: Path) -> Path:
     """The one command, as the document has it."""
-    _, line = DOCUMENTED
-    done = subprocess.run([sys.executable, "-m", *line.split()], cwd=place, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-m", *WHOLE.split()], cwd=place, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (place / "said").write_text(done.stdout)
     return place / "runs" / "chats"
+
+
+def generated(folder: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the document's example prints, of this run's weights."""
+    [block] = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    capsys.readouterr()
+    exec(block.replace("runs/chats", folder), {})
+    return capsys.readouterr().out
 
 
 def test_the_export_is_loaded_by_transformers_and_answers_as_the_data_does(
     whole: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
-    [block] = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
-    exec(block, {})
-    assert capsys.readouterr().out.endswith("<|im_start|>assistant\nGREEN<|im_end|>\n")
+    assert generated("runs/chats", capsys) == "GREEN\n"
+
+
+def test_the_adapters_of_the_document_learn_the_data_too(
+    whole: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    fit(*ADAPTED.removeprefix("anyfit fit ").split())
+    said = capsys.readouterr().out
+    assert "tiny-qwen3 (123 k parameters, 32.8 k trainable" in said  # by the name that was typed, not the class
+    assert lines.read(place / "runs" / "lora" / "logged.jsonl")[-1]["evaluation_loss"] < 0.5
+    (typed,) = re.findall(r"the weights are the adapter alone, for .*/tiny-qwen3; both as one plain model: anyfit (.*)", said)
+    monkeypatch.setattr(sys, "argv", ["anyfit", *typed.split()])
+    cli.app(standalone_mode=False)
+    assert (place / "merged" / "model.safetensors").exists()
+    with pytest.raises(FileNotFoundError, match=re.escape("merge it into its base first: anyfit export --merge")) as refused:
+        fit("runs/lora/weights", "--data", "chats.jsonl")
+    assert str(refused.value).endswith(f" {place / 'runs' / 'lora'} merged")
+    assert generated("runs/lora", capsys) == "GREEN\n"
+    shutil.rmtree(place / "merged")
+    exports = re.findall(r"`(anyfit export [^`]*)`", DOCUMENT)
+    for each in exports:
+        monkeypatch.setattr(sys, "argv", each.split())
+        cli.app(standalone_mode=False)
+    assert len(exports) == 3
+    assert all((place / folder / "model.safetensors").exists() for folder in ("last", "step-70", "merged"))
+
+
+def test_the_plan_of_the_document_is_that_of_the_run(
+    whole: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", [*PLANNED.split(), "--json"])
+    cli.app(standalone_mode=False)
+    asked, trained = anyfit.Plan.from_json(json.loads(capsys.readouterr().out)), anyfit.Plan.load(whole / "plan.json")
+    assert (asked.precision, asked.micro_batch) == (trained.precision, trained.micro_batch)
+    assert asked.forecast.reserved_bytes == pytest.approx(trained.forecast.reserved_bytes, rel=0.1)
 
 
 def work_of(folder: Path) -> Work:
@@ -261,13 +302,33 @@ def test_a_finished_run_that_is_resumed_says_so_and_how_to_train_more(
         ),
     ],
 )
-def test_instructions_and_text_train_too(rows: Any, arguments: Sequence[str], place: Path, tmp_path: Path) -> None:
+def test_instructions_and_text_train_too(
+    rows: Any, arguments: Sequence[str], place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny.write(tmp_path / "data.jsonl", rows)
     fit(place / "tiny-qwen3", "--data", tmp_path / "data.jsonl", "--epochs", "1", "--folder", tmp_path / "run", *arguments)
     losses = [each["loss"] for each in lines.read(tmp_path / "run" / "metrics.jsonl")]
     assert losses
     assert all(math.isfinite(loss) for loss in losses)
     assert (tmp_path / "run" / "weights" / "tokenizer.json").exists()
+    said = capsys.readouterr().out
+    (padding,) = re.findall(
+        r"^note +the plan's tokens/s count padding \((\d+)% of its batch\), those of the run do not$", said, re.M
+    )
+    assert "--no-packing" in arguments or f" rows of 256 tokens, {100 - int(padding)}% full" in said
+    assert "Job(" not in said  # nobody wrote one
+    assert all(re.match("('|\").+('|\")$", line[8:]) for line in said.splitlines() if line.startswith("writes"))  # one line each
+
+
+def test_the_command_that_times_a_run_can_be_typed(
+    whole: Path, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = check_of(replace(work_of(whole).options, lora=4))
+    assert typed == f"anyfit check {place / 'tiny-qwen3'} --batch 4 --seq 64 --dtype fp32 --lora 4 --optimizer adamw"
+    monkeypatch.setattr(sys, "argv", [*typed.split(), "--steps", "3"])
+    monkeypatch.setattr("anyfit.probing.cache.keep_pace", lambda *_: None)
+    cli.app(standalone_mode=False)
+    assert "against forecast" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3next", marks=pytest.mark.full), "lfm2"])
@@ -358,17 +419,27 @@ def test_a_run_may_have_nothing_to_look_at(whole: Path, place: Path, tmp_path: P
     assert (work.evaluation, list(work.shown)) == (None, [])
 
 
+def test_the_data_is_told_by_what_each_file_has(whole: Path, place: Path, tmp_path: Path) -> None:
+    assert decided(tiny.chats(1), tmp_path, place).summary[0].startswith("data           1 example of messages: 1 sample, ")
+    others = tiny.write(tmp_path / "others.jsonl", [{"prompt": "3 red?", "completion": "RED"}])
+    told = decided(tiny.chats(20), tmp_path, place, evaluation=str(others)).summary
+    assert told[0].startswith("data           21 examples of messages, or prompt and completion: 21 samples, ")
+    assert re.fullmatch(r"evaluation     1 example, every \d+ steps; 20 examples to train on", told[1])
+
+
 def test_chats_without_an_answer_are_told_from_answers_that_are_cut_off(whole: Path, place: Path, tmp_path: Path) -> None:
     silent = [{"messages": chat["messages"][:1]} for chat in tiny.chats(3)]
-    assert "note           3 examples are left out: they have no answer to learn" in (
+    assert "note           left out: 3 examples without an answer to learn" in (
         decided([*tiny.chats(40), *silent], tmp_path, place).summary
     )
-    with pytest.raises(ValueError, match=r"data\.jsonl has no answer to learn: no message in it has the role assistant"):
+    with pytest.raises(
+        ValueError, match=r"data\.jsonl has no answer to learn: no message in it has the role assistant, the first chat has user"
+    ):
         decided(silent, tmp_path, place)
     with pytest.raises(ValueError, match=r"they all begin after 8 tokens, the first after \d+; use a larger --seq"):
         decided(tiny.chats(9), tmp_path, place, length=8)
     long = [{"messages": [{"role": "user", "content": "why? " * 20}, *chat["messages"][1:]]} for chat in tiny.chats(2)]
-    assert "note           2 samples are left out: their answers begin after 64 tokens (--seq)" in (
+    assert "note           left out: 2 samples whose answer begins after 64 tokens (--seq)" in (
         decided([*tiny.chats(40), *long], tmp_path, place, length=64).summary
     )
 
@@ -380,6 +451,13 @@ def test_chats_without_an_answer_are_told_from_answers_that_are_cut_off(whole: P
     ("arguments", "says"),
     [
         (["tiny-qwen3"], "tiny-qwen3 is a folder; say what to train it on: --data data.jsonl"),
+        (["tiny-qwen3", "chats.jsonl"], "tiny-qwen3 is a folder; say what to train it on: --data chats.jsonl"),
+        (["tiny-qwen3", "--data", "chat.jsonl"], "chat.jsonl; did you mean 'chats.jsonl'?"),
+        (["tiny-qwen3", "--data", "tiny-qwen3"], "tiny-qwen3 is a folder; data is one file, .jsonl or .parquet"),
+        (
+            ["llama-8b", "--data", "chats.jsonl"],
+            "llama-8b is a size to plan with, and has no weights; fetch a folder that has: hf",
+        ),
         (["missing", "--data", "chats.jsonl"], "no folder missing; a model on the hub is fetched first: hf download missing"),
         (["tiny-qwen", "--data", "chats.jsonl"], "--local-dir FOLDER; did you mean 'tiny-qwen3'?"),
         (["--resume", "old/checkpoints"], "no run to resume in old/checkpoints: it has no run.json; --resume old has"),
@@ -389,10 +467,15 @@ def test_chats_without_an_answer_are_told_from_answers_that_are_cut_off(whole: P
         (["tiny-qwen3", "--data", "chats.jsonl", "--steps", "3"], "a folder is trained for --epochs"),
         (["tiny-qwen3", "more", "--data", "chats.jsonl"], "'more' is no option"),
         (["tiny-qwen3", "--data", "none.jsonl"], "none.jsonl"),
+        (["tiny-qwen3", "--data", "chats.parquet"], "chats.parquet; did you mean 'chats.jsonl'?"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--eval", "half"], "--eval half: give a share such as 5%"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--eval", "200%"], "--eval 200%: there is no more than all of it; give a share"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--eval", "0"], "--eval 0 evaluates nothing: leave it out, or give a share"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--eval", "0 %"], "--eval 0 % evaluates nothing: leave it out"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--eval", "200"], "leaves none of the 200 examples"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--schedule", "cosin"], "--schedule cosin is not known; did you mean 'cosine'?"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--warmup", "slow"], "--warmup slow: give a share"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--warmup", "9999"], "--warmup 9999 is more than the "),
         (["tiny-qwen3", "--data", "chats.jsonl", "--lr", "0"], "--lr 0.0: give a learning rate above 0"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--dtype", "fp8"], "--dtype fp8: bf16 or fp32 today"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--seq", "512"], "--seq 512 is more than the 256 positions of the model"),
@@ -403,8 +486,14 @@ def test_chats_without_an_answer_are_told_from_answers_that_are_cut_off(whole: P
             "--report-to tensorbord is not known; did you mean",
         ),
         (["tiny-qwen3", "--data", "chats.jsonl", "--optimizer", "adamv"], "--optimizer adamv: torch.optim has none of that name"),
-        (["empty", "--data", "chats.jsonl"], "empty"),
+        (["empty", "--data", "chats.jsonl"], "empty is empty; a Hugging Face folder holds config.json, weights as safetensors"),
+        (["old", "--data", "chats.jsonl"], "old has no config.json; a Hugging Face folder holds config.json, weights"),
+        (["adapter", "--data", "chats.jsonl"], "adapter holds an adapter alone, and no config.json; merge it"),
         (["pickled", "--data", "chats.jsonl"], "only safetensors are read"),
+        (
+            ["unknown", "--data", "chats.jsonl"],
+            "unknown holds no configuration that transformers can read: The checkpoint you are",
+        ),
         (["t5", "--data", "chats.jsonl"], "t5 is a T5ForConditionalGeneration, and fine-tuning is for causal language models"),
         (["mamba", "--data", "chats.jsonl", "--packing"], "MambaForCausalLM takes no position_ids"),
         (["wordless", "--data", "chats.jsonl"], "wordless holds no tokenizer: none of tokenizer.json"),
@@ -429,8 +518,10 @@ def refusable(place: Path) -> Callable[[], None]:
         if (place / "empty").exists():
             return
         (place / "script.py").write_text("")
-        for name in ("empty", "pickled", "wordless"):
+        for name in ("empty", "pickled", "wordless", "adapter", "unknown"):
             (place / name).mkdir()
+        (place / "adapter" / "adapter_config.json").write_text("{}")
+        (place / "unknown" / "config.json").write_text('{"model_type": "newest"}')
         (place / "runs" / "chats").mkdir(parents=True, exist_ok=True)
         (place / "old" / "checkpoints").mkdir(parents=True)
         (place / "old" / "run.json").write_text("{}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,20 @@ def test_a_batch_that_does_not_fit_is_cut_and_trains_the_same(kinds: tuple[type,
     assert found.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)  # placed once more
     assert all(map(torch.equal, weights, weights_of(found)))
     assert {type(each) for each in found.model.parameters()} == {nn.Parameter}
+
+
+def half_unlabelled(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    batch = padded(rows)
+    batch["labels"] = torch.where(torch.arange(len(rows))[:, None] < len(rows) // 2, -100, batch["labels"])
+    return batch
+
+
+def test_a_piece_of_a_batch_may_have_no_label(tmp_path: Path) -> None:
+    small = anyfit.probe().with_limits(device_memory=TIGHT)
+    own = {"data_collator": half_unlabelled}
+    found = trained(MeanOfLabelsPlanned, tmp_path, options={"machine": small, **own}, **SHORT)
+    assert found.plan.micro_batch <= 2  # of batches of four
+    assert_close(logged(found), logged(trained(MeanOfLabels, tmp_path, options=own, **SHORT)))
 
 
 class Compared(Trainer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ pytest.importorskip("lightning_fabric")
 from lightning_fabric import Fabric
 
 from anyfit.integrations.lightning import AnyfitStrategy
+from anyfit.planning import search
+from anyfit.values.mesh import AXES
 from tests.integrations.fabric_loop import CLIP, ROWS, strategy_of, trained
 from tests.models import byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, assert_close
+from tests.planning.profiles import small_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Fabric's own
 
@@ -159,6 +163,14 @@ def test_what_a_run_does_not_do_is_refused() -> None:
     with pytest.raises(ValueError, match="no closure"):
         optimizer.step(lambda: loss)
     strategy.run.close()
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_plan_whose_ranks_see_the_same_samples_is_refused(axis: str) -> None:
+    plan = search(small_profile())
+    plan = replace(plan, mesh=dict.fromkeys(AXES, 1) | {axis: 2}, stages=plan.stages * (2 if axis == "pipeline" else 1))
+    with pytest.raises(ValueError, match=rf"a {axis} axis of 2, whose ranks see the same samples; .* --mesh {axis}=1"):
+        AnyfitStrategy(loss=next_byte_loss, sample=byte_batches(1, ROWS)[0], batch_size=ROWS, plan=plan)
 
 
 def test_another_precision_of_fabric_is_refused() -> None:

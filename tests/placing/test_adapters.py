@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import anyfit
-from anyfit.values.plan import NoPlan
+from anyfit.values.no_plan import NoPlan
 from tests.oracle import assert_bit_equal, train_plainly
 
 peft: Any = pytest.importorskip("peft")

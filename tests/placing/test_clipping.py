@@ -16,10 +16,10 @@ from anyfit.placing.updates.route import RECENT_STEPS, Pace
 from anyfit.values.plan import Clipping, Placement
 from tests.models import byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
-from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, placed_of, random_delays, started
+from tests.plans import ALL_ON_DISK, AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, placed_of, random_delays, started
 
 ROWS = 4
-ROUTES = {"host": ON_HOST, "away": AWAY, "streamed": STREAMED, "away and streamed": AWAY_STREAMED}
+ROUTES = {"host": ON_HOST, "away": AWAY, "streamed": STREAMED, "away and streamed": AWAY_STREAMED, **ALL_ON_DISK}
 
 
 def job_for(clip_norm: float, **options: Any) -> anyfit.Job:
@@ -58,14 +58,15 @@ def test_steps_that_clip_now_and_then_are_plain_pytorchs(route: str, optimizer: 
     own = {"optimizer": lambda model: optimizer(model.parameters(), lr=1e-3)}
     limit = sorted(norms_of(job_for(1e9, **own), batches))[len(batches) * 3 // 4]  # later norms are smaller than without
     job = job_for(limit, **own)
-    for seed in range(2):
-        plan = hand_written(job, replace(ROUTES[route], speculates=True), chunk_bytes=8192, slots=8)
+    for seed, accumulation in ((0, 1), (1, 2)):
+        kept = {"chunk_bytes": 8192, "slots": 8, "accumulation": accumulation}
+        plan = hand_written(job, replace(ROUTES[route], speculates=True), **kept)
         with started(job, plan, random_delays(seed)) as run:
             placed_of(run).updates.pace._most_clipped = 1.0  # it speculates on, however many clip
             for batch in batches:
                 run.step(batch)
             assert 0 < run.metrics.clipped_share < 1
-            assert_bit_equal(run.state_dict(), train_plainly(job, batches)[1])
+            assert_bit_equal(run.state_dict(), train_plainly(job, batches, accumulation)[1])
 
 
 @pytest.mark.parametrize("route", ["host", "streamed"])

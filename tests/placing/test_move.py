@@ -19,7 +19,7 @@ from anyfit.placing import place
 from anyfit.placing.tiers import HostSlabs
 from anyfit.running.run import Run
 from anyfit.values.plan import Plan
-from tests.models import Normalised, Tangled, byte_batches, next_byte_loss, tiny_gpt
+from tests.models import Normalised, Scaled, Tangled, byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
 from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, RESIDENT, STREAMED, hand_written, placed_of, random_delays, started
 
@@ -91,6 +91,17 @@ def test_training_goes_on_as_if_nothing_had_been_moved(
         assert objects == (run.model, run.optimizer, [id(parameter) for parameter in run.model.parameters()])
         weights = run.state_dict()
     assert_bit_equal(weights, train_plainly(job, batches, accumulation)[1])
+
+
+def test_moments_of_a_parameter_that_is_one_number_are_moved() -> None:
+    job, batches = job_for(Scaled, precision="fp32"), byte_batches(5, ROWS)
+    with started(job, hand_written(job, AWAY, slots=16)) as run:
+        for index, batch in enumerate(batches):
+            if index == 2:
+                moved(run, hand_written(job, ON_HOST, slots=16))
+            run.step(batch)
+        weights = run.state_dict()
+    assert_bit_equal(weights, train_plainly(job, batches, 1)[1])
 
 
 @given(data=st.data(), second=st.sampled_from([AWAY, ON_HOST, STREAMED]))

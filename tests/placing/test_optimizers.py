@@ -17,7 +17,7 @@ import anyfit
 from anyfit.values.coupling import coupled
 from anyfit.values.plan import Placement
 from tests.oracle import PlainBf16, PlainFp32, assert_bit_equal
-from tests.plans import AWAY, ON_HOST, RESIDENT, STREAMED, chunk_count, hand_written, started
+from tests.plans import AWAY, AWAY_ON_DISK, AWAY_STREAMED, ON_HOST, RESIDENT, STREAMED, chunk_count, hand_written, started
 
 Act = Callable[[nn.Module, Optimizer, int], None]
 PLACEMENTS = {"resident": RESIDENT, "streamed": STREAMED, "on host": ON_HOST, "away": AWAY}
@@ -268,4 +268,28 @@ def test_a_tensor_learning_rate_follows_its_scheduler_everywhere() -> None:
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
     )
     for placement in PLACEMENTS.values():
+        compare(job, placement)
+
+
+class Named(Optimizer):
+    """Momentum and a mean, under names that the engine may want for itself."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["low"] = parameter.grad / 2 + state.get("low", torch.zeros_like(parameter)) / 2
+                    state["weights"] = parameter / 4 + state.get("weights", parameter.clone()) * 3 / 4
+                    parameter += (state["weights"] - parameter) / 8 - group["lr"] * state["low"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_may_have_the_names_of_what_the_engine_has_beside_it(precision: Any) -> None:
+    job = job_for(lambda model: Named(model.parameters()), precision=precision)
+    for placement in (*PLACEMENTS.values(), AWAY_STREAMED, AWAY_ON_DISK):
         compare(job, placement)

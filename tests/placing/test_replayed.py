@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import anyfit
 from anyfit.placing import local_gradients, replayed
@@ -83,6 +84,47 @@ def test_replayed_blocks_train_as_plain_ones_to_the_bit(placement: Placement, ch
     assert replays.count("blocks.1") >= (STEPS - 2) * accumulation  # the first two are watched op by op, for their memory
     expected, plain = train_plainly(job, batches, accumulation=accumulation)
     assert losses == pytest.approx(expected, rel=1e-7)  # a mean of means is rounded otherwise
+    assert_bit_equal(weights, plain)
+
+
+class Doubled(torch.autograd.Function):
+    """Runs a block by a graph of its own, and doubles the gradients of its weights."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.x, ctx.weights = x.detach().requires_grad_(), weights
+            ctx.out = block(ctx.x)
+        return ctx.out.detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        first, *others = torch.autograd.grad(ctx.out, (ctx.x, *ctx.weights), slope)
+        return None, first, *(2 * each for each in others)
+
+
+def in_a_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def in_a_function(block: nn.Module, x: Tensor) -> Tensor:
+    return Doubled.apply(block, x, *block.parameters())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("called", [in_a_checkpoint, in_a_function])
+@pytest.mark.parametrize("placement", [RESIDENT, ON_HOST], ids=lambda each: each.route)
+def test_a_backward_inside_of_the_steps_gives_its_gradients_to_who_began_it(placement: Placement, called: Any) -> None:
+    class Nested(Stack):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = called(block, x)
+            return self.head(x)  # type: ignore[no-any-return]
+
+    job, batches = job_for(Nested), byte_batches(STEPS, ROWS)
+    losses, weights, _ = trained(job, plan_for(job, placement, choice="keep"), batches)
+    expected, plain = train_plainly(job, batches)
+    assert losses == expected
     assert_bit_equal(weights, plain)
 
 

@@ -20,9 +20,10 @@ from anyfit.placing import activations
 from anyfit.placing.lanes import STREAMED_DEPTH
 from anyfit.placing.slots import Saved
 from anyfit.values.plan import Placement
+from tests.machines import small_machine
 from tests.models import Experts, Tangled, byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
-from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, placed_of, random_delays, started
+from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, RESIDENT, STREAMED, hand_written, placed_of, random_delays, started
 
 ROWS = 4
 ALL = [STREAMED, ON_HOST, AWAY, AWAY_STREAMED]
@@ -109,6 +110,39 @@ def test_gradients_that_have_left_are_refused_with_a_reason(placement: Placement
         run.update()
         assert weight.grad is None
         run.model.zero_grad()
+
+
+class Converting(nn.Module):
+    """As mixtures of experts do with their router, whatever its weights are."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.words = nn.Embedding(256, 16)
+        self.inner = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.inner = self.inner.to(self.dtype)
+        logits: Tensor = self.head(self.inner(self.words(tokens)).relu())
+        return logits
+
+
+@pytest.mark.parametrize("placement", [*ALL, RESIDENT])
+def test_a_forward_may_convert_its_modules_to_what_they_are(placement: Placement) -> None:
+    job = job_for(Converting, micro_batch=1)
+    batches = byte_batches(4, ROWS)
+    with started(job, hand_written(job, placement, slots=8, accumulation=ROWS), random_delays(5)) as run:
+        for batch in batches:
+            run.step(batch)
+        assert_bit_equal(run.state_dict(), train_plainly(job, batches, ROWS)[1])
+    assert anyfit.plan(job, small_machine()).micro_batches == [1] * ROWS
+
+
+def test_a_forward_that_converts_its_modules_to_something_else_is_refused_with_its_own_line() -> None:
+    job = job_for(lambda: Converting(torch.float64))
+    with pytest.raises(ValueError, match=r"`self.inner = self.inner.to\(self.dtype\)` converts weights while"):
+        anyfit.plan(job, small_machine())
 
 
 def test_weights_may_be_read_and_copied_at_any_time() -> None:
@@ -245,15 +279,19 @@ class Shared(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("placement", [*ALL, replace(AWAY, speculates=True)])
+@pytest.mark.parametrize("placement", [*ALL, *(replace(each, speculates=True) for each in (AWAY, STREAMED))])
 @pytest.mark.parametrize("chunk_bytes", [1, 2**20])
-def test_a_gradient_that_comes_twice_in_one_backward_counts_twice(placement: Placement, chunk_bytes: int) -> None:
-    job = job_for(Shared, clip_norm=0.1)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_gradient_that_comes_twice_in_one_backward_counts_twice(
+    placement: Placement, chunk_bytes: int, accumulation: int
+) -> None:
+    job = job_for(Shared, clip_norm=None if placement.speculates else 0.1)
     batches = byte_batches(6, ROWS)
-    with started(job, hand_written(job, placement, chunk_bytes=chunk_bytes, slots=8), random_delays(5)) as run:
+    plan = hand_written(job, placement, chunk_bytes=chunk_bytes, slots=8, accumulation=accumulation)
+    with started(job, plan, random_delays(5)) as run:
         losses = [float(run.step(batch)) for batch in batches]
         weights = run.state_dict()
-    plain_losses, plain_weights = train_plainly(job, batches)
+    plain_losses, plain_weights = train_plainly(job, batches, accumulation)
     assert losses == pytest.approx(plain_losses, rel=1e-6)
     assert_bit_equal(weights, plain_weights)
 

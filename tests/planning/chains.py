@@ -16,6 +16,7 @@ from anyfit.values.profile import (
     BlockCost,
     ChoiceCost,
     ChunkCost,
+    DiskRates,
     HostRates,
     LaunchCosts,
     LoadedRates,
@@ -37,7 +38,7 @@ def random_profile(random: Random, blocks: int) -> Profile:
     that now the computation is long and now the copies are, now activations weigh most and now the state."""
     is_gpu, accumulation = random.random() < 0.7, random.choice([1, 1, 1, 2, 3])
     each = _launched(_pass(random, blocks)) if is_gpu else _pass(random, blocks)
-    chunks = _chunks(random, blocks, 5 if is_gpu and accumulation == 1 else 8)
+    chunks = _chunks(random, blocks, 5 if is_gpu else 8)
     elements = sum(chunk.elements for chunk in chunks)
     weight = 2 * elements / each.seconds  # bytes a second at which weights cross while the pass computes
     kept = sum(block.kept_bytes for block in each.blocks)
@@ -182,6 +183,20 @@ def _limited(random: Random, profile: Profile) -> Profile:
     )
 
 
+def with_disk(random: Random, profile: Profile) -> Profile:
+    """The same beside a disk, with less of the host; now reads and writes take turns, and now they hardly share."""
+    state = max(sum(chunk.optimizer_bytes for chunk in profile.chunks), 1)
+    rate = state / profile.passes[0].seconds * _scale(random, 0.05, 5)
+    read, write = rate, rate * random.uniform(0.3, 1.0)
+    turns = 2 / (1 / read + 1 / write)
+    disk = DiskRates(read, write, random.uniform(turns, read + write), 0.1, 2**50, 10**15, "made up")
+    host = int(profile.host_limit_bytes * random.uniform(0.2, 1.0)) if profile.host_limit_bytes else 0
+    if profile.host is not None and profile.host.overlaps:
+        host = max(host, 3 * GIB) if random.random() < 0.5 else host
+    allowed = int(random.choice([0.5, 2.0, 4.0]) * state) + 1
+    return replace(profile, disk=disk, disk_limit_bytes=allowed, host_limit_bytes=host)
+
+
 def narrowed(random: Random, profile: Profile, most: int) -> Profile:
     """With fewer choices for some blocks and with some chunks frozen, any of them, until there are at most so many plans."""
     each, chunks = profile.passes[0], profile.chunks
@@ -202,5 +217,6 @@ def narrowed(random: Random, profile: Profile, most: int) -> Profile:
 def _count(profile: Profile, blocks: list[BlockCost], chunks: tuple[ChunkCost, ...]) -> int:
     assert profile.host is not None
     ways = 1 + (4 if profile.host.overlaps else 2) * (2 if profile.batch_size == MICRO_BATCH else 1)
+    ways += 2 * (profile.disk_limit_bytes > 0)
     trained = sum(chunk.trainable for chunk in chunks)
     return math.prod(max(len(block.choices), 1) for block in blocks) * ways**trained * 2 ** (len(chunks) - trained)

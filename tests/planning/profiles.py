@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from anyfit.planning.candidate import Candidate
 from anyfit.values.calibration import Calibration
 from anyfit.values.plan import Placement
-from anyfit.values.profile import BlockCost, ChoiceCost, ChunkCost, Pass, Profile, Segment, StateBytes, UpdateCost
+from anyfit.values.profile import BlockCost, ChoiceCost, ChunkCost, DiskRates, Pass, Profile, Segment, StateBytes, UpdateCost
 
 MIB, GIB = 2**20, 2**30
 
@@ -120,7 +120,10 @@ PLACEMENTS = [
     Placement(gradients="host", optimizer="host", update="host"),
     Placement(weights="host", gradients="host", optimizer="host", update="host"),
     Placement(weights="host", optimizer="host"),
+    Placement(gradients="host", optimizer="disk", update="host"),
+    Placement(weights="host", gradients="host", optimizer="disk", update="host"),
 ]
+DISK = DiskRates(1e9, 0.8e9, 1e9, 0.1, 2**50, 10**15, "made up")
 
 
 @st.composite

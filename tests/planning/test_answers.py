@@ -21,7 +21,8 @@ from anyfit.planning.local_search import WORTH
 from anyfit.planning.reasons import settled
 from anyfit.planning.simulation import simulate
 from anyfit.planning.space import WORTH_LEAVING, Space
-from anyfit.values.answers import beside, ranked
+from anyfit.values.answers import Refused, beside, ranked
+from anyfit.values.prices import Price
 from anyfit.values.profile import ChoiceCost, ChunkCost, HostRates, Layout, Pass, Profile, Segment, StateBytes, UpdateCost
 from anyfit.values.units import parse_bytes, show_bytes, show_seconds
 
@@ -179,7 +180,7 @@ def otherwise(space: Space, plan: Plan, choice: str) -> tuple[int, dict[str, Any
     }
     if choice in named:
         return (size, *named[choice])
-    whole = re.fullmatch(r"(\d+) in one pass|(\d+), (\d+) passes a step", choice)
+    whole = re.fullmatch(r"(\d+) in one pass|(\d+) in each of (\d+) passes", choice)
     assert whole is not None, f"no test knows {choice!r}"
     size = int(whole[1] or whole[2])
     return size, {}, lambda found: found.micro_batch == size
@@ -481,15 +482,17 @@ def test_plans_side_by_side_show_what_differs_and_by_how_much() -> None:
 
 
 def test_machines_are_ranked_by_time_then_by_what_they_lack() -> None:
-    outcomes: dict[str, Plan | NoPlan] = {
+    outcomes: dict[str, Plan | NoPlan | Refused] = {
+        "never": Refused("it does not compute in bfloat16"),
         "tiny": shortfall(chain(GIB // 8)),
         "slow": search(chain(3 * GIB // 2)),
         "small": shortfall(chain(GIB // 4)),
         "fast": search(chain(16 * GIB)),
     }
-    found = ranked(outcomes, 10**9, {"slow": 0.5})
-    assert [each.machine for each in found] == ["fast", "slow", "small", "tiny"]
-    assert [each.cost is None for each in found] == [True, False, True, True]
+    found = ranked(outcomes, dict.fromkeys(outcomes, 2), 10**9, {"slow": Price(0.5, "a list", "2026-11-01")})
+    assert [each.machine for each in found] == ["fast", "slow", "small", "tiny", "never"]
+    assert [each.cost is None for each in found] == [True, False, True, True, True]
+    assert {each.devices for each in found} == {2}
     slow = found[1]
     assert isinstance(slow.outcome, Plan)
     assert slow.seconds == pytest.approx(10**9 / slow.outcome.forecast.tokens_per_second)

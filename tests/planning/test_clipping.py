@@ -30,9 +30,9 @@ SEEN = {share: replace(NOTHING_SEEN, steps=MANY, clipped=round(share * MANY), da
 
 
 def speculating(candidate: Candidate) -> Candidate:
-    """All that may, in one pass."""
+    """All that may."""
     placements = tuple(replace(each, speculates=each.optimizer == "host") for each in candidate.placements)
-    return replace(candidate, accumulation=1, placements=placements)
+    return replace(candidate, placements=placements)
 
 
 # ---------------------------------------------------------------------- the simulator
@@ -41,7 +41,7 @@ def speculating(candidate: Candidate) -> Candidate:
 @given(candidates())
 def test_where_nothing_begins_before_the_norm_a_clipped_step_is_like_any_other(candidate: Candidate) -> None:
     waits = waiting(candidate)
-    assert not any(each.speculates for each in waits.placements) or waits.adds_up
+    assert not any(each.speculates for each in waits.placements)
     step = simulate(waits, EASY).step_seconds
     assert redone_seconds(waits, EASY, step) == pytest.approx(step)
     assert waiting(waits) is waits

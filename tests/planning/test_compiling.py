@@ -9,7 +9,7 @@ import pytest
 from anyfit.planning import search
 from anyfit.planning.compiling import compiled, worth_compiling
 from anyfit.values.compiled import BlockFigures, BlockTime, CompiledFigures, PhaseTime
-from anyfit.values.plan import NoPlan
+from anyfit.values.no_plan import NoPlan
 from anyfit.values.profile import Profile
 from tests.planning.profiles import MIB, block, one_pass, small_profile
 

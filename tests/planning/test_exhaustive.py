@@ -3,8 +3,8 @@
 The plans of a chain are all combinations of a choice for every block (keep, selective, recompute, offload; as many as its profile
 has) and a placement for every chunk: of one that is trained resident, or updated on the host or streamed, each with its weights
 on the device or away, each waiting for the norm or not; of a frozen one on the device or away. That is all that a plan for one
-micro-batch size can say but for the slots, which the placements decide. On a CPU no update is streamed and no activations are
-offloaded, and of several micro-batches none speculates.
+micro-batch size can say but for the slots, which the placements decide. On a CPU no update is streamed, none speculates and no
+activations are offloaded. Where a disk is allowed (test_disk.py), the state of any chunk that is trained may lie there besides.
 
 Small chains are gone through plan by plan. For the others that would be up to 4^6 * 9^6 plans, so they are gone through as a
 tree, first which blocks are offloaded, then chunk by chunk and block by block, and a branch is left out only where no plan in it
@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from anyfit.planning.bound import least_seconds
 from anyfit.planning.candidate import Candidate
 from anyfit.planning.footprint import footprint_of
-from anyfit.planning.knobs import FROZEN_AWAY, PLACED, RESIDENT, Knobs
+from anyfit.planning.knobs import FROZEN_AWAY, ON_DISK, PLACED, RESIDENT, Knobs
 from anyfit.planning.polish import undecided
 from anyfit.planning.simulation import simulate
 from anyfit.planning.space import Space
@@ -67,10 +67,10 @@ class Plans:
             *(
                 placement
                 for placement in PLACED.values()
-                if (self.space.is_gpu or placement.update == "host")
-                and (self._first.accumulation == 1 or not placement.speculates)
+                if self.space.is_gpu or (placement.update == "host" and not placement.speculates)
             ),
         ]
+        trained += ON_DISK.values() if self.space.evaluation.may_use_disk else ()
         self.placements = [trained if chunk.is_updated else [RESIDENT, FROZEN_AWAY] for chunk in profile.chunks]
 
     def candidate(self, placements: tuple[Placement, ...], activations: tuple[Activations, ...]) -> Candidate:

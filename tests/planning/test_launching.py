@@ -18,7 +18,7 @@ from anyfit.planning.simulation.launching import QUEUE, Launching
 from anyfit.values.calibration import Calibration
 from anyfit.values.plan import Placement
 from anyfit.values.profile import ChoiceCost, ChunkCost, HostRates, LaunchCosts, Segment, Timing
-from tests.planning.profiles import block, candidates, one_pass
+from tests.planning.profiles import DISK, block, candidates, one_pass
 
 CALIBRATION = Calibration.of("cuda")
 COSTS = LaunchCosts(
@@ -31,7 +31,11 @@ COSTS = LaunchCosts(
     bind_seconds=1e-5,
 )
 GPU = Rates(
-    HostRates(1e9, 1e9, 1e9, overlaps=True, launching=COSTS), norm_seconds=1e-12, update_seconds=1e-11, calibration=CALIBRATION
+    HostRates(1e9, 1e9, 1e9, overlaps=True, launching=COSTS),
+    norm_seconds=1e-12,
+    update_seconds=1e-11,
+    disk=DISK,
+    calibration=CALIBRATION,
 )
 CPU = replace(GPU, host=replace(GPU.host, overlaps=False))
 NEARLY = 1 + 1e-9

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from anyfit.planning.layouts import Ask, NoLayout, by_price, chained, kept, solve
+from anyfit.planning.layouts import Ask, NoLayout, by_price, chained, solve
 from anyfit.values.block_layouts import BlockProblem, Carried, LayoutRates, Moved, Step, Way
 from anyfit.values.cuts import SUM, WHOLE, Cut, Held
 from anyfit.values.profile import Exchange
@@ -134,23 +134,6 @@ def test_the_moves_are_those_that_the_ways_need(problem: BlockProblem) -> None:
     paid = sum(needed[each] for each in made)
     ways = sum(step.ways[way].seconds for step, way in zip(problem.steps, found.ways, strict=True))
     assert ways + paid == pytest.approx(found.seconds, rel=1e-3, abs=1e-6)
-
-
-@given(problems())
-def test_a_layout_is_kept_where_another_problem_allows_its_ways(problem: BlockProblem) -> None:
-    assume(any(True for _ in all_layouts(problem)))
-    layout = solve(problem)
-    twice = replace(problem, tensors=tuple(replace(each, bytes=2 * each.bytes) for each in problem.tensors))
-    again = kept(layout, problem, twice)
-    assert again is not None
-    for step, mine, theirs in zip(problem.steps, again.ways, layout.ways, strict=True):
-        assert step.ways[mine][:2] == step.ways[theirs][:2]
-    assert {each[:3] for each in again.moves} == {each[:3] for each in layout.moves}
-    assert again.seconds >= layout.seconds - 1e-9
-    way = problem.steps[1].ways[layout.ways[1]]
-    without = tuple(each for each in problem.steps[1].ways if each[:2] != way[:2])
-    less = replace(problem, steps=(problem.steps[0], replace(problem.steps[1], ways=without), *problem.steps[2:]))
-    assert kept(layout, problem, less) is None
 
 
 def chain_of(*seconds: Mapping[Held, float]) -> list[BlockProblem]:

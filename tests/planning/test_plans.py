@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anyfit import NoPlan
-from benchmarks.plans import GPUS, PAGE, RIGHT, decisions_of, plan_of
+from benchmarks.plans import GPUS, KINDS, MANY, PAGE, RIGHT, decisions_of, experts_table, kinds_row, plan_of
 from tests.conftest import FULL
 
 SOME = [("llama-8b", 8)]
@@ -22,5 +22,19 @@ def test_a_plan_of_the_page_is_made_so_today(model: str, gpus: int) -> None:
         return
     assert found.fits
     assert found.ranks == gpus
+    _, opened, folded = section.partition("<details ")
+    assert opened  # what is long is out of sight
     for line in decisions_of(found):
-        assert line in section
+        assert line in folded
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gpus", MANY)
+@pytest.mark.parametrize("model", RIGHT)
+def test_a_row_of_another_kind_of_machine_is_planned_so_today(model: str, gpus: int, kind: str) -> None:
+    assert kinds_row(model, gpus, kind) in PAGE.read_text()
+
+
+def test_the_page_has_what_experts_did_as_the_page_on_accuracy_has_it() -> None:
+    assert experts_table() in PAGE.read_text()

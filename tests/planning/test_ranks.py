@@ -27,11 +27,13 @@ from anyfit.values.plan import Placement
 from anyfit.values.profile import Division, Exchange, HostRates, Profile
 from anyfit.values.units import parse_bytes, show_bytes, show_seconds
 
-from .profiles import GIB, MIB, candidates
+from .profiles import DISK, GIB, MIB, candidates
 from .test_answers import BLOCKS, chain, check_sentences, with_moves
 
 CALIBRATION = Calibration.of("cuda")
-EASY = Rates(HostRates(1e9, 1e9, 1e9, overlaps=True), norm_seconds=1e-12, update_seconds=1e-11, calibration=CALIBRATION)
+EASY = Rates(
+    HostRates(1e9, 1e9, 1e9, overlaps=True), norm_seconds=1e-12, update_seconds=1e-11, disk=DISK, calibration=CALIBRATION
+)
 NONE = Exchange(0.0, 0.0)
 
 

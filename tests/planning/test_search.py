@@ -126,7 +126,7 @@ def test_every_other_micro_batch_is_kept_as_an_alternative_with_its_true_price(p
 def choice_of(profile: Profile, each: Pass) -> str:
     if each.micro_batch == profile.batch_size:
         return f"{profile.batch_size} in one pass"
-    return f"{each.micro_batch}, {-(-profile.batch_size // each.micro_batch)} passes a step"
+    return f"{each.micro_batch} in each of {-(-profile.batch_size // each.micro_batch)} passes"
 
 
 @given(profiles())

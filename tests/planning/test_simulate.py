@@ -26,7 +26,7 @@ from anyfit.values.plan import Placement
 from anyfit.values.profile import HostRates, LoadedRates, Profile
 from anyfit.values.units import show_seconds
 from benchmarks import mixed, peers, record
-from tests.planning.profiles import candidates
+from tests.planning.profiles import DISK, candidates
 
 RECORDED = {f"{each.name} {row['job']}": (each, row) for each in record.recordings("mixed") for row in each.rows}
 ROWS = {name: row for name, (_, row) in RECORDED.items()}
@@ -38,7 +38,9 @@ H200 = Rates(
     update_seconds=30 / 4e12,
     calibration=CALIBRATION,
 )
-EASY = Rates(HostRates(1e9, 1e9, 1e9, overlaps=True), norm_seconds=1e-12, update_seconds=1e-11, calibration=CALIBRATION)
+EASY = Rates(
+    HostRates(1e9, 1e9, 1e9, overlaps=True), norm_seconds=1e-12, update_seconds=1e-11, disk=DISK, calibration=CALIBRATION
+)
 
 
 @cache
@@ -114,10 +116,10 @@ def loads(candidate: Candidate) -> Iterator[float]:
     """Seconds that each of host, up and down is busy in a step, at least."""
     pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
     updated = [(chunk, placement) for chunk, placement in pairs if chunk.is_updated and chunk.gradient_bytes]
-    yield sum(chunk.elements for chunk, placement in updated if placement.route == "host") / 1e9
+    yield sum(chunk.elements for chunk, placement in updated if placement.update == "host") / 1e9
     streamed = sum(chunk.optimizer_bytes for chunk, placement in updated if placement.route == "streamed")
     fresh = sum(
-        chunk.weights_bytes for chunk, placement in updated if placement.route == "host" and placement.weights == "device"
+        chunk.weights_bytes for chunk, placement in updated if placement.update == "host" and placement.weights == "device"
     )
     yield (streamed + fresh) / 1e9
     sent = candidate.accumulation * sum(chunk.gradient_bytes for chunk, placement in pairs if placement.gradients == "host")
@@ -132,7 +134,11 @@ def test_no_step_is_shorter_than_what_any_lane_has_to_do(candidate: Candidate) -
 @given(candidates(), st.floats(1.0, 10.0))
 def test_where_host_and_device_share_cores_all_adds_up(candidate: Candidate, slowness: float) -> None:
     shared = Rates(
-        HostRates(1e9 / slowness, 1e9, 1e9, overlaps=False), norm_seconds=1e-12, update_seconds=1e-11, calibration=CALIBRATION
+        HostRates(1e9 / slowness, 1e9, 1e9, overlaps=False),
+        norm_seconds=1e-12,
+        update_seconds=1e-11,
+        disk=DISK,
+        calibration=CALIBRATION,
     )
     simulated = simulate(candidate, shared)
     alone = simulated.compute_seconds + simulated.recompute_seconds + simulated.update_seconds

@@ -188,6 +188,7 @@ def test_a_write_that_fails_half_way_leaves_the_previous_checkpoint_whole(saved:
 SMALL_DISK = """
 import subprocess, sys
 from pathlib import Path
+from anyfit.running.files import Aside
 from tests.running.test_checkpoint import job_for, start
 from tests.models import byte_batches
 disk = Path(sys.argv[1])
@@ -195,11 +196,12 @@ with start(job_for()) as run:
     run.step(byte_batches(1, 4)[0])
     run.save(disk / "1")
     (disk / "other").write_bytes(bytes(4 * 2**20 - 2 * sum(file.stat().st_size for file in (disk / "1").iterdir()) + 100_000))
-    for name in ("2", "1"):
+    for name in ("2", "2", "1"):
         try:
             run.save(disk / name)
         except OSError as error:
             print(error)
+        Aside.refuse_without_room = lambda *_given: None  # as where somebody else fills the disk meanwhile
     run.step(byte_batches(1, 4)[0])
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     try:
@@ -227,7 +229,9 @@ def test_a_full_disk_and_a_read_only_one_are_said_and_what_was_there_stays_whole
     mount = f'mount -t tmpfs -o size=4m tmpfs {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
     done = subprocess.run([*IN_NAMESPACE, mount, SMALL_DISK], cwd=root, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    full, over_another, read_only, end = done.stdout.splitlines()
+    too_large, full, over_another, read_only, end = done.stdout.splitlines()
+    assert too_large.startswith(f"could not write a checkpoint to {tmp_path / '2'}: it takes ")
+    assert too_large.endswith(" left; save to another disk, or remove older checkpoints")
     assert full.startswith(f"could not write a checkpoint to {tmp_path / '2'}: [Errno 28] No space left on device")
     assert over_another.endswith(f"No space left on device; the checkpoint that was there is untouched in {tmp_path / '1'}")
     assert f"could not write a checkpoint to {tmp_path / '3'}: [Errno 30] Read-only file system" in read_only

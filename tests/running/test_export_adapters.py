@@ -48,7 +48,8 @@ def trained(base: Path, checkpoint: Path, adapter: Any, **options: Any) -> Any:
 
 def adapter_in(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     config = json.loads((folder / "adapter_config.json").read_text())
-    return load_file(folder / "adapter_model.safetensors"), config | {"target_modules": sorted(config["target_modules"] or ())}
+    in_any_order = {name: sorted(config[name] or ()) for name in ("target_modules", "target_parameters")}  # PEFT has sets
+    return load_file(folder / "adapter_model.safetensors"), config | in_any_order
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

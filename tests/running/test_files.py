@@ -20,9 +20,9 @@ from anyfit.kernels.bytes import crc32
 from anyfit.kernels.pages import in_huge_pages
 from anyfit.placing.stretches import Fetcher, Stretch
 from anyfit.running import files
-from anyfit.running.boxes import whole
+from anyfit.running.boxes import strips_of, whole
 from anyfit.running.files import BlockFile, Content, Entry, FileRecord, Image, Whole, padded
-from anyfit.running.saving import Part
+from anyfit.running.saved import Part
 from anyfit.values.tensor_files import header_bytes
 from tests.conftest import FULL
 
@@ -125,7 +125,8 @@ def test_halves_that_cross_blocks_are_put_together(tmp_path: Path) -> None:
     low = bits.to(torch.int16)
     high = (bits - low >> 16).to(torch.int16).view(torch.bfloat16)
     entry = Entry("t", torch.float32, whole(exact.shape), True, 0)
-    content = Content([(entry, Part(Stretch("t", tuple(exact.shape), 0, high, low), 0))])
+    (strip,) = strips_of(tuple(exact.shape), 0, exact.numel())
+    content = Content([(entry, Part(Stretch("t", tuple(exact.shape), 0, high, low), strip))])
     write(tmp_path / "file", content)
     assert (tmp_path / "file").read_bytes().endswith(exact.numpy().tobytes())
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anyfit
+from anyfit.fitting import Report
 from anyfit.placing import compiled
 from anyfit.probing import cache
 from anyfit.running import improving, rehearsal
+from anyfit.running.launch import Launch, launched
 from anyfit.running.run import Run
+from anyfit.showing.progress import Lines
 from anyfit.values.compiled import BlockFigures, BlockTime, PhaseTime
 from anyfit.values.plan import Placement
 from tests import stacks
@@ -123,6 +128,31 @@ def test_a_run_goes_on_as_it_is_where_compiled_code_is_not_faster(
     assert len(names) == len(BLOCKS)  # once
     assert "no block is compiled" in capsys.readouterr().err
     assert losses == train_plainly(byte_job(ROWS), batches)[0]  # to the bit: trying leaves no trace
+
+
+def test_what_closes_a_run_knows_the_largest_of_its_plans(machine: anyfit.Machine, found_faster: Any) -> None:
+    found_faster(100.0)
+    with anyfit.start(byte_job(ROWS), machine=machine) as run, Lines(Console(quiet=True), 100) as watcher:
+        report, eager = Report(run, watcher, None, None, "anyfit check"), run.plan
+        for batch in byte_batches(6, ROWS):
+            run.step(batch)
+            report.step(run, [])
+        assert run.plan.compiled == BLOCKS
+        assert report.largest == max(eager, run.plan, key=lambda plan: plan.forecast.peak_bytes["device"])
+
+
+def test_under_the_command_line_it_is_its_option_that_leaves_compiling_out(
+    machine: anyfit.Machine, found_faster: Any, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    names, job, batches = found_faster(0.5), byte_job(ROWS), byte_batches(4, ROWS)
+    with launched(Launch(tmp_path / "eager", say=said.append, compiles=False)), anyfit.start(job, machine=machine) as run:
+        losses_of(run, batches)
+    assert (names, said) == ([], [])
+    with launched(Launch(tmp_path / "tried", say=said.append)), anyfit.start(job, machine=machine) as run:
+        losses_of(run, batches)
+        assert run.plan.compiled == ()
+    assert said[0] == "after step 4: compiling one block of each kind, to see what it is worth; --no-compile leaves it out"
 
 
 def test_what_is_left_of_a_run_decides_or_else_what_was_made(machine: anyfit.Machine, found_faster: Any) -> None:

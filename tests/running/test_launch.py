@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -119,6 +120,19 @@ for batch in run.loader(demo.SourceCode(32, limit_bytes=4000)):
     if run.steps == 20 and "--fail" in sys.argv:
         raise LookupError("my own mistake")
 """
+
+
+def test_a_script_that_was_told_to_stop_says_the_whole_command_that_goes_on(tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(SCRIPT.replace("    if run.steps", "    __import__('time').sleep(0.02)\n    if run.steps"))
+    process = fit("--folder", folder, script, "two words")
+    wait_for_step(folder, 3, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    (again,) = re.findall(r"go on with: anyfit fit (.*)$", output, re.MULTILINE)
+    assert shlex.split(again) == ["--resume", str(folder), str(script), "two words"]
+    said = finish(fit(*shlex.split(again)))
+    assert "arguments ['two words']" in said
 
 
 def test_a_script_gets_a_folder_checkpoints_and_exact_resume(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from anyfit.placing.ranks import Ranks
 from anyfit.running.loader import Loader
+from anyfit.values.mesh import Mesh
 
 
 def rows(loader: Loader) -> list[list[int]]:
@@ -158,3 +159,15 @@ def test_what_cannot_be_gone_on_with_is_refused_by_name() -> None:
     for name in ("generator", "batch_sampler", "sampler", "in_order"):
         with pytest.raises(TypeError, match=f"decides {name} itself: "):
             Loader(torch.arange(12), 3, 0, 1, shuffle=True, **{name: None})
+
+
+def test_ranks_of_one_tensor_axis_get_the_same_share_and_the_same_random_numbers() -> None:
+    found = []
+    for rank in range(4):
+        ranks = Ranks(rank, 4)
+        ranks.mesh = Mesh.of({"data": 2, "tensor": 2})
+        loader = Loader(torch.arange(8), 4, 0, 1, True, ranks, collate_fn=lambda drawn: (drawn, float(torch.rand(()))))
+        found.append([([int(each) for each in drawn], number) for drawn, number in loader])
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert sorted(each for at in (0, 2) for drawn, _ in found[at] for each in drawn) == list(range(8))

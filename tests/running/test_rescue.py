@@ -199,9 +199,7 @@ def test_a_forecast_that_is_16_percent_too_small_is_survived_and_the_next_plan_h
     assert_bit_equal(weights, expected)
     said = [line for line in capfd.readouterr().err.splitlines() if "planned anew" in line]
     assert len(said) == run.rescues
-    assert re.match(
-        r"after step [01]: \S+ MiB of device memory were needed .* forecast; planned anew with a margin of \d+%", said[0]
-    )
+    assert re.match(r"after step [01]: \S+ MiB of memory were needed .* forecast; planned anew with a margin of \d+%", said[0])
 
     corrected = anyfit.profile(job, machine)
     assert corrected.reserved_error == run.plan.forecast.reserved_error > first.forecast.reserved_error + 0.05
@@ -372,7 +370,7 @@ def test_what_no_plan_has_room_for_is_the_error_it_was_once_and_the_last_step_st
     with anyfit.start(job, machine=machine) as run:
         for index, batch in enumerate(batches):
             if index == at:
-                with pytest.raises(MemoryError, match=r"of device memory are needed .* are allowed") as caught:
+                with pytest.raises(MemoryError, match=r"of memory are needed .* are allowed") as caught:
                     run.step(byte_batches(1, ROWS, 300)[0])
                 assert len(caught.value.__notes__) == 1
                 assert re.search("nothing fits|times, and more was needed", caught.value.__notes__[0])
@@ -416,7 +414,7 @@ def test_a_plan_that_was_given_is_not_changed(at: int) -> None:
         weights = run.state_dict()
     assert_bit_equal(weights, train_plainly(job, batches)[1])
     assert corrections_of(machine).models == ()
-    with pytest.raises(ValueError, match="a plan, or a profile"):
+    with pytest.raises(ValueError, match="a plan, a profile to make one from, or mesh= and layout="):
         anyfit.start(job, plan, machine, profile=profile_of(job))
 
 

@@ -27,7 +27,18 @@ from tests.conftest import FULL
 from tests.machines import small_machine
 from tests.models import Convolutional, Tangled, byte_batches, image_batches, tiny_gpt
 from tests.oracle import assert_bit_equal, train_plainly
-from tests.plans import AWAY, AWAY_STREAMED, ON_HOST, STREAMED, hand_written, placed_of, random_delays, started
+from tests.plans import (
+    AWAY,
+    AWAY_ON_DISK,
+    AWAY_STREAMED,
+    DISK_STREAMED,
+    ON_HOST,
+    STREAMED,
+    hand_written,
+    placed_of,
+    random_delays,
+    started,
+)
 
 from .test_checkpoint import OPTIMIZERS, ROWS, job_for
 
@@ -41,6 +52,9 @@ PLACEMENTS = {
     "on host, speculates": replace(ON_HOST, speculates=True),
     "streamed, speculates": replace(STREAMED, speculates=True),
     "away, streamed, speculates": replace(AWAY_STREAMED, speculates=True),
+    "away and disk": AWAY_ON_DISK,
+    "disk, streamed, speculates": replace(DISK_STREAMED, speculates=True),
+    "away and disk, speculates": replace(AWAY_ON_DISK, speculates=True),
 }
 
 

@@ -16,7 +16,7 @@ from anyfit.placing.timeline import FIRST, LAST
 from anyfit.values.plan import Placement
 from tests.models import byte_batches, next_byte_loss, tiny_gpt
 from tests.oracle import assert_bit_equal
-from tests.plans import AWAY, ON_HOST, RESIDENT, STREAMED, hand_written, placed_of, random_delays, started
+from tests.plans import AWAY, AWAY_ON_DISK, ON_HOST, RESIDENT, STREAMED, hand_written, placed_of, random_delays, started
 
 ROWS, STEPS = 4, LAST + 2
 SPECULATES = Placement(weights="host", gradients="host", optimizer="host", update="host", speculates=True)
@@ -28,6 +28,14 @@ KINDS: dict[Placement, dict[str, set[str]]] = {
     STREAMED: {"compute": PASS, "state uploads": {"lift"}, "updates": {"update"}, "state downloads": {"lower"}},
     ON_HOST: {"compute": PASS, "downloads": {"gradients"}, "host updates": {"update"}, "fresh weights": {"upload"}},
     AWAY: {"compute": PASS, "downloads": {"gradients"}, "host updates": {"update"}, "uploads": {"fetch"}},
+    AWAY_ON_DISK: {
+        "compute": PASS,
+        "downloads": {"gradients"},
+        "disk reads": {"read"},
+        "host updates": {"update"},
+        "disk writes": {"write"},
+        "uploads": {"fetch"},
+    },
     SPECULATES: {
         "compute": PASS,
         "downloads": {"gradients"},

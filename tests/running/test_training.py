@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import anyfit
+from anyfit.meshing import Axes
 from anyfit.probing.cache import corrections_of
 from anyfit.starting import Start
 from tests.machines import small_machine
@@ -419,7 +420,7 @@ def test_clipped_steps_are_kept_for_later_plans_on_a_gpu(kind: Any, tmp_path: Pa
     monkeypatch.setenv("ANYFIT_CACHE", str(tmp_path))
     job = job_for(tiny_gpt, loss=next_byte_loss, clip_norm=2.0)
     machine = replace(small_machine(), device=replace(small_machine().device, kind=kind))
-    start = Start(job, anyfit.plan(job, small_machine()), None, None)
+    start = Start(job, anyfit.plan(job, small_machine()), None, Axes(), None)
     start._plan, start._machine = anyfit.plan(job, small_machine()), machine
     keep = start._keep_clipped()
     if kind == "cpu":

@@ -10,15 +10,20 @@ from hypothesis import strategies as st
 
 from anyfit.values.check import Check
 from anyfit.values.corrections import ClippedSteps, Correction, Corrections, Pace
+from anyfit.values.cuts import Cut
 from anyfit.values.graph import Graph
 from anyfit.values.machine import DTYPES, OPERATIONS, Curve, Device, Machine
-from anyfit.values.plan import AXES, Clipping, Forecast, Placement, Plan, Stage
+from anyfit.values.mesh import AXES
+from anyfit.values.plan import Clipping, Forecast, Placement, Plan, Stage
 from anyfit.values.profile import Profile
 
 RECORDS = (Check, Corrections, Graph, Machine, Plan, Profile)
 BY_DTYPE = ("matmul", "matmul_unaligned", "attention", "attention_backward", "convolution")
 # Objects whose keys are data (a dtype, an op, a call, a package), of which some may be missing.
-OPEN = {"activations", "choices", "replays", "split_seconds", "versions", "operations", "measured", "kept", "labels", *BY_DTYPE}
+OPEN = {
+    "activations", "choices", "replays", "split_seconds", "versions", "operations", "measured", "kept", "labels", "cut",
+    "parameters", *BY_DTYPE,
+}  # fmt: skip
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(min_value=1e-9, max_value=1e15)
@@ -76,14 +81,15 @@ def _devices() -> st.SearchStrategy[Device]:
 def _plans(draw: st.DrawFn) -> Plan:
     batch_size = draw(st.integers(1, 64))
     micro_batch = draw(st.integers(1, batch_size))
-    parameters = draw(st.integers(min_value=0))
+    parameters, tensor = draw(st.integers(min_value=0)), draw(st.integers(1, 2))
     ruled = {
         "parameters": st.just(parameters),
         "trainable": st.none() | st.integers(0, parameters),
         "batch_size": st.just(batch_size),
         "micro_batch": st.just(micro_batch),
         "accumulation": st.just(-(-batch_size // micro_batch)),
-        "mesh": st.just(dict.fromkeys(AXES, 1)),
+        "mesh": st.just(dict.fromkeys(AXES, 1) | {"tensor": tensor}),
+        "stages": values_of(tuple[Stage, ...]).map(lambda stages: stages if tensor > 1 else tuple(map(_uncut, stages))),
         "chunk_bytes": st.integers(min_value=1),
         "slots": st.integers(min_value=1),
         "prefetch": st.integers(min_value=0),
@@ -95,13 +101,13 @@ def _plans(draw: st.DrawFn) -> Plan:
 def placements(draw: st.DrawFn) -> Placement:
     """Any placement that an engine can honour."""
     update = draw(st.sampled_from(["device", "host"]))
-    optimizer = "host" if update == "host" else draw(st.sampled_from(["device", "host"]))
+    optimizer = draw(st.sampled_from(["host", "disk"] if update == "host" else ["device", "host", "disk"]))
     return Placement(
         weights="device" if optimizer == "device" else draw(st.sampled_from(["device", "host"])),
         gradients="host" if update == "host" else draw(st.sampled_from(["device", "host"])),
         optimizer=optimizer,
         update=update,
-        speculates=optimizer == "host" and draw(st.booleans()),
+        speculates=optimizer != "device" and draw(st.booleans()),
     )
 
 
@@ -114,13 +120,19 @@ def _corrections(draw: st.DrawFn) -> Correction:
 
 @st.composite
 def _stages(draw: st.DrawFn) -> Stage:
-    """What is recomputed in part is not compiled, and only what is recomputed is replayed."""
+    """What is recomputed in part is not compiled, only what is recomputed is replayed, and what is cut is neither."""
     activations = draw(fields_of(Stage)["activations"])
     compiled = draw(fields_of(Stage)["compiled"])
     fit = tuple(each for each in compiled if activations.get(each) != "selective")
     recomputed = tuple(each for each, choice in activations.items() if choice == "recompute")
-    chosen = {"activations": activations, "compiled": fit, "replayed": recomputed[: draw(st.integers(0, 3))]}
+    replayed = recomputed[: draw(st.integers(0, 3))]
+    cut = {path: each for path, each in draw(fields_of(Stage)["cut"]).items() if path not in (*fit, *replayed)}
+    chosen = {"activations": activations, "compiled": fit, "replayed": replayed, "cut": cut}
     return draw(st.builds(Stage, **fields_of(Stage) | {name: st.just(value) for name, value in chosen.items()}))
+
+
+def _uncut(stage: Stage) -> Stage:
+    return dataclasses.replace(stage, cut={}, tables=())
 
 
 @st.composite
@@ -136,6 +148,7 @@ RULES: dict[Any, st.SearchStrategy[Any]] = {
     Clipping: st.builds(Clipping, step_seconds=positive, redone_seconds=positive, share=st.floats(0, 1)),
     Correction: st.deferred(_corrections),
     Curve: st.deferred(curves),
+    Cut: st.builds(Cut, st.integers(), st.integers()),
     Device: st.deferred(_devices),
     Pace: st.deferred(lambda: st.builds(Pace, **fields_of(Pace) | {"measured_seconds": positive, "forecast_seconds": positive})),
     Forecast: st.deferred(lambda: st.builds(Forecast, **fields_of(Forecast) | {"step_seconds": positive})),

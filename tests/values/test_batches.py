@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
-from anyfit.values.batches import cut, map_tensors, named_tensors, rows_of, uncuttable, with_rows
+from anyfit.values.batches import cut, rows_of, uncuttable, with_rows
+from anyfit.values.nests import map_tensors, named_tensors
 
 
 class Pair(NamedTuple):

@@ -68,7 +68,7 @@ def test_code_that_comes_with_a_folder_is_not_run_and_the_error_says_how_to(tmp_
 def test_a_proxy_that_answers_is_as_good(port: int, monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]]) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{port}")
-    with pytest.raises(OSError, match="not found"):
+    with pytest.raises(ValueError, match="not found"):
         config_of(NAME)
     assert asked == [{"trust_remote_code": False}]
 

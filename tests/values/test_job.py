@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import anyfit
 from anyfit import Job
+from tests.machines import small_machine
 from tests.models import Convolutional, Tangled, byte_batches, next_byte_loss
 
 
@@ -354,3 +356,33 @@ def test_a_model_that_others_have_divided_is_refused() -> None:
             job.dtypes(divided())
     finally:
         dist.destroy_process_group()
+
+
+def _with_a_table(x: Tensor, table: Tensor) -> Tensor:
+    return x @ table
+
+
+def _with_a_table_a_row(x: Tensor, table: Tensor) -> Tensor:
+    return torch.bmm(x[None], table[None])
+
+
+@pytest.mark.parametrize("mix", [_with_a_table, _with_a_table_a_row])
+def test_where_two_dtypes_meet_in_bf16_the_error_says_what_to_do(mix: Callable[[Tensor, Tensor], Tensor]) -> None:
+    class Model(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("table", torch.ones(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return mix(super().forward(x), self.table).mean()
+
+    job = Job(
+        model=Model,
+        loss=lambda model, batch: model(batch),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        sample=torch.ones(4, 4),
+        batch_size=4,
+    )
+    with pytest.raises(RuntimeError) as error, anyfit.start(job, machine=small_machine()) as run:
+        run.step(job.sample)
+    assert any("or use Job(precision='fp32')" in note for note in error.value.__notes__)

@@ -12,9 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from anyfit import Machine
-from anyfit.values.machine import Curve, Disk, Limits
+from anyfit.values.machine import Curve, Limits
 from anyfit.values.units import parse_bytes
-from tests.machines import GIB, constant, figure, small_machine
+from tests.machines import GIB, constant, small_disk, small_machine
 
 from .strategies import curves, positive
 
@@ -103,8 +103,7 @@ def test_a_device_without_products_is_refused() -> None:
 
 @pytest.fixture
 def machine() -> Machine:
-    disk = Disk(free_bytes=figure(100 * GIB), read=constant(1e9), write=constant(1e9))
-    return replace(small_machine(device_bytes=8 * GIB), disk=disk)
+    return replace(small_machine(device_bytes=8 * GIB), disk=small_disk())
 
 
 def test_without_limits_all_there_is_may_be_used(machine: Machine) -> None:
@@ -151,7 +150,10 @@ def test_a_machine_may_be_planned_for_as_if_it_had_more_and_says_so(machine: Mac
     assert larger.beyond(machine) == [
         "small is described with 8.00 GiB of device memory; planning for 12.0 GiB as you asked",
         "small is described with 8.00 GiB of host memory; planning for 128 GiB as you asked",
+        "small is described with 100 GiB of disk; planning for 1.00 TiB as you asked",
     ]
+    assert machine.lacks({"host": "9GiB", "disk": "100GiB"}) == ["host"]
+    assert small_machine().lacks({"disk": "1GiB"}) == ["disk"]
     smaller = machine.as_if(device_memory="1GiB", host_memory="2GiB")
     assert smaller == machine.with_limits("1GiB", "2GiB")
     assert smaller.beyond(machine) == []
@@ -168,7 +170,7 @@ def test_host_memory_as_if_is_for_each_process_of_a_node() -> None:
 
 
 def test_a_limit_on_a_disk_nobody_measured_says_how_to_measure_it() -> None:
-    with pytest.raises(ValueError, match="measure it with: anyfit probe --full"):
+    with pytest.raises(ValueError, match="measure it with: anyfit probe"):
         small_machine().with_limits(disk="1GiB")
 
 
@@ -202,3 +204,16 @@ def test_a_figure_with_both_names_of_its_error_is_refused(machine: Machine) -> N
     document["host"]["memory_bytes"]["spread"] = 0.1
     with pytest.raises(ValueError, match=r"host\.memory_bytes: unknown key 'spread'"):
         Machine.from_json(document)
+
+
+def test_a_file_from_before_reads_and_writes_were_measured_together_has_them_take_turns() -> None:
+    machine = replace(small_machine(), disk=small_disk(read=3e9, write=1.5e9))
+    document = machine.to_json()
+    for key in ("both", "endurance_bytes"):
+        del document["disk"][key]
+    disk = Machine.from_json(document).disk
+    assert disk is not None
+    assert disk.both.peak == pytest.approx(2e9)  # a byte each way takes 1/3 and 2/3 ns
+    assert disk.both.source.startswith("assumed")
+    assert disk.endurance_bytes.source.startswith("assumed")
+    assert Machine.from_json(machine.to_json()) == machine

@@ -54,6 +54,17 @@ def test_a_norm_counts_every_stretch_once_whatever_it_is_sharded_along(mesh: Mes
     assert {*sharding.scattered} | {*sharding.reduced} == {"data"}
 
 
+@given(meshes, st.data())
+def test_what_several_stages_hold_counts_once_in_a_norm(mesh: Mesh, data: st.DataObject) -> None:
+    stages = mesh.size(("pipeline",))
+    holders = tuple(sorted(data.draw(st.sets(st.integers(0, stages - 1), min_size=1))))
+    made = data.draw(st.sampled_from([Sharding.over_data, Sharding.of_cut]))
+    sharding = made(mesh, 1, holders if len(holders) > 1 else ())
+    held = [rank for rank in range(mesh.count) if rank * stages // mesh.count in holders]
+    different = mesh.size(("tensor",)) if made == Sharding.of_cut else 1  # parts of it
+    assert math.isclose(len(held) * sharding.norm_share, different)
+
+
 def test_an_axis_that_shards_do_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="6 ranks along data cannot be seen as replicas of 4"):
         Mesh.of({"data": 6}).split("data", 4)

@@ -15,7 +15,8 @@ import pytest
 from anyfit import NoPlan, Plan
 from anyfit.planning import search
 from anyfit.values.mesh import AXES
-from anyfit.values.plan import Change, Clipping, Placement
+from anyfit.values.no_plan import Change
+from anyfit.values.plan import BlockCut, Clipping, Placement, Stage
 from anyfit.values.profile import Profile
 from anyfit.values.units import show_bytes, show_seconds
 from tests.planning.profiles import GIB, small_profile
@@ -42,7 +43,12 @@ def smaller() -> Plan:
         ({"micro_batch": 9}, "micro_batch is 9; it must lie between 1 and batch_size (8)"),
         ({"accumulation": 2}, "accumulation is 2; batch_size 8 in micro-batches of 8 makes 1"),
         ({"micro_batch": 3, "accumulation": 2}, "accumulation is 2; batch_size 8 in micro-batches of 3 makes 3"),
-        ({"mesh": dict.fromkeys(AXES, 1) | {"tensor": 2}}, "mesh: tensor is 2; this version shards over the data axis"),
+        (
+            {"mesh": dict.fromkeys(AXES, 1) | {"sequence": 2}},
+            "this version has a data, a tensor and a pipeline axis; every other",
+        ),
+        ({"mesh": dict.fromkeys(AXES, 1) | {"pipeline": 2}}, "1 stages on 2 ranks of a pipeline: each rank has as many, so 2, 4"),
+        ({"stages": (Stage(0, 3, {}, cut={"h.0": BlockCut({})}),)}, "the plan cuts h.0, and its mesh has no tensor axis"),
         ({"mesh": dict.fromkeys(AXES, 1) | {"data": 3}}, "batch_size is 8; it must be a multiple of the 3 ranks"),
         (
             {"mesh": dict.fromkeys(AXES, 1) | {"data": 2}, "accumulation": 2},
@@ -58,6 +64,25 @@ def smaller() -> Plan:
 def test_a_plan_that_contradicts_itself_is_refused(plan: Plan, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         replace(plan, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"stages": (Stage(0, 0, {}), Stage(1, 1, {}), Stage(2, 2, {}))}, "3 stages on 2 ranks of a pipeline"),
+        ({"stages": (Stage(0, 0, {}, replayed=("h.0",)), Stage(1, 1, {}))}, "pipeline axis of 2, and it replays blocks"),
+        ({"chunks": (Placement("host", "host", "host", "host", speculates=True),)}, "pipeline axis of 2, and chunks speculate"),
+        (
+            {"mesh": {"pipeline": 2, "tensor": 2}, "stages": (Stage(0, 0, {}, tables=("wte",)), Stage(1, 1, {}))},
+            "pipeline axis of 2, and a tensor axis divides the rows of tables",
+        ),
+    ],
+)
+def test_what_stages_of_a_pipeline_do_not_go_with_is_refused_by_name(plan: Plan, changes: dict[str, Any], says: str) -> None:
+    whole: dict[str, Any] = {"mesh": {"pipeline": 2}, "stages": (Stage(0, 0, {}), Stage(1, 1, {})), "chunks": (), "slots": 4}
+    replace(plan, **whole)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        replace(plan, **whole | changes)
 
 
 @pytest.mark.parametrize(
@@ -129,12 +154,47 @@ def test_a_printed_plan_has_its_decisions_reasons_and_error_bands(plan: Plan) ->
         assert (f"{name} {show_seconds(seconds)}" in text) == (seconds > 0)
 
 
+def test_a_printed_plan_says_first_whether_it_fits_and_what_it_costs(plan: Plan) -> None:
+    step, little = show_seconds(plan.forecast.step_seconds), {"device": 1, "host": 0, "disk": 0}
+    moved = replace(plan.stages[0], activations={"a": "offload", "b": "recompute"})
+    both = "some activations recomputed and some activations offloaded to the host"
+    needed = show_bytes(plan.forecast.needed_bytes)
+    for changes, says in (
+        ({}, f"yes, all on the device; a step takes {step}"),
+        ({"device_kind": "cuda"}, f"yes, all on the GPU; a step takes {step}"),
+        ({"device_kind": "cpu"}, f"yes, all in RAM; a step takes {step}"),
+        ({"chunks": (Placement(optimizer="host"),)}, f"yes, with part of the model state on the host; a step takes {step}"),
+        (
+            {"chunks": (Placement(gradients="host", optimizer="disk", update="host"),)},
+            f"yes, with part of the optimizer state on the disk; a step takes {step}",
+        ),
+        ({"stages": (moved,)}, f"yes, with {both}; a step takes {step}"),
+        (
+            {"mesh": dict.fromkeys(AXES, 1) | {"data": 2}, "micro_batch": 4, "device_kind": "cuda"},
+            f"yes on 2 GPUs, all on the GPU; a step takes {step}",
+        ),
+        ({"limit_bytes": little}, f"no: it needs {needed} of device memory, and 1 B are allowed"),
+    ):
+        each = replace(plan, **changes)  # type: ignore[arg-type]
+        assert each.rows()[0] == ("fits", says)
+        assert str(each).startswith("fits ")
+
+
+def test_host_memory_that_a_preset_assumes_is_called_so_with_the_option_that_changes_it(plan: Plan) -> None:
+    forecast = replace(plan.forecast, peak_bytes={"device": 1, "host": 3 * GIB, "disk": 0})
+    text = str(replace(plan, forecast=forecast, assumes_host=True))
+    assert "host memory    3.00 GiB ± 2% of 16.0 GiB, assumed by the preset (--host-memory changes it)" in text
+
+
 def test_tiers_that_are_not_used_are_not_printed(plan: Plan) -> None:
     assert "host memory" not in str(plan)
     forecast = replace(plan.forecast, peak_bytes={"device": 1, "host": 3 * GIB, "disk": 0})
     text = str(replace(plan, forecast=forecast))
     assert "host memory    3.00 GiB ± 2% of 16.0 GiB" in text
-    assert "disk memory" not in text
+    assert "\ndisk " not in text
+    forecast = replace(plan.forecast, peak_bytes={"device": 1, "host": 0, "disk": 3 * GIB})
+    text = str(replace(plan, forecast=forecast, limit_bytes={**plan.limit_bytes, "disk": 4 * GIB}))
+    assert re.search(r"\ndisk +3\.00 GiB ± 2% of 4\.00 GiB", text)
 
 
 def test_an_explanation_weighs_every_alternative(smaller: Plan) -> None:
@@ -158,12 +218,12 @@ def test_one_decision_can_be_asked_for_by_name_and_a_misspelt_one_lists_those_th
 
 
 def test_the_verdict_that_nothing_fits_survives_the_way_from_another_process() -> None:
-    changes = (Change("--device-memory 4B", 2.0), Change("--batch 1", 0.5))
+    changes = (Change("--device-memory 4B", 2.0, "on a larger GPU"), Change("--batch 1", 0.5))
     verdict = pickle.loads(pickle.dumps(NoPlan("it needs 3 B more", 3, "host", changes)))
     assert (verdict.shortfall_bytes, verdict.tier, verdict.changes) == (3, "host", changes)
     assert str(verdict).splitlines() == [
-        "it needs 3 B more. It fits with one of these:",
-        "  --device-memory 4B: 2.00 s a step",
+        "it needs 3 B more. It fits with one of these, at this speed or faster:",
+        "  --device-memory 4B: 2.00 s a step, on a larger GPU",
         "  --batch 1: 500 ms a step",
     ]
     assert str(NoPlan("it needs 3 B more", 3)) == "it needs 3 B more"
@@ -180,10 +240,11 @@ def test_a_saved_plan_is_the_same_plan(plan: Plan, tmp_path: Path) -> None:
 
 def test_files_from_before_jobs_were_described_are_read(plan: Plan) -> None:
     document = plan.to_json() | {"version": 5}
-    del document["described"]
+    for name in ("described", "device_kind", "assumes_host"):
+        del document[name]
     assert Plan.from_json(document) == replace(plan, described="")
     profile = small_profile()
-    older = {key: value for key, value in profile.to_json().items() if key not in ("name", "limited")}
+    older = {key: value for key, value in profile.to_json().items() if key not in ("name", "limited", "assumes_host")}
     assert Profile.from_json(json.loads(json.dumps(older))) == profile
 
 
@@ -221,11 +282,11 @@ def test_a_slip_in_a_hand_edited_plan_is_named(plan: Plan, tmp_path: Path, edit:
 @pytest.mark.parametrize(
     ("placement", "says"),
     [
-        ({"weights": "disk"}, "weights on disk"),
+        ({"weights": "disk"}, "weights on the disk: only an optimizer's state"),
         ({"update": "host"}, "needs gradients and optimizer on the host"),
         ({"update": "host", "optimizer": "host"}, "needs gradients and optimizer on the host"),
         ({"weights": "host"}, "needs its weights there too"),
-        ({"speculates": True}, "only an optimizer on the host speculates"),
+        ({"speculates": True}, "an optimizer on the device does not speculate"),
     ],
 )
 def test_a_placement_that_cannot_be_honoured_is_refused(placement: dict[str, Any], says: str) -> None:
@@ -237,6 +298,8 @@ def test_a_placement_knows_its_route() -> None:
     assert Placement().route == "resident"
     assert Placement(optimizer="host").route == "streamed"
     assert Placement(gradients="host", optimizer="host", update="host").route == "host"
+    assert Placement(gradients="host", optimizer="disk", update="host").route == "disk"
+    assert Placement(optimizer="disk").route == "disk"
 
 
 def test_a_plan_says_how_many_parameters_are_trained_and_how_many_are_frozen(plan: Plan) -> None:
