@@ -7,7 +7,7 @@ READY_DEV := .venv/.ready-dev
 # Two processes share the tests; the one that is done first takes from the other.
 TESTS_AT_ONCE := --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-all lint types clean
+.PHONY: demo test test-all lint types site wheel clean
 
 demo: $(READY)
 	$(BIN)/anyfit fit
@@ -24,6 +24,12 @@ lint: $(READY_DEV)
 
 types: $(READY_DEV)
 	$(BIN)/mypy
+
+site: $(READY_DEV)
+	$(BIN)/mkdocs build --strict
+
+wheel: $(READY_DEV)
+	$(BIN)/python -m hatchling build
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "anyfit needs Python 3.11 or newer: make PYTHON=python3.11")'

@@ -40,6 +40,7 @@ def config() -> Qwen3Config:
         head_dim=16,
         max_position_embeddings=256,
         tie_word_embeddings=True,
+        initializer_range=0.125,  # with the usual 0.02, a frozen head could tell no token from another, whatever a LoRA learns
         eos_token_id=257,
         pad_token_id=258,
     )
