@@ -19,10 +19,9 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 
 from .asking import Question, Traced, parsed
-from .planning import is_searched_once
+from .planning import searched
 from .planning.answers import shortfall
-from .planning.enough import as_traced
-from .planning.fastest import fastest
+from .planning.enough import Seen, as_traced
 from .planning.meshes import best_of, nearest_to_fit, searched_meshes, tried_meshes
 from .planning.reasons import explained
 from .values import doing as doings
@@ -83,7 +82,7 @@ def chosen_batch(question: Question, machine: Machine, best: BestBatch) -> tuple
     loss = traced.graphs(machine)[0].loss
     if not loss.may_be_cut:
         raise ValueError(f"--batch best: each batch would be another job, as it is not cut: {loss.why}; give a number")
-    return _best_batch(Bench(traced), machine, best.limit)
+    return _best_batch(Bench(traced), machine, best.limit)[0]
 
 
 def with_batch(plan: Plan, tried: Sequence[Tried], limit: int) -> Plan:
@@ -158,17 +157,17 @@ class Bench:
         """With all micro-batches, without a tensor axis where that can be."""
         return self._with(batch).profile(machine)
 
-    def planned(self, machine: Machine, batch: int) -> Outcome:
+    def planned(self, machine: Machine, batch: int, seen: Seen | None = None) -> Outcome:
         """As `anyfit plan` plans for it, with as many micro-batches as it would have traced; without what more memory would be
-        worth."""
+        worth. `seen`: what was searched of it before."""
         traced = self._with(batch)
         graphs = traced.graphs(machine)
         if not graphs[0].loss.may_be_cut:
             made = searched_meshes(traced.meshes(machine), explained, asked=traced.axes.is_asked)
             return shortfall(nearest_to_fit(traced.meshes(machine))) if made is None else made
         stages = traced.looks_for_stages(machine)
-        profile, found = as_traced(traced.profile(machine), for_stages=stages)
-        plain = explained(found) if found is not None and is_searched_once(profile) else None
+        profile, found = as_traced(traced.profile(machine), for_stages=stages, seen=seen)
+        plain = None if found is None else searched(profile, explained, found=found)
         meshes = traced.meshes_of(machine, graphs[: len(profile.passes)])
         tried = tried_meshes(meshes, explained, asked=traced.axes.is_asked, plain=plain)
         made = best_of(tried, explained, asked=traced.axes.is_asked)
@@ -178,28 +177,32 @@ class Bench:
         return self.traced.with_batch(batch)
 
 
-def _best_batch(bench: Bench, machine: Machine, limit: int) -> tuple[Tried, ...]:
+def _best_batch(bench: Bench, machine: Machine, limit: int) -> tuple[tuple[Tried, ...], Seen]:
+    """With what was searched of the best."""
+    seen: dict[int, Seen] = {}
     near: int | None = None  # the micro-batch that was best of the batch before: this one's is not far
 
     def rate(batch: int) -> float:
         nonlocal near
         profile = bench.profile(machine, batch)
+        known = seen[batch] = Seen.of(profile)
         if near is not None:
             close = tuple(each for each in profile.passes if near / 2 <= each.micro_batch <= 2 * near)
             profile = replace(profile, passes=close or profile.passes)
-        found = fastest(profile) if profile.divisions else as_traced(profile, QUICK)[1]
+        found = known.fastest(profile, QUICK) if profile.divisions else as_traced(profile, QUICK, seen=known)[1]
         near = near if found is None else found.micro_batch
         return 0.0 if found is None else found.chosen.tokens_per_second * profile.ranks
 
-    return best_batch(rate, limit, math.prod(machine.rank_grid()))
+    tried = best_batch(rate, limit, math.prod(machine.rank_grid()))
+    return tried, seen[tried[0].batch]
 
 
 def _row(bench: Bench, machine: Machine, batch: int | BestBatch | None) -> Outcome | Refused:
     try:
         if not isinstance(batch, BestBatch):
             return bench.planned(machine, bench.traced.job.batch_size if batch is None else batch)
-        tried = _best_batch(bench, machine, batch.limit)
-        made = bench.planned(machine, tried[0].batch)
+        tried, seen = _best_batch(bench, machine, batch.limit)
+        made = bench.planned(machine, tried[0].batch, seen)
     except ValueError as error:  # the job cannot be there: such as bf16 on a GPU that has none
         return Refused(str(error))
     return with_batch(made, tried, batch.limit) if isinstance(made, Plan) else made

@@ -23,7 +23,7 @@ from .answers import Typed, in_python, no_plan
 from .compiling import chosen_of, compiled, measured, worth_compiling
 from .fastest import Found
 from .reasons import explained
-from .replaying import best_launched, can_replay
+from .replaying import best_launched
 
 
 def search(profile: Profile, steps: int | None = None, typed: Typed = in_python) -> Plan:
@@ -35,16 +35,13 @@ def search(profile: Profile, steps: int | None = None, typed: Typed = in_python)
     return found
 
 
-def is_searched_once(profile: Profile) -> bool:
-    """Whether what is fastest of it is what `searched` finds: nothing of it may be compiled or replayed."""
-    return not worth_compiling(profile).blocks and not can_replay(profile)
-
-
 @doing("looking for the fastest plan")
-def searched(profile: Profile, finish: Callable[[Found], Plan], steps: int | None = None) -> Plan | None:
+def searched(
+    profile: Profile, finish: Callable[[Found], Plan], steps: int | None = None, found: Found | None = None
+) -> Plan | None:
     """The best plan, eager or with blocks compiled, and launched op by op or replayed, as `finish` makes it of
-    what was found; None where nothing fits."""
+    what was found; None where nothing fits. `found`: the fastest of the profile as it is, where that is known."""
     compiling = worth_compiling(profile)
-    eager = best_launched(measured(profile) if compiling.blocks else profile, finish)
+    eager = best_launched(measured(profile), finish) if compiling.blocks else best_launched(profile, finish, found)
     code = best_launched(compiled(profile, compiling.blocks), finish) if compiling.blocks else None
     return eager if code is None else chosen_of(eager, code, compiling, steps)

@@ -97,7 +97,7 @@ def at_limits(found: Found, **limits: int) -> Found:
         whole = replace(whole, divisions=(profile.division,), **limits)  # type: ignore[arg-type]
     seconds = found.chosen.mean_step_seconds
     # from a little behind, a search may still come to be ahead
-    other = fastest(profile, space, CLOSE * seconds) if whole is None else fastest(whole)
+    other = fastest(profile, space, CLOSE * seconds) if whole is None else fastest(whole, spaces=[space] if space else ())
     if other is not None and other.chosen.mean_step_seconds < (1 - WORTH) * seconds:
         return other
     return replace(found, profile=profile, space=space, whole=whole, neighbours=None)

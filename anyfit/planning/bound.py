@@ -166,11 +166,12 @@ def _jobs(
             begin = arrived if speculates else max(arrived + (norm_seconds if added else 0.0), norm + moved)
             rest = update + moved + up + used
             after_adding = (max(norm_seconds, update) if speculates else norm_seconds + update) + moved + up + used
-            for earlier in range(passes):  # gradients are copied to the host, and added up, before the norm is taken
-                came = born - earlier * one_pass
-                yield Job("down", came, down, added + rest)
+            # Gradients are copied to the host, and added up, before the norm is taken: those of the last pass, and those of the
+            # others as one job that may begin when the first of them come.
+            for came, times in ((born, 1), (born - (passes - 1) * one_pass, passes - 1)) if passes > 1 else ((born, 1),):
+                yield Job("down", came, times * down, added + rest)
                 if added:
-                    yield Job("host", came + down, added, after_adding)
+                    yield Job("host", came + down, times * added, after_adding)
             yield Job("host", begin, update, moved + up + used)
             yield Job("up", max(begin + update, norm) + moved, up, used)
             if moved and host.overlaps:

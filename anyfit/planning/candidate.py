@@ -61,6 +61,28 @@ def add_seconds(profile: Profile) -> float:
     return PRECISIONS[profile.precision].adding_bytes / profile.memory_bytes_per_second
 
 
+class Uses:
+    """By segment of a pass, which chunks it takes weights from: candidates share it."""
+
+    def __init__(self, each: Pass, chunks: tuple[ChunkCost, ...]) -> None:
+        self._each, self._chunks = each, chunks
+        of_block: list[list[int]] = [[] for _ in each.blocks]
+        for index, chunk in enumerate(chunks):
+            for block in chunk.blocks:
+                of_block[block].append(index)
+        self.by_segment = tuple(
+            tuple(
+                index
+                for index in of_block[segment.block]
+                if not segment.parameters or not set(segment.parameters).isdisjoint(chunks[index].parameters)
+            )
+            for segment in each.segments
+        )
+
+    def are_of(self, each: Pass, chunks: tuple[ChunkCost, ...]) -> bool:
+        return each is self._each and chunks is self._chunks
+
+
 @dataclass(frozen=True)
 class Candidate:
     profile_pass: Pass
@@ -71,6 +93,7 @@ class Candidate:
     slots: int
     prefetch: int
     division: Division = ALONE  # of which this is one rank
+    known_uses: Uses | None = field(default=None, repr=False, compare=False)
 
     @property
     def micro_batch(self) -> int:
@@ -118,18 +141,8 @@ class Candidate:
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
         """By segment, which chunks it takes weights from."""
-        of_block: list[list[int]] = [[] for _ in self.profile_pass.blocks]
-        for index, chunk in enumerate(self.chunks):
-            for block in chunk.blocks:
-                of_block[block].append(index)
-        return tuple(
-            tuple(
-                index
-                for index in of_block[segment.block]
-                if not segment.parameters or not set(segment.parameters).isdisjoint(self.chunks[index].parameters)
-            )
-            for segment in self.profile_pass.segments
-        )
+        each, chunks, known = self.profile_pass, self.chunks, self.known_uses
+        return (known if known is not None and known.are_of(each, chunks) else Uses(each, chunks)).by_segment
 
     @cached_property
     def offloaded(self) -> tuple[int, ...]:

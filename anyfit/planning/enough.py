@@ -7,14 +7,15 @@ plan: where ranks wait for each other or for the host for long, so that one may 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from anyfit.values.plan import Forecast
 from anyfit.values.profile import Profile
 
-from .fastest import Found, fastest
+from .fastest import Found, fastest, spaces_of
 from .local_search import STARTS
-from .space import space_of
+from .space import Space, space_of
 
 WAITED = 0.05  # of a step, for others or for the host
 WAITS = ("exposed communication", "exposed offload", "exposed update")
@@ -39,17 +40,33 @@ def _waited(forecast: Forecast) -> float:
     return sum(forecast.split_seconds.get(name, 0.0) for name in WAITS) / forecast.step_seconds
 
 
-def as_traced(profile: Profile, starts: int = STARTS, *, for_stages: bool = False) -> tuple[Profile, Found | None]:
+@dataclass(frozen=True)
+class Seen:
+    """What searches of a profile have seen, for others of the same with fewer micro-batches."""
+
+    space: Space | None  # of a device alone
+    spaces: Sequence[Space]  # of several ranks, by way to shard the state
+
+    @classmethod
+    def of(cls, profile: Profile) -> Seen:
+        return cls(None, spaces_of(profile)) if profile.divisions else cls(space_of(profile), ())
+
+    def fastest(self, profile: Profile, starts: int) -> Found | None:
+        return fastest(profile, self.space and self.space.with_limits_of(profile), starts=starts, spaces=self.spaces)
+
+
+def as_traced(
+    profile: Profile, starts: int = STARTS, *, for_stages: bool = False, seen: Seen | None = None
+) -> tuple[Profile, Found | None]:
     """A profile of all micro-batches, as it would be had the tracer stopped when they were enough; and the fastest of it. What is
     known of some micro-batches is not searched for again with one more."""
-    passes = profile.passes
-    space = space_of(profile) if not profile.divisions and len(passes) > 1 else None
+    passes, seen = profile.passes, Seen.of(profile) if seen is None else seen
     share = profile.batch_size // profile.ranks
     for count in range(2, len(passes)):
         some = replace(profile, passes=passes[:count])
         if any(share % each.micro_batch for each in some.passes):
             break
-        found = fastest(some, space and space.with_limits_of(some), starts=starts)
+        found = seen.fastest(some, starts)
         if _is_enough(found, passes[count - 1].micro_batch, for_stages=for_stages):
             return some, found
-    return profile, fastest(profile, space, starts=starts)
+    return profile, seen.fastest(profile, starts)

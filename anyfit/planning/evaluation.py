@@ -19,7 +19,7 @@ from anyfit.values.profile import Profile
 
 from .bound import least_seconds
 from .candidate import Candidate, rates_of
-from .footprint import Footprint, footprint_of, live_of
+from .footprint import Footprint, Held, footprint_of, held_of, live_of
 from .knobs import Candidates, Knobs
 from .simulation import Simulated, redone_seconds, simulate
 
@@ -76,6 +76,7 @@ class Evaluation:
         self.footprint, self.seconds = cache(self._footprint), cache(lambda knobs: self.offer(knobs).seconds)
         self.bound = cache(lambda knobs: self.least_seconds(candidates.of(knobs)))
         self._live_bytes: dict[tuple[int, int, int, bool], int] = {}
+        self._held: dict[tuple[Knobs, bool], Held] = {}  # by where chunks are, and whether gradients add up
         self._played: dict[tuple[object, ...], Simulated] = {}  # by what a simulation depends on
 
     def at_limits(self, profile: Profile) -> Evaluation:
@@ -85,7 +86,11 @@ class Evaluation:
         return other
 
     def _footprint(self, knobs: Knobs) -> Footprint:
-        return footprint_of(self.profile, self.candidates.of(knobs), self._known_live_bytes(knobs))
+        candidate = self.candidates.of(knobs)
+        where = knobs.of_chunks, candidate.adds_up
+        if where not in self._held:
+            self._held[where] = held_of(self.profile, candidate)
+        return footprint_of(self.profile, candidate, self._known_live_bytes(knobs), self._held[where])
 
     def footprint_of(self, candidate: Candidate) -> Footprint:
         return footprint_of(self.profile, candidate)

@@ -28,7 +28,7 @@ moving parts is taken:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from anyfit.values.plan import Forecast, Placement
@@ -95,11 +95,18 @@ def handicapped(space: Space, offer: Offer) -> float:
     return seconds if space.laid_out_like(offer.candidate) is space else seconds / (1 - TIE)
 
 
-def fastest(profile: Profile, space: Space | None = None, under: float = math.inf, starts: int = STARTS) -> Found | None:
+def fastest(
+    profile: Profile,
+    space: Space | None = None,
+    under: float = math.inf,
+    starts: int = STARTS,
+    spaces: Sequence[Space] = (),
+) -> Found | None:
     """What takes least; None where nothing fits. `space` is one of this profile that has seen some of it already, and `under`
-    are seconds that plans with state on the host have to beat to be of interest."""
+    are seconds that plans with state on the host have to beat to be of interest. `spaces`: the same by way to shard, of several
+    ranks."""
     if profile.divisions:
-        return fastest_over_ranks(profile)
+        return fastest_over_ranks(profile, spaces)
     if profile.division is not None:
         space = space or Space(profile)
         offer = _fastest_offer(space, [each.micro_batch for each in profile.passes], under, starts)
@@ -171,10 +178,17 @@ def may_fit(profile: Profile, space: Space | None) -> tuple[Pass, ...]:
 # ---------------------------------------------------------------------- over ranks
 
 
-def fastest_over_ranks(profile: Profile) -> Found | None:
+def spaces_of(profile: Profile) -> list[Space]:
+    """Of several ranks, by way to shard the state."""
+    return [Space(own) for own in map(profile.sharded, profile.divisions) if own.passes]
+
+
+def fastest_over_ranks(profile: Profile, spaces: Sequence[Space] = ()) -> Found | None:
     """The best of all divisions, with the others that were tried. All that may be best are searched with nothing on the host;
-    where that leaves something to gain, the most promising also with part of the state there."""
-    spaces, tried, least = _tried_on_device(profile)
+    where that leaves something to gain, the most promising also with part of the state there. `spaces` are those of a profile
+    with more micro-batches."""
+    own = {space.division: space.with_limits_of(profile.sharded(space.division)) for space in spaces}
+    spaces, tried, least = _tried_on_device(profile, [each for each in own.values() if each.profile.passes])
     promising = sorted((space for space in spaces if space.division in tried), key=lambda space: _promise(tried[space.division]))
     for space in promising[:DIVISIONS_WITH_HOST]:
         offer = _fastest_with_host(space, (1 - WORTH_LEAVING) * least)
@@ -190,13 +204,15 @@ def fastest_over_devices(profile: Profile) -> Found | None:
     return _best_of(profile, tried, least)
 
 
-def _tried_on_device(profile: Profile) -> tuple[list[Space], dict[Division, Found | int], float]:
+def _tried_on_device(
+    profile: Profile, spaces: Sequence[Space] = ()
+) -> tuple[Sequence[Space], dict[Division, Found | int], float]:
     """All divisions; those that were searched, with nothing on the host; and the least seconds of these, to compare by."""
     ranks = profile.divisions[0].ranks
     if profile.batch_size % ranks:
         along = "" if profile.tensor == 1 else " of the data axis"
         raise ValueError(f"batch_size is {profile.batch_size}; it must be a multiple of the {ranks} ranks{along}")
-    spaces = [Space(own) for own in map(profile.sharded, profile.divisions) if own.passes]
+    spaces = spaces or spaces_of(profile)
     tried: dict[Division, Found | int] = {}
     least = math.inf
     for bound, space in sorted(((space.bound(), space) for space in spaces), key=lambda pair: pair[0]):

@@ -58,20 +58,35 @@ class Footprint:
         return self.pool_bytes + self.live_bytes
 
 
-def footprint_of(profile: Profile, candidate: Candidate, live_bytes: int | None = None) -> Footprint:
-    """`live_bytes`: where they are known."""
+@dataclass(frozen=True)
+class Held:
+    """By where chunks are, bytes that are held between steps."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+
+def footprint_of(profile: Profile, candidate: Candidate, live_bytes: int | None = None, held: Held | None = None) -> Footprint:
+    """`live_bytes`, `held`: where they are known."""
     if profile.state_stays and any(placement != STAYS for placement in candidate.placements):
         return Footprint(NEVER_BYTES, 0, 0)
+    held = held_of(profile, candidate) if held is None else held
+    pools = profile.state.buffers + profile.workspace_bytes + held.device_bytes + candidate.profile_pass.recorded_bytes
+    offloaded = sum(candidate.offloaded_bytes(block) for block in candidate.offloaded)
+    live = live_of(profile, candidate) if live_bytes is None else live_bytes
+    return Footprint(pools, live, held.host_bytes + offloaded, held.disk_bytes)
+
+
+def held_of(profile: Profile, candidate: Candidate) -> Held:
+    """Of the pass, this depends on whether gradients add up alone."""
     overlaps = profile.host is not None and profile.host.overlaps
     pairs = list(zip(candidate.chunks, candidate.placements, strict=True))
     device, host = _state(pairs, candidate, overlaps=overlaps)
     buffers = _gradients_alone if candidate.division.is_alone else _gradients_of_rank
     on_device, on_host = buffers(pairs, candidate, overlaps=overlaps)
-    pools = profile.state.buffers + profile.workspace_bytes + device + on_device + candidate.profile_pass.recorded_bytes
-    offloaded = sum(candidate.offloaded_bytes(block) for block in candidate.offloaded)
     on_disk, carriers = _on_disk([chunk for chunk, placement in pairs if placement.route == "disk" and chunk.is_updated])
-    live = live_of(profile, candidate) if live_bytes is None else live_bytes
-    return Footprint(pools, live, host + on_host + offloaded + carriers, on_disk)
+    return Held(device + on_device, host + on_host + carriers, on_disk)
 
 
 def _on_disk(chunks: list[ChunkCost]) -> tuple[int, int]:

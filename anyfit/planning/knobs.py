@@ -23,14 +23,15 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property
 from itertools import product
+from typing import NamedTuple
 
 from anyfit.values.plan import Activations, Placement
 from anyfit.values.profile import BlockCost, ChunkCost, Pass, Profile
 
-from .candidate import Candidate
+from .candidate import Candidate, Uses
 
 RECOMPUTED: tuple[Activations, ...] = ("selective", "recompute")
 LEAST_SLOTS = 4
@@ -53,8 +54,7 @@ ON_DISK = {  # by whether its weights are away
 LARGE = 2  # times the size in the middle: of chunks that go to the disk last
 
 
-@dataclass(frozen=True)
-class Knobs:
+class Knobs(NamedTuple):
     micro_batch: int
     rung: int = 0
     offloaded: int = 0
@@ -64,6 +64,11 @@ class Knobs:
     streamed: float = 0.0
     speculates: bool = False
     on_disk: int = 0
+
+    @property
+    def of_chunks(self) -> Knobs:
+        """Those alone on which it depends where chunks are."""
+        return self._replace(micro_batch=0, rung=0, offloaded=0)
 
 
 class Candidates:
@@ -78,24 +83,30 @@ class Candidates:
         self._batch_size = profile.batch_size
         self._together = [sum(1 << index for index in each) for each in profile.together]  # bits of chunks
         self.of, self.offloadable = cache(self._of), cache(self._offloadable)
-        self._placements = cache(lambda knobs: tuple(_placements(self.chunks, knobs, self.to_disk(knobs.resident))))
+        self._placed, self._activations = cache(self._placed_by), cache(self._chosen)
+        self._uses = cache(lambda size: Uses(self.passes[size], self.chunks))
         self.to_disk = cache(self._to_disk)
 
     def _of(self, knobs: Knobs) -> Candidate:
-        placements = self._placements(replace(knobs, micro_batch=0, rung=0, offloaded=0))  # on which they do not depend
-        slots = self.slots_for(placements)
-        each, accumulation = self.passes[knobs.micro_batch], self.accumulation(knobs.micro_batch)
+        placements, slots = self._placed(knobs.of_chunks)
+        size = knobs.micro_batch
+        activations = self._activations(size, knobs.rung, knobs.offloaded)
         placed = self.chunks, placements, slots, self.prefetch(slots), self.division
-        return Candidate(each, accumulation, self._activations(knobs), *placed)
+        return Candidate(self.passes[size], self.accumulation(size), activations, *placed, self._uses(size))
+
+    def _placed_by(self, knobs: Knobs) -> tuple[tuple[Placement, ...], int]:
+        """Where chunks are, and how many slots that takes."""
+        placements = tuple(_placements(self.chunks, knobs, self.to_disk(knobs.resident)))
+        return placements, self.slots_for(placements)
 
     def accumulation(self, micro_batch: int) -> int:
         return -(-self._batch_size // micro_batch)
 
-    def _activations(self, knobs: Knobs) -> tuple[Activations, ...]:
-        choices = list(self.ladders[knobs.micro_batch][knobs.rung])
-        offloadable = self.offloadable(knobs.micro_batch) if knobs.offloaded else []
+    def _chosen(self, micro_batch: int, rung: int, offloaded: int) -> tuple[Activations, ...]:
+        choices = list(self.ladders[micro_batch][rung])
+        offloadable = self.offloadable(micro_batch) if offloaded else []
         for place, block in enumerate(offloadable):
-            if place * knobs.offloaded % len(offloadable) < knobs.offloaded:
+            if place * offloaded % len(offloadable) < offloaded:
                 choices[block] = "offload"
         return tuple(choices)
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -51,7 +50,7 @@ class LocalSearch:
         """What needs least of the device."""
         last = Knobs(micro_batch, rung=self._candidates.last_rung(micro_batch))
         ways = product(self._candidates.some_offloaded(micro_batch), self._candidates.before_larger_slots())
-        points = [replace(last, offloaded=offloaded, away=away) for offloaded, away in ways]
+        points = [last._replace(offloaded=offloaded, away=away) for offloaded, away in ways]
         return min(points, key=lambda knobs: self._evaluation.reserved_bytes(self._evaluation.footprint(knobs)))
 
     def least_host_bytes(self, micro_batch: int) -> int | None:
@@ -74,11 +73,11 @@ class LocalSearch:
             return
 
         def fits(on_disk: int) -> bool:
-            there = replace(knobs, on_disk=on_disk)
+            there = knobs._replace(on_disk=on_disk)
             return evaluation.footprint(there).disk_bytes <= evaluation.profile.disk_limit_bytes
 
         for count in {len(candidates.to_disk(knobs.resident)), candidates.few_to_disk(knobs.resident)}:
-            there = replace(knobs, on_disk=most(count, fits))
+            there = knobs._replace(on_disk=most(count, fits))
             if evaluation.fits_device(evaluation.footprint(there)):
                 yield there
 
@@ -119,7 +118,7 @@ class LocalSearch:
     def best_like(self, offer: Offer) -> Offer | None:
         """The fastest that fits with the knobs of an offer in chunks of another size, the device filled anew, or a step from
         there; of any knobs, where there is nothing so."""
-        filled = [] if offer.knobs is None else self.fillings(replace(offer.knobs, resident=0, away=0))
+        filled = [] if offer.knobs is None else self.fillings(offer.knobs._replace(resident=0, away=0))
         fitting = [near for each in filled if (near := self._near(each)) is not None]
         if not fitting:
             return self.best(offer.candidate.micro_batch, starts=1)
@@ -139,11 +138,11 @@ class LocalSearch:
         kept = [each for each in points if self._pass_seconds(each) < under]
         for point, streamed in product(kept, self._shares_streamed):
             for more in MORE_STREAMED if self._is_gpu else (0.0,):
-                start = replace(point, streamed=round(streamed + more, 3))
+                start = point._replace(streamed=round(streamed + more, 3))
                 if start.streamed > 1 or not _is_forced(start, forced, "rung", "offloaded", "streamed"):
                     continue
                 filled = product(self.fillings(start), HOST_FIRST if self._is_gpu else (0.0,), speculates)
-                ways = [self._near(replace(knobs, host_first=first, speculates=guess)) for knobs, first, guess in filled]
+                ways = [self._near(knobs._replace(host_first=first, speculates=guess)) for knobs, first, guess in filled]
                 fitting = [near for near in ways if near is not None and _is_forced(near, forced)]
                 yield from ((self._evaluation.bound(near), near) for near in fitting)
                 if fitting:
@@ -162,25 +161,25 @@ class LocalSearch:
         if filled is not None:
             yield filled
         if filled is not None and filled.away:
-            far = [replace(knobs, resident=stay, away=self._count - stay) for stay in range(self._count + 1)]
+            far = [knobs._replace(resident=stay, away=self._count - stay) for stay in range(self._count + 1)]
             yield far[fullest(self._count, lambda stay: self._evaluation.excess_bytes(far[stay]))]
 
     def fill(self, knobs: Knobs) -> Knobs | None:
         excess, count = self._evaluation.excess_bytes, self._count
         if excess(knobs) <= 0:
-            return replace(knobs, resident=fullest(count, lambda stay: excess(replace(knobs, resident=stay))))
-        kept = fullest(count, lambda kept: excess(replace(knobs, away=count - kept)))
-        if excess(filled := replace(knobs, away=count - kept)) <= 0:
+            return knobs._replace(resident=fullest(count, lambda stay: excess(knobs._replace(resident=stay))))
+        kept = fullest(count, lambda kept: excess(knobs._replace(away=count - kept)))
+        if excess(filled := knobs._replace(away=count - kept)) <= 0:
             return filled
         least = self.least(knobs.micro_batch)  # a few chunks away take more, in slots, than they leave
-        return least if replace(knobs, away=least.away) == least and excess(least) <= 0 else None
+        return least if knobs._replace(away=least.away) == least and excess(least) <= 0 else None
 
     def _near(self, knobs: Knobs) -> Knobs | None:
         """The same, or with a chunk or two less on the device: who updates first, and into what, changes little of its memory."""
         for fewer in range(3):
             resident = max(knobs.resident - fewer, 0)
             away = knobs.away + fewer - (knobs.resident - resident) if knobs.away else 0
-            near = self._with_disk(replace(knobs, resident=resident, away=min(away, self._count - resident)))
+            near = self._with_disk(knobs._replace(resident=resident, away=min(away, self._count - resident)))
             if near is not None:
                 return near
         return None
@@ -189,19 +188,19 @@ class LocalSearch:
         """The same with as few chunks on the disk as leave the others room on the host; None where it does not fit so. A disk is
         the slowest tier: there is no reason for more."""
         evaluation, candidates = self._evaluation, self._candidates
-        if self._fits(none := replace(knobs, on_disk=0)):
+        if self._fits(none := knobs._replace(on_disk=0)):
             return none
         limit, few = evaluation.profile.host_limit_bytes, candidates.few_to_disk(knobs.resident)
 
         def excess(on_disk: int) -> int:
-            return evaluation.host_bytes(evaluation.footprint(replace(knobs, on_disk=on_disk))) - limit
+            return evaluation.host_bytes(evaluation.footprint(knobs._replace(on_disk=on_disk))) - limit
 
         if not evaluation.may_use_disk or excess(0) <= 0:  # it is the device that has no room
             return None
         # From the first on, as its carriers take room, each leaves more of the host, but for large ones.
         counts = [few - fullest(few - 1, lambda fewer: excess(few - fewer))] if few else []
         counts += range(few + 1, len(candidates.to_disk(knobs.resident)) + 1)
-        ways = (replace(knobs, on_disk=count) for count in counts)
+        ways = (knobs._replace(on_disk=count) for count in counts)
         return next((each for each in ways if self._fits(each)), None)
 
     def _fits(self, knobs: Knobs) -> bool:
@@ -222,7 +221,7 @@ class LocalSearch:
     def _with_offloaded(self, knobs: Knobs, forced: Mapping[str, float]) -> list[Knobs]:
         """The same with some blocks offloaded, and the device filled anew, where that is better."""
         some = self._candidates.some_offloaded(knobs.micro_batch)[1:]
-        others = [replace(knobs, offloaded=offloaded, resident=0, away=0) for offloaded in some]
+        others = [knobs._replace(offloaded=offloaded, resident=0, away=0) for offloaded in some]
         filled = [near for each in others for full in self.fillings(each) if (near := self._near(full)) is not None]
         return [each for each in filled if _is_forced(each, forced) and self._is_better(each, knobs)]
 
@@ -244,21 +243,21 @@ class LocalSearch:
         count, last = self._count, self._candidates.last_rung(knobs.micro_batch)
         for step in (-4, -2, -1, 1, 2, 4):
             if 0 <= knobs.resident + step <= count - knobs.away:
-                yield replace(knobs, resident=knobs.resident + step)
+                yield knobs._replace(resident=knobs.resident + step)
             if 0 <= knobs.away + step <= count - knobs.resident:
-                yield replace(knobs, away=knobs.away + step)
+                yield knobs._replace(away=knobs.away + step)
             if 0 <= knobs.rung + step <= last:
-                yield from self._and_filled(replace(knobs, rung=knobs.rung + step))
+                yield from self._and_filled(knobs._replace(rung=knobs.rung + step))
             if knobs.offloaded and 0 <= knobs.offloaded + step <= len(self._candidates.offloadable(knobs.micro_batch)):
-                yield from self._and_filled(replace(knobs, offloaded=knobs.offloaded + step))
+                yield from self._and_filled(knobs._replace(offloaded=knobs.offloaded + step))
         for share in (-0.15, -0.05, -0.02, 0.02, 0.05, 0.15) if self._is_gpu else ():
             streamed, first = (round(min(max(now + share, 0.0), 1.0), 3) for now in (knobs.streamed, knobs.host_first))
-            yield from self._and_filled(replace(knobs, streamed=streamed))
-            yield from self._and_filled(replace(knobs, host_first=first))
+            yield from self._and_filled(knobs._replace(streamed=streamed))
+            yield from self._and_filled(knobs._replace(host_first=first))
 
     def _and_filled(self, knobs: Knobs) -> Iterator[Knobs]:
         yield knobs
-        filled = self.fill(replace(knobs, resident=0, away=0))
+        filled = self.fill(knobs._replace(resident=0, away=0))
         if filled is not None:
             yield filled
 

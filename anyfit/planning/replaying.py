@@ -33,9 +33,9 @@ WORTH_RECORDING = 0.5  # times what replaying it takes of the host: a block's la
 OWN_BYTES = 84 * 2**20  # of the recordings' stream: workspaces of matrix products, and ends of segments
 
 
-def best_launched(profile: Profile, finish: Callable[[Found], Plan]) -> Plan | None:
-    """The best plan, with blocks op by op or replayed."""
-    found = fastest(profile)
+def best_launched(profile: Profile, finish: Callable[[Found], Plan], found: Found | None = None) -> Plan | None:
+    """The best plan, with blocks op by op or replayed. `found`: the fastest op by op, where it is known."""
+    found = fastest(profile) if found is None else found
     if found is None or not can_replay(profile):
         return None if found is None else finish(found)
     plain, doubted = _seconds(found), _doubted_seconds(found)

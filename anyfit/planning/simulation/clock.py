@@ -18,6 +18,7 @@ import functools
 import heapq
 from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Literal
 
 from anyfit.planning.candidate import Rates
@@ -62,10 +63,31 @@ class Clock:
         self._count += 1
         heapq.heappush(self._events, (self.now + seconds, self._count, call))
 
+    @property
+    def coming(self) -> tuple[float, ...]:
+        """Seconds to all events that are known, the next first."""
+        return tuple(sorted(at - self.now for at, _, _ in self._events))
+
     def run(self, until: Signal) -> None:
         while not until.happened:
             self.now, _, call = heapq.heappop(self._events)
             call()
+
+
+@dataclass(frozen=True)
+class State:
+    """How far everything is that is under way or waits; without numbers, it is like no other."""
+
+    waiting: tuple[int, ...] = ()  # by queue
+    coming: tuple[float, ...] = ()  # seconds to all known events
+    late: tuple[float, ...] = ()  # seconds that the computation owes, and that the host is behind
+
+    def is_like(self, other: State, seconds: float) -> bool:
+        """Whether times differ by no more than this."""
+        if self.waiting != other.waiting or len(self.coming) != len(other.coming):
+            return False
+        pairs = zip((*self.late, *self.coming), (*other.late, *other.coming), strict=True)
+        return all(abs(mine - its) <= seconds for mine, its in pairs)
 
 
 class Server:
@@ -90,7 +112,12 @@ class Server:
     def add(self, queue: str, amount: float, done: Call, order: float = 0) -> None:
         self._count += 1
         heapq.heappush(self._queues[queue], (order, self._count, amount, done))
-        self._start()
+        if not self.is_busy:
+            self._start()
+
+    @property
+    def waiting(self) -> list[int]:
+        return [len(queue) for queue in self._queues.values()]
 
     def take_back(self, queue: str, done: Call) -> bool:
         """Whether it has not begun, and so is not done any more."""
@@ -107,8 +134,6 @@ class Server:
         return self._done + ((self._clock.now - self._since) * self._speed if self.is_busy else 0.0)
 
     def _start(self) -> None:
-        if self.is_busy:
-            return
         turn, queues = self._turn, self._in_turn
         for _ in queues:
             queue = queues[turn]
@@ -126,11 +151,13 @@ class Server:
         self._clock.at(amount / self._speed, functools.partial(self._finish, done))
 
     def _finish(self, done: Call) -> None:
-        self._done, self.is_busy = self.done, False
+        self._done += (self._clock.now - self._since) * self._speed
+        self.is_busy = False
         if self.heard is not None:
             self.heard(next(name for name, each in self._queues.items() if each is self._serving), self._since, self._clock.now)
         done()
-        self._start()
+        if not self.is_busy:
+            self._start()
 
 
 class HostServer(Server):
@@ -193,6 +220,10 @@ class SharedServer:
             self._left[way] = amount
             self._look_later()
 
+    @property
+    def waiting(self) -> list[int]:
+        return [len(queue) for queue in self._queues.values()]
+
     def _rate(self, way: str) -> float:
         return self._alone[way] if len(self._left) == 1 else self._together / 2
 
@@ -239,6 +270,11 @@ class Resources:
         self._clock = clock
         self._owed_seconds = 0.0
         self._idle_since: float | None = None
+
+    def state(self, host_behind_seconds: float) -> State:
+        on_disk = [] if self.disk is None else self.disk.waiting
+        waiting = tuple(count for each in (*(server.waiting for server in self.servers.values()), on_disk) for count in each)
+        return State(waiting, self._clock.coming, (self.owed_seconds, host_behind_seconds))
 
     @property
     def owed_seconds(self) -> float:

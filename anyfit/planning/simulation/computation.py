@@ -1,8 +1,8 @@
 """The computation of a step: the segments of its passes, the norm and resident updates; it drives all other parts.
 
 The first steps fill the servers; the last one is the figure, or the one before it where both take as long up to the first
-backward: that is where all that was left of a step is over. Of many micro-batches of a rank a few are played: those in the middle
-are alike.
+backward: that is where all that was left of a step is over. Of many micro-batches a few are played: once one has left everything
+as the one before it did, those up to the last are alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import get_args
 from anyfit.planning.candidate import Candidate, Rates
 from anyfit.values.profile import Segment, Timing
 
-from .clock import Signal, Work
+from .clock import Signal, State, Work
 from .fetches import Fetches, OffloadedActivations
 from .gradients import Gradients
 from .step import KINDS, Chunk, Step, Waits
@@ -24,9 +24,10 @@ from .updates import Updates
 
 STEPS = 3
 ALIKE = 1e-9  # of a step, by which times differ that are the same
+PASSES_ALIKE = 1e-6  # of a pass
 AFTER_CLIPPED = 2  # steps after a clipped one that are played for what is left of it
 RANK_STEPS = 2  # where nothing is on the host, whose servers fill slowly
-RANK_PASSES = 4  # of a step of a rank that are played at most; one before the last stands for those that are not
+RANK_PASSES = 4  # of a step of a rank that are played at most, whether they are alike or not
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Computation:
     def _run(self, over: Signal) -> Work:
         candidate, ledger = self._candidate, self._ledger
         accumulation, is_alone = candidate.accumulation, candidate.division.is_alone
-        passes = accumulation if is_alone else min(accumulation, RANK_PASSES)
+        played = accumulation if is_alone else min(accumulation, RANK_PASSES)
         uses_host = bool(candidate.offloaded) or any(each.is_on_host or each.route != "resident" for each in self._chunks)
         count = STEPS if is_alone or uses_host else RANK_STEPS
         for number in range(STEPS + 1 + AFTER_CLIPPED if self._clips else count):
@@ -137,18 +138,23 @@ class Computation:
             self.beginnings.append(began)
             self._updates.begin_step()
             last, ledger.seconds = ledger.seconds, dict.fromkeys(KINDS, 0.0)
-            for micro_batch in range(passes):
+            left, state = accumulation, State()
+            for micro_batch in range(accumulation):
                 self._fetches.begin_pass()
-                if micro_batch == passes - 2:
-                    before = self._clock.now, dict(ledger.seconds)
-                if micro_batch == passes - 1 and passes < accumulation:
-                    ledger.count_again(accumulation - passes, before[1])
-                    began -= (accumulation - passes) * (self._clock.now - before[0])
-                yield from self._one_pass(is_last=micro_batch == passes - 1)
+                before, state_before, waited = self._clock.now, state, dict(ledger.seconds)
+                yield from self._one_pass(is_last=left == 1)
                 if self._is_like_the_last:
                     ledger.seconds = last
                     over.fire()
                     return
+                left -= 1
+                took, state = self._clock.now - before, self._resources.state(self._launching.behind_seconds)
+                if left > 1 and (micro_batch == played - 2 or state.is_like(state_before, PASSES_ALIKE * took)):
+                    ledger.count_again(left - 1, waited)
+                    began -= (left - 1) * took
+                    left = 1
+                if left == 0:
+                    break
             self._at = None
             yield from self._gradients.all_added()
             yield self._device_work.norm

@@ -59,6 +59,11 @@ class Launching:
         self._free = max(self._free, self._clock.now)
 
     @property
+    def behind_seconds(self) -> float:
+        """How much longer it takes to launch what it was given so far."""
+        return max(self._free - self._clock.now, 0.0)
+
+    @property
     def _slowness(self) -> float:
         """Seconds for one of a host that does nothing else. Measured is what copies in both directions add."""
         servers, costs = self._resources.servers, self._costs
