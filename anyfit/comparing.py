@@ -10,6 +10,7 @@ from the process that they were forked from. Where the loss does not allow that 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import multiprocessing
@@ -284,9 +285,11 @@ def _may_fork() -> bool:
 
 
 def _begin() -> None:
-    """In a process of its own: what shows the work is the first one's, and one thread is its share of the cores."""
+    """In a process of its own: what shows the work is the first one's, and one thread is its share of the cores. The traces are
+    there for good, so that nobody has to look through them for what is not needed any more."""
     import torch
 
+    gc.freeze()
     doings.unheard()
     torch.set_num_threads(1)
 

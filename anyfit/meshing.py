@@ -308,9 +308,8 @@ def _choice(
     seconds = tuple(least_seconds(each, length, figures, machine, tables) for each in base.passes)
     layout, cut = layout_said(figures), {path: each.cut for path, each in figures.items()}
 
-    @functools.cache
-    def make() -> Profile:
-        own = cost([on_axis(each, length, figures, tables) for each in graphs], machine, base.batch_size, rank_grid)
+    def profile_of(some: Sequence[Graph]) -> Profile:
+        own = cost([on_axis(each, length, figures, tables) for each in some], machine, base.batch_size, rank_grid)
         kept = {name: getattr(base, name) for name in ("name", "clipped_steps", "kept")}
         return replace(
             own.corrected(base.correction).paced(base.pace).ruled(base.loss),
@@ -320,8 +319,10 @@ def _choice(
             **kept,
         )
 
-    bound = bound_of(base, data, seconds)
-    return MeshChoice(data, length, layout, len(figures), bound, make, tables, cut, pass_seconds=seconds, figures=figures)
+    make = functools.cache(lambda: profile_of(graphs))
+    ends = functools.cache(lambda: profile_of([graphs[0], graphs[-1]])) if len(graphs) > 2 else None
+    choice = MeshChoice(data, length, layout, len(figures), bound_of(base, data, seconds), make, tables, cut)
+    return replace(choice, pass_seconds=seconds, figures=figures, make_ends=ends)
 
 
 def layout_said(figures: Mapping[str, CutFigures]) -> str:

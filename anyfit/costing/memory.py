@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Literal
 
 from anyfit.values.graph import Graph, UpdateRule, largest_sets
@@ -146,18 +147,17 @@ def segments(graph: Graph, seconds: Sequence[float], live: Sequence[int]) -> tup
     in_all = 0
     found: list[Segment] = []
     modules: list[set[str]] = []
-    for index, op in enumerate(graph.ops):
-        for block, change in changes.get(index, ()):
-            kept[block] += change
-            in_all += change
-        work = live[index] - in_all + kept[op.block]
-        if found and (found[-1].block, found[-1].phase) == (op.block, op.phase):
-            last = found[-1]
-            found[-1] = replace(last, seconds=last.seconds + seconds[index], work_bytes=max(last.work_bytes, work))
-        else:
-            found.append(Segment(op.block, op.phase, seconds[index], work))
-            modules.append(set())
-        modules[-1].add(op.module)
+    for (block, phase), stretch in groupby(enumerate(graph.ops), key=lambda pair: (pair[1].block, pair[1].phase)):
+        took, works, names = 0.0, list[int](), set[str]()
+        for index, op in stretch:
+            for of, change in changes.get(index, ()):
+                kept[of] += change
+                in_all += change
+            took += seconds[index]
+            works.append(live[index] - in_all + kept[block])
+            names.add(op.module)
+        found.append(Segment(block, phase, took, max(works)))
+        modules.append(names)
     return tuple(_with_parameters(graph, found, modules))
 
 
@@ -177,6 +177,15 @@ def reserved_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device, *, acc
     """What torch's allocator holds after two steps: the first may make the optimizer's state, the second is like all others. The
     order counts: what a first step leaves lies in the holes of its pass, and where that cuts the room of a large tensor in two,
     the second step takes that room anew."""
+    processors, library_bytes = int(device.processors.value), int(device.workspace_bytes.value)
+    sizes = tuple((chunk.bytes, chunk.elements, chunk.is_split, chunk.is_updated) for chunk in chunks)
+    key = "reserved", processors, library_bytes, is_in_one_pass(graph.update, device), accumulating, sizes
+    if key not in graph.worked_out:
+        graph.worked_out[key] = _reserved_bytes(graph, chunks, device, accumulating=accumulating)
+    return graph.worked_out[key]
+
+
+def _reserved_bytes(graph: Graph, chunks: Sequence[Chunk], device: Device, *, accumulating: bool) -> int:
     allocator = CachingAllocator()
     _place(allocator, graph, chunks, device, accumulating=accumulating)
     used = {parameter.name for parameter in graph.parameters if parameter.used}

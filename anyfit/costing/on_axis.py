@@ -182,18 +182,20 @@ class _OnAxis:
         return [own / whole if whole else 1.0 for whole, own in sums]
 
     def _moved(self, moments: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self.at[moment] for moment in moments)
+        return tuple(map(self.at.__getitem__, moments))
 
     def _values(self) -> Iterator[Value]:
         ends = {op.block: self.at[index] for index, op in enumerate(self.graph.ops) if op.phase == "backward"}
         for index, value in enumerate(self.graph.values):
-            own = replace(
-                value,
-                bytes=math.ceil(value.bytes * self.words.values.get(index, self._share(value))),
-                born=self.at[value.born],
-                dies=self.at[value.dies],
-                reads=self._moved(value.reads),
-                writes=self._moved(value.writes),
+            own = Value(
+                math.ceil(value.bytes * self.words.values.get(index, self._share(value))),
+                value.kind,
+                self.at[value.born],
+                self.at[value.dies],
+                value.block,
+                value.saved_by,
+                self._moved(value.reads),
+                self._moved(value.writes),
             )
             yield own
             if value.kind == "gradient" and value.block in self.figures:  # until the block hands it out

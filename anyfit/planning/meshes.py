@@ -59,6 +59,12 @@ class MeshChoice:
     pipeline: Callable[[], Pipeline] | None = None
     pass_seconds: tuple[float, ...] = ()  # that its passes take at the least
     figures: Mapping[str, CutFigures] = field(default_factory=dict)  # by path of a block that is cut
+    # Of its largest and smallest micro-batch alone, which is made sooner: where nothing of these fits, nothing does.
+    make_ends: Callable[[], Profile] | None = None
+
+    @property
+    def ends(self) -> Profile:
+        return (self.make_ends or self.make)()
 
     @property
     def is_plain(self) -> bool:
@@ -99,7 +105,7 @@ class MeshChoice:
 
     def changed(self, change: Callable[[Profile], Profile]) -> MeshChoice:
         """With another profile, that is not faster."""
-        return replace(self, make=cache(lambda: change(self.make())))
+        return replace(self, make=cache(lambda: change(self.make())), make_ends=None)
 
 
 @dataclass(frozen=True)
@@ -246,12 +252,14 @@ def _tried(mesh: MeshChoice, before: Sequence[Tried], *, asked: bool) -> Tried:
         pipeline = mesh.pipeline()
         against = "" if asked else pipeline.against
         try:
+            if mesh.make_ends is not None:
+                pipelined(mesh.ends, pipeline)
             return Tried(mesh, pipelined(mesh.make(), pipeline), against=against)
         except NoPlan as verdict:
             return Tried(mesh, verdict=verdict)
-    profile = mesh.make()
-    fits = Space(most_sharded(profile)).least_needed_bytes() <= profile.device_limit_bytes
-    return Tried(mesh, fastest_over_devices(profile) if fits else None)
+    ends = most_sharded(mesh.ends)
+    fits = Space(ends).least_needed_bytes() <= ends.device_limit_bytes
+    return Tried(mesh, fastest_over_devices(mesh.make()) if fits else None)
 
 
 def _best(tried: Sequence[Tried]) -> Tried | None:

@@ -160,6 +160,11 @@ class Graph(Record):
         return value.saved_by if value.saved_by >= 0 else self.outside
 
     @cached_property
+    def worked_out(self) -> dict[tuple[object, ...], int]:
+        """Figures of it that take long to work out, by what else they depend on."""
+        return {}
+
+    @cached_property
     def outside(self) -> int:
         """The index of what belongs to no block."""
         return next(index for index, block in enumerate(self.blocks) if not block.name)
