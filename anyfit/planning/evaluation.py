@@ -96,10 +96,11 @@ class Evaluation:
         return footprint_of(self.profile, candidate)
 
     def _known_live_bytes(self, knobs: Knobs) -> int | None:
-        """Of one of several ranks, whose chunks change nothing of it where all are reduced alike: found once for each choice of
-        activations."""
+        """Where chunks change nothing of it, found once for each choice of activations: of one of several ranks that reduces all
+        of them alike; of a GPU alone that adds gradients up, which it does in the pools."""
         division, candidate = self.candidates.division, self.candidates.of(knobs)
-        if division.is_alone or (candidate.adds_up and not division.gradients):
+        are_alike = division.gradients or not candidate.adds_up
+        if not (candidate.adds_up and self.candidates.is_gpu if division.is_alone else are_alike):
             return None
         streams = knobs.offloaded > 0 and any(placement.route == "streamed" for placement in candidate.placements)
         key = knobs.micro_batch, knobs.rung, knobs.offloaded, streams
