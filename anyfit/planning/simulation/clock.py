@@ -100,18 +100,26 @@ class Server:
         self._last: list[Waiting] = []
         if yields is not None:
             self._queues[yields] = self._last
+        self._after = {name: (index + 1) % len(queues) for index, name in enumerate(queues)}  # whose turn it is then
         self._turn = 0
         self._count = 0
         self._since = self._speed = 0.0
         self._done = 0.0  # amount, but for what it is at now
         self.is_busy = False
+        self._is_between = False  # what is done now may ask for more, and others wait
         self.rate: Callable[[], float] = lambda: 1.0  # of what is begun now
         self.heard: Callable[[str, float, float], None] | None = None  # is told of what is done: its queue, from, and to
         self._serving: list[Waiting] = []
+        self._then: Call = Signal().fire  # when what it is at is done
 
     def add(self, queue: str, amount: float, done: Call, order: float = 0) -> None:
+        waiting = self._queues[queue]
+        if not self.is_busy and not self._is_between:  # nothing waits
+            self._turn = self._after.get(queue, self._turn)
+            self._serve(waiting, amount, done)
+            return
         self._count += 1
-        heapq.heappush(self._queues[queue], (order, self._count, amount, done))
+        heapq.heappush(waiting, (order, self._count, amount, done))
         if not self.is_busy:
             self._start()
 
@@ -140,22 +148,24 @@ class Server:
             turn = (turn + 1) % len(queues)
             if queue:
                 self._turn = turn
-                self._serve(queue)
+                self._serve(queue, *heapq.heappop(queue)[2:])
                 return
         if self._last:
-            self._serve(self._last)
+            self._serve(self._last, *heapq.heappop(self._last)[2:])
 
-    def _serve(self, queue: list[Waiting]) -> None:
-        self.is_busy, self._since, self._speed, self._serving = True, self._clock.now, self.rate(), queue
-        _, _, amount, done = heapq.heappop(queue)
-        self._clock.at(amount / self._speed, functools.partial(self._finish, done))
+    def _serve(self, queue: list[Waiting], amount: float, done: Call) -> None:
+        self.is_busy, self._since, self._serving, self._then = True, self._clock.now, queue, done
+        self._speed = self.rate()
+        self._clock.at(amount / self._speed, self._finish)
 
-    def _finish(self, done: Call) -> None:
+    def _finish(self) -> None:
         self._done += (self._clock.now - self._since) * self._speed
         self.is_busy = False
         if self.heard is not None:
             self.heard(next(name for name, each in self._queues.items() if each is self._serving), self._since, self._clock.now)
-        done()
+        self._is_between = True
+        self._then()
+        self._is_between = False
         if not self.is_busy:
             self._start()
 
@@ -168,12 +178,11 @@ class HostServer(Server):
         self._rates, self._copies, self._download_weight = rates, (up, down), download_weight
         self.rate = lambda: rates.updates_per_second
 
-    def _serve(self, queue: list[Waiting]) -> None:
-        self.is_busy, self._since, self._serving = True, self._clock.now, queue
-        _, _, elements, done = heapq.heappop(queue)
-        self._go_on(elements, self.rate(), DONE * elements, done)
+    def _serve(self, queue: list[Waiting], amount: float, done: Call) -> None:
+        self.is_busy, self._since, self._serving, self._then = True, self._clock.now, queue, done
+        self._go_on(amount, self.rate(), DONE * amount)
 
-    def _go_on(self, left: float, rate: float, enough: float, done: Call) -> None:
+    def _go_on(self, left: float, rate: float, enough: float) -> None:
         began, copied = self._clock.now, self._copied
 
         def look() -> None:
@@ -181,9 +190,9 @@ class HostServer(Server):
             found = self._rate_beside((self._copied - copied) / took)
             still = left - found * took
             if still > enough:
-                self._go_on(still, found, enough, done)
+                self._go_on(still, found, enough)
             else:
-                self._finish(done)
+                self._finish()
 
         self._clock.at(left / rate, look)
 
