@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
-from .meshing import WITHOUT, Axes, Meshes
+from .meshing import WITHOUT, Axes, Kind, Looks, Meshes
 from .planning.answers import answered, as_options, at_limits, change_to, named, no_plan, shortfall
 from .planning.enough import are_enough
 from .planning.fastest import Found, fastest, may_fit, most_sharded, quickly
@@ -36,7 +36,6 @@ from .values.profile import Profile
 from .values.record import nearest
 from .values.units import parse_bytes, show_bytes
 
-Kind = Literal["cpu", "cuda"]
 # What `--what-if` may change, each with an example.
 CHANGES = {
     "device-memory": "40GiB",
@@ -67,6 +66,7 @@ class Traced:
     axes: Axes = WITHOUT
     _graphs: dict[tuple[Kind, int], list[Graph]] = field(default_factory=dict)
     _known: dict[tuple[str, tuple[int, int], int], Meshes] = field(default_factory=dict)
+    _looks: Looks = field(default_factory=Looks)
 
     def profile(self, machine: Machine, batch_size: int | None = None) -> Profile:
         """On all devices of any machine, without a tensor axis where that can be; of a smaller batch, by the passes there are."""
@@ -99,12 +99,12 @@ class Traced:
 
     def with_batch(self, batch: int) -> Traced:
         """The same of another batch, with the graphs that are there."""
-        return Traced(replace(self.job, batch_size=batch), self.name, self.axes, self._graphs)
+        return Traced(replace(self.job, batch_size=batch), self.name, self.axes, self._graphs, _looks=self._looks)
 
     def _meshes(self, machine: Machine, batch_size: int | None = None) -> Meshes:
         key = machine.name, machine.rank_grid(), batch_size or self.job.batch_size
         if key not in self._known:
-            self._known[key] = Meshes(self.job, machine.rank_grid(), self.axes, batch_size)
+            self._known[key] = Meshes(self.job, machine.rank_grid(), self.axes, batch_size, looks=self._looks)
         return self._known[key]
 
     def profile_that_fits(self, machine: Machine) -> Profile:

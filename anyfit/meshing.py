@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Literal, get_args
 
 from .costing import cost
 from .costing.on_axis import least_seconds, on_axis
@@ -177,16 +177,44 @@ WHOLE_TABLES = ("data", "ulysses")  # layouts whose weights are whole
 WITHOUT = Axes(tensor=1)  # no tensor axis
 
 
+Kind = Literal["cpu", "cuda"]
+
+
+class Looks:
+    """At a job's blocks and calls, on a kind of device: each is made once, whatever the machine and the batch."""
+
+    def __init__(self) -> None:
+        self._cutters: dict[tuple[Kind, int], Cutter] = {}  # by samples of the calls that were captured
+        self._calls: dict[tuple[Kind, int], Look] = {}  # by samples of the graph
+
+    def cutter(self, job: Job, graph: Graph, machine: Machine, samples: int) -> Cutter:
+        key = machine.device.kind, samples
+        if key not in self._cutters:
+            self._cutters[key] = cutter_of(job, graph, machine, samples)
+        return replace(self._cutters[key], job=job, machine=machine)
+
+    def calls(self, job: Job, graph: Graph, machine: Machine) -> Look:
+        return self._calls.setdefault((machine.device.kind, graph.micro_batch), Look(job, graph))
+
+
 class Meshes:
-    """Those of a job on the ranks of a machine."""
+    """Those of a job on the ranks of a machine. `looks`: what other machines' have in common with them."""
 
     def __init__(
-        self, job: Job, rank_grid: tuple[int, int], axes: Axes, batch_size: int | None = None, *, divides_words: bool = True
+        self,
+        job: Job,
+        rank_grid: tuple[int, int],
+        axes: Axes,
+        batch_size: int | None = None,
+        *,
+        divides_words: bool = True,
+        looks: Looks | None = None,
     ) -> None:
         self.job, self.rank_grid, self.axes, self.divides_words = job, rank_grid, axes, divides_words
         self.batch_size = batch_size or job.batch_size
         self.lengths = axes.lengths(rank_grid, self.batch_size)  # of the tensor axis
         self._unshared = ""  # why ranks cannot share the batch
+        self._looks = Looks() if looks is None else looks
         self._cutters: dict[int, Cutter] = {}  # by samples of the calls that were captured
 
     @property
@@ -230,7 +258,7 @@ class Meshes:
             _choice(graphs, base, machine, self.rank_grid, each.tensor, each.figures, ()) if each.tables else each
             for each in others
         ]
-        return list(considered(wholes, Look(self.job, graphs[0]), base, machine, self.rank_grid))
+        return list(considered(wholes, self._looks.calls(self.job, graphs[0], machine), base, machine, self.rank_grid))
 
     def least(self, graphs: Sequence[Graph], base: Profile, machine: Machine) -> Profile:
         """Without a tensor axis, where that can be; else of the one with the least bound."""
@@ -241,7 +269,7 @@ class Meshes:
     def _cutter(self, graph: Graph, machine: Machine, length: int) -> Cutter:
         samples = length if self.axes.layout == "data" else SAMPLES
         if samples not in self._cutters:
-            self._cutters[samples] = cutter_of(self.job, graph, machine, samples)
+            self._cutters[samples] = self._looks.cutter(self.job, graph, machine, samples)
         return self._cutters[samples]
 
     def _layouts(self, cutter: Cutter, length: int) -> list[dict[str, CutFigures]]:
