@@ -234,8 +234,9 @@ def compared(question: Question, machines: Mapping[str, Machine], batch: int | B
         traced.trace_all(kind)
     if isinstance(batch, BestBatch) and not all(traced.graphs(each)[0].loss.may_be_cut for each in machines.values()):
         return compared(question, machines, None)  # each batch would be another job
-    largest = sorted(machines, key=lambda name: -ranks[name])  # they take longest
-    found = dict(_shared_out([(name, (bench, machines[name], batch)) for name in largest]))
+    # Those with less memory have more to choose from, and take longest.
+    tightest = sorted(machines, key=lambda name: ranks[name] * machines[name].device_limit_bytes)
+    found = dict(_shared_out([(name, (bench, machines[name], batch)) for name in tightest]))
     return {name: found[name] for name in machines}
 
 

@@ -21,8 +21,9 @@ from .bound import least_seconds
 from .candidate import Candidate, rates_of
 from .footprint import Footprint, Held, footprint_of, held_of, live_of
 from .knobs import Candidates, Knobs
-from .simulation import Simulated, redone_seconds, simulate
+from .simulation import Simulated, redone_seconds, simulate, simulated_under
 
+ROUNDED = 1 + 1e-9
 PAGES_BYTES = 10 * PAGE_BYTES  # of the host, at most, for a chunk's arrays to begin on pages
 
 
@@ -78,6 +79,7 @@ class Evaluation:
         self._live_bytes: dict[tuple[int, int, int, bool], int] = {}
         self._held: dict[tuple[Knobs, bool], Held] = {}  # by where chunks are, and whether gradients add up
         self._played: dict[tuple[object, ...], Simulated] = {}  # by what a simulation depends on
+        self._over: dict[tuple[object, ...], float] = {}  # the same: seconds that it is not under
 
     def at_limits(self, profile: Profile) -> Evaluation:
         """The same for a profile that differs in its limits alone."""
@@ -159,22 +161,37 @@ class Evaluation:
         return mean(seconds, least_seconds(waits, self.rates, again), self.clipped_share)
 
     def is_under(self, knobs: Knobs, seconds: float) -> bool:
-        """Whether it takes less; it is not simulated where that is clear from its bound, or from half of what it takes."""
+        """Whether it takes less; it is not simulated, or not to the end, where that is clear before."""
         if self.bound(knobs) >= seconds:
             return False
-        candidate = self.candidates.of(knobs)
-        if self.clipped_share and (waits := waiting(candidate)) is not candidate:
-            least = least_seconds(waits, self.rates)
-            if mean(self.simulated(candidate).step_seconds, least, self.clipped_share) >= seconds:
+        candidate, share = self.candidates.of(knobs), self.clipped_share
+        if not share or (waits := waiting(candidate)) is candidate:
+            return self._is_played_under(candidate, seconds)
+        if share < 1:
+            most = (seconds - share * least_seconds(waits, self.rates)) / (1 - share)
+            if not self._is_played_under(candidate, most * ROUNDED):
                 return False
-        return bool(self.seconds(knobs) < seconds)
+        most = (seconds - (1 - share) * self.simulated(candidate).step_seconds) / share
+        return self._is_played_under(waits, most * ROUNDED) and bool(self.seconds(knobs) < seconds)
 
     def simulated(self, candidate: Candidate) -> Simulated:
         # Others may have come to the same, and a simulation takes far longer than to look.
-        same = candidate.micro_batch, candidate.activations, candidate.placements, candidate.slots, candidate.prefetch
+        same = _same(candidate)
         if same not in self._played:
             self._played[same] = simulate(candidate, self.rates)
         return self._played[same]
+
+    def _is_played_under(self, candidate: Candidate, seconds: float) -> bool:
+        same = _same(candidate)
+        if same not in self._played:
+            if self._over.get(same, 0.0) >= seconds:
+                return False
+            made = simulated_under(candidate, self.rates, seconds)
+            if made is None:
+                self._over[same] = seconds
+                return False
+            self._played[same] = made
+        return self._played[same].step_seconds < seconds
 
     def redone_seconds(self, offer: Offer) -> float:
         """Of a clipped step among others that are not."""
@@ -193,3 +210,8 @@ class Evaluation:
         simulated = self.simulated(candidate)
         clipped = self.simulated(waiting(candidate)) if self.clipped_share else simulated
         return Offer(candidate, footprint, simulated, clipped, self.clipped_share, knobs)
+
+
+def _same(candidate: Candidate) -> tuple[object, ...]:
+    """What a simulation depends on, of the candidates of one profile."""
+    return candidate.micro_batch, candidate.activations, candidate.placements, candidate.slots, candidate.prefetch

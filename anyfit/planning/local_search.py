@@ -102,11 +102,13 @@ class LocalSearch:
         seconds = self._evaluation.seconds
         tried: list[Knobs] = []
         least = under
-        for bound, knobs in sorted(self._filled(micro_batch, forced, under), key=lambda pair: pair[0]):
-            if bound >= least or len(tried) == TRIED * starts // STARTS:
+        filled = sorted(self._filled(micro_batch, forced, under), key=lambda pair: pair[0])
+        for bound, knobs in filled[: TRIED * starts // STARTS]:
+            if bound >= least:
                 break
-            tried.append(knobs)
-            least = min(least, seconds(knobs))
+            if self._evaluation.is_under(knobs, CLOSE * least):
+                tried.append(knobs)
+                least = min(least, seconds(knobs))
         first = sorted(tried, key=seconds)[:starts]
         rounds = ROUNDS * starts // STARTS
         improved = [self._improved(knobs, forced, rounds) for knobs in first if seconds(knobs) < CLOSE * least]

@@ -14,3 +14,4 @@ from .computation import Span as Span
 from .computation import played as played
 from .computation import redone_seconds as redone_seconds
 from .computation import simulate as simulate
+from .computation import simulated_under as simulated_under

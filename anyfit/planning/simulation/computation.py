@@ -7,6 +7,7 @@ as the one before it did, those up to the last are alike.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,14 @@ def simulate(candidate: Candidate, rates: Rates) -> Simulated:
     return Computation(candidate, rates).result()
 
 
+def simulated_under(candidate: Candidate, rates: Rates, seconds: float) -> Simulated | None:
+    """The same, but None where a step takes as long as this, which is mostly known sooner: no step is shorter than those before
+    it, as what they leave to do only delays it."""
+    computation = Computation(candidate, rates, under=seconds)
+    result = computation.result()
+    return None if computation.is_over else result
+
+
 def redone_seconds(candidate: Candidate, rates: Rates, step_seconds: float) -> float:
     """Of a clipped step among others that are not and take so many seconds, with what those after it take longer for it."""
     steps = Computation(candidate, rates, clips=True).steps()
@@ -67,8 +76,8 @@ def played(candidate: Candidate, rates: Rates) -> tuple[list[Span], float]:
 
 
 class Computation:
-    def __init__(self, candidate: Candidate, rates: Rates, *, clips: bool = False) -> None:
-        step, self._candidate, self._clips = Step(candidate, rates), candidate, clips
+    def __init__(self, candidate: Candidate, rates: Rates, *, clips: bool = False, under: float = math.inf) -> None:
+        step, self._candidate, self._clips, self._under = Step(candidate, rates), candidate, clips, under
         self._clock, self._ledger, self._resources = step.clock, step.ledger, step.resources
         self._chunks, self._uses, self._exchanges = step.chunks, step.uses, step.exchanges
         self._fetches = Fetches(step)
@@ -82,6 +91,7 @@ class Computation:
         self._start_seconds = rates.calibration.update_launch_seconds.value  # of the update of a chunk
         self._slowness, self._rates = candidate.slowness(rates), rates
         self._steps: list[float] = []
+        self.is_over = False  # a step takes longer than is of interest
         self._began = 0.0  # the step at hand
         self._forwards: list[float] = []  # by step, seconds up to its first backward
         self.beginnings: list[float] = []  # of steps, by the clock
@@ -140,6 +150,8 @@ class Computation:
             last, ledger.seconds = ledger.seconds, dict.fromkeys(KINDS, 0.0)
             left, state = accumulation, State()
             for micro_batch in range(accumulation):
+                if self._clock.now - began >= self._under:
+                    break
                 self._fetches.begin_pass()
                 before, state_before, waited = self._clock.now, state, dict(ledger.seconds)
                 yield from self._one_pass(is_last=left == 1)
@@ -170,6 +182,9 @@ class Computation:
             if not is_alone:
                 self._launching.wait()
             self._steps.append(self._clock.now - began)
+            self.is_over = self._steps[-1] >= self._under
+            if self.is_over:
+                break
         over.fire()
 
     @property
