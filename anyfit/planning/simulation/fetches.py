@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 from anyfit.values.engine import OFFLOADED_AT_ONCE
 
@@ -29,6 +29,7 @@ class Fetches:
         for position, chunk in enumerate(self._touches):
             self._positions.setdefault(chunk.index, []).append(position)
         self._position = 0
+        self._coming = cache(self._next_ones)  # every pass comes by the same places
 
     def begin_pass(self) -> None:
         self._position = 0
@@ -57,12 +58,7 @@ class Fetches:
         self._slots.pop(chunk.index, None)
 
     def _fetch_ahead(self) -> None:
-        coming: dict[int, Chunk] = {}
-        for at in range(self._position, len(self._touches)):
-            coming[self._touches[at].index] = self._touches[at]
-            if len(coming) >= self._prefetch:
-                break
-        for chunk in coming.values():
+        for chunk in self._coming(self._position):
             if chunk.index in self._slots:
                 continue
             if len(self._slots) >= self._most:
@@ -71,6 +67,15 @@ class Fetches:
                     return
                 del self._slots[last]
             self._fetch(chunk)
+
+    def _next_ones(self, position: int) -> tuple[Chunk, ...]:
+        """Those that are touched next from there, as many as are fetched ahead."""
+        coming: dict[int, Chunk] = {}
+        for at in range(position, len(self._touches)):
+            coming[self._touches[at].index] = self._touches[at]
+            if len(coming) >= self._prefetch:
+                break
+        return tuple(coming.values())
 
     def _fetch(self, chunk: Chunk) -> None:
         self._launching.spend(self._costs.fetch_seconds + self._costs.bind_seconds * chunk.cost.tensors)
