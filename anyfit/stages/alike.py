@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils import checkpoint
 
 from anyfit.values.stages import Flow
 
@@ -39,6 +42,32 @@ def refuse_backward_hooks(model: nn.Module, modules: Mapping[str, nn.Module]) ->
                 f"{path or 'the model'!r} has a backward hook, and stages may be cut before and after it, so that no rank sees "
                 "all of its backward; register it on a module inside of a block or on a tensor, or train without a pipeline axis"
             )
+
+
+class Checkpoints:
+    """The user's own around calls. What one runs it runs again in backward, on the rank whose backward comes to it: if a cut lies
+    in between, that rank has not made all of it."""
+
+    def __init__(self) -> None:
+        self._calls: dict[FrameType, list[int]] = {}  # that each has inside
+
+    def note(self, call: int) -> None:
+        """A call that begins now."""
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename == checkpoint.__file__:
+                self._calls.setdefault(frame, []).append(call)
+
+    def refuse_cut(self, paths: Sequence[str], are_blocks: Sequence[bool]) -> None:
+        for calls in self._calls.values():
+            for call, following in itertools.pairwise(calls):
+                if are_blocks[call]:  # stages end with blocks
+                    raise ValueError(
+                        f"a checkpoint of the model's own runs {paths[call]!r} and {paths[following]!r} again in backward, and "
+                        "stages may be cut between them; checkpoint each of them by itself, leave it to anyfit, which recomputes "
+                        "where that pays, or train without a pipeline axis"
+                    )
 
 
 class Numbers:

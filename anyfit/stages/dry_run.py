@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyfit.values.stages import Call, Flow, Value
 
-from .alike import PLAIN, Numbers, OwnGenerators, refuse_backward_hooks, refuse_other_calls
+from .alike import PLAIN, Checkpoints, Numbers, OwnGenerators, refuse_backward_hooks, refuse_other_calls
 from .calls import Calls, Forward
 from .dynamic import of_right_shape
 from .keys import Draws, drawing, is_random
@@ -272,13 +272,15 @@ class _Noted:
     ) -> None:
         self._modules, self._blocks, self._origins, self._mode, self._draws = modules, blocks, origins, mode, draws
         self.calls = origins.calls
-        self._returned: list[tuple[int, int, Tensor, int]] = []  # with its version
+        self._returned: list[tuple[int, int, Tensor, int, bool]] = []  # with its version, and whether it needs a gradient
+        self._checkpoints = Checkpoints()
 
     def __call__(self, path: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._draws.note(by_glue=True)
         origins, index = self._origins, len(self.calls)
         now = Open(path, path in self._blocks)
         self.calls.append(now)
+        self._checkpoints.note(index)
         now.buffers |= set(_running_statistics(path, self._modules[path]))
         origins.now, origins.index = now, index
         for each in pytree.tree_leaves((args, kwargs)):
@@ -291,7 +293,7 @@ class _Noted:
             for at, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
                     origins.returned(leaf, Value(index, at))
-                    self._returned.append((index, at, leaf, leaf._version))
+                    self._returned.append((index, at, leaf, leaf._version, leaf.requires_grad))
                 elif not isinstance(leaf, PLAIN):
                     raise ValueError(
                         f"{path!r} returns a {type(leaf).__name__}, which another rank of a pipeline cannot be sent; return "
@@ -303,9 +305,17 @@ class _Noted:
         return result
 
     def note_changes(self) -> None:
-        for index, at, leaf, version in self._returned:
+        for index, at, leaf, version, needs_grad in self._returned:
             if leaf._version != version:
                 self.calls[index].changed.add(at)
+            elif leaf.requires_grad and not needs_grad:
+                raise ValueError(
+                    f"{self.calls[index].path!r} is called inside of an autograd function, such as "
+                    "checkpoint(use_reentrant=True), which goes backward through it by itself, and stages may be cut before and "
+                    "after it; use checkpoint(use_reentrant=False), or train without a pipeline axis"
+                )
+        if torch.is_grad_enabled():
+            self._checkpoints.refuse_cut([each.path for each in self.calls], [each.is_block for each in self.calls])
 
 
 def _running_statistics(path: str, module: nn.Module) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .families import (
     BOTH,
@@ -75,6 +76,20 @@ class SharedInside(Chain):
 class Output:
     y: Tensor
     hidden: list[Tensor]
+
+
+class Checkpointing(Chain):
+    """So many blocks at a time."""
+
+    def __init__(self, count: int, *, reentrant: bool = False) -> None:
+        super().__init__()
+        self.count, self.reentrant = count, reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.enter(x)
+        for first in range(0, len(self.blocks), self.count):
+            x = checkpoint(nn.Sequential(*self.blocks[first : first + self.count]), x, use_reentrant=self.reentrant)
+        return self.leave(x)
 
 
 class Returning(Chain):
@@ -366,6 +381,7 @@ OPT = {
 }  # fmt: skip
 
 EQUAL: dict[str, Family] = {
+    "checkpoints": Family(partial(Checkpointing, 1), vectors, squares),
     "falcon": Family(partial(hugging, "FalconForCausalLM", "FalconConfig", **SIZES, alibi=True), text, own_loss),
     "opt": Family(partial(hugging, "OPTForCausalLM", "OPTConfig", **OPT), padded, own_loss),
     "gpt neox": Family(
@@ -405,6 +421,14 @@ REFUSED: dict[str, tuple[Family, str]] = {
     "one generator for all": (Family(of_one, vectors, squares), "draw is a random generator that more than one block draws from"),
     "chance that calls": (Family(Leaving, vectors, squares), "which modules are called depends on chance"),
     "hooks on backward": (Family(Doubling, vectors, squares), "'blocks.0' has a backward hook"),
+    "a checkpoint around two": (
+        Family(partial(Checkpointing, 2), vectors, squares),
+        "a checkpoint of the model's own runs 'blocks.0' and 'blocks.1' again",
+    ),
+    "a reentrant checkpoint": (
+        Family(partial(Checkpointing, 1, reentrant=True), vectors, squares),
+        "'blocks.0' is called inside of an autograd function",
+    ),
     "a gradient penalty": (Family(Chain, vectors, penalised), "goes backward by itself"),
     "layers that are dropped": (
         Family(partial(hugging, "Wav2Vec2ForCTC", "Wav2Vec2Config", **SPEECH, layerdrop=0.5), waves, plain_loss),
