@@ -323,6 +323,9 @@ def _can(cutter: Cutter, length: int, layout: LayoutName | None) -> bool:
         return False
 
 
+LEAST_FOR_ENDS = 3  # micro-batches: of so few all are priced as soon
+
+
 def _choice(
     graphs: Sequence[Graph],
     base: Profile,
@@ -347,8 +350,12 @@ def _choice(
             **kept,
         )
 
-    make = functools.cache(lambda: profile_of(graphs))
-    ends = functools.cache(lambda: profile_of([graphs[0], graphs[-1]])) if len(graphs) > 2 else None
+    ends = functools.cache(lambda: profile_of([graphs[0], graphs[-1]])) if len(graphs) > LEAST_FOR_ENDS else None
+
+    @functools.cache
+    def make() -> Profile:
+        return profile_of(graphs) if ends is None else ends().with_passes_of(profile_of(graphs[1:-1]))
+
     choice = MeshChoice(data, length, layout, len(figures), bound_of(base, data, seconds), make, tables, cut)
     return replace(choice, pass_seconds=seconds, figures=figures, make_ends=ends)
 

@@ -98,12 +98,11 @@ def _with_fewer(
     """The same with stages, on as many ranks: what a rank computes of a micro-batch is what it was."""
     own = Links(machine, *stage_grid(rank_grid[0], rank_grid[0] * rank_grid[1] // stages))
 
-    def own_of(profile: Profile) -> Profile:
-        return replace(profile, divisions=own.divisions(whole.tensor))
+    @cache
+    def make() -> Profile:
+        return replace(whole.make(), divisions=own.divisions(whole.tensor))
 
-    ends = None if whole.make_ends is None else cache(lambda: own_of(whole.ends))
-    own_whole = replace(whole, data=data, make=cache(lambda: own_of(whole.make())), make_ends=ends)
-    made = staged(own_whole, stages, machine, rank_grid, look)
+    made = staged(replace(whole, data=data, make=make), stages, machine, rank_grid, look)
     # nothing is replayed in stages, so that launches take what they do
     least = whole.pass_seconds if whole.tensor > 1 else [each.seconds for each in base.passes]
     return replace(made, bound=bound_of(base, data, least, stages, blocks=_blocks(look.graph)))

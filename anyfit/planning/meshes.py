@@ -252,8 +252,6 @@ def _tried(mesh: MeshChoice, before: Sequence[Tried], *, asked: bool) -> Tried:
         pipeline = mesh.pipeline()
         against = "" if asked else pipeline.against
         try:
-            if mesh.make_ends is not None:
-                pipelined(mesh.ends, pipeline)
             return Tried(mesh, pipelined(mesh.make(), pipeline), against=against)
         except NoPlan as verdict:
             return Tried(mesh, verdict=verdict)

@@ -41,12 +41,19 @@ class CalledBlocks:
     elements: Mapping[tuple[int, ...], Elements]
 
     def held(self, first: int, last: int) -> Elements:
-        """By a stage that has these calls."""
-        found = self._up_to[last + 1].minus(self._up_to[first])
-        for users, size in self.elements.items():
-            if len(users) > 1 and any(first <= user <= last for user in users):
-                found = found.plus(size)
+        """By a stage that has these calls. Searches ask for the same ones again and again."""
+        found = self._held.get((first, last))
+        if found is None:
+            found = self._up_to[last + 1].minus(self._up_to[first])
+            for users, size in self.elements.items():
+                if len(users) > 1 and any(first <= user <= last for user in users):
+                    found = found.plus(size)
+            self._held[first, last] = found
         return found
+
+    @cached_property
+    def _held(self) -> dict[tuple[int, int], Elements]:
+        return {}
 
     @cached_property
     def _up_to(self) -> list[Elements]:

@@ -406,6 +406,11 @@ class Profile(Record):
         passes = tuple(each for each in self.passes if each.micro_batch <= most)
         return replace(self, batch_size=share, passes=passes, divisions=(), division=division)
 
+    def with_passes_of(self, other: Self) -> Self:
+        """With those of the same job's other micro-batches too."""
+        passes = sorted((*self.passes, *other.passes), key=lambda each: -each.micro_batch)
+        return replace(self, passes=tuple(passes), notes=tuple(dict.fromkeys((*self.notes, *other.notes))))
+
     def laid_out(self, layout: Layout) -> Self:
         """The same in chunks of this size, and of no other."""
         return replace(
