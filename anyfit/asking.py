@@ -18,7 +18,7 @@ from typing import Any
 
 from .meshing import WITHOUT, Axes, Kind, Looks, Meshes
 from .planning.answers import answered, as_options, at_limits, change_to, named, no_plan, shortfall
-from .planning.enough import are_enough
+from .planning.enough import Enough
 from .planning.fastest import Found, fastest, may_fit, most_sharded, quickly
 from .planning.meshes import MeshChoice, best_of, nearest_to_fit, offers_of, tried_meshes
 from .planning.reasons import explained, settled
@@ -76,11 +76,12 @@ class Traced:
         """With the micro-batches alone that the best plan may have."""
         if self.axes.has_stages:
             return staged(self.job, machine, machine.rank_grid(), self.axes, self.name)
-        enough = partial(are_enough, for_stages=self._meshes(machine).may_have_stages)
+        enough = Enough(for_stages=self._meshes(machine).may_have_stages)
         graphs = self._traced(machine, enough)
         if self._meshes(machine).changed_by(graphs[0].loss):
             graphs = self._traced(machine, enough)
-        return self.meshes_of(machine, graphs)
+        meshes = self.meshes_of(machine, graphs)
+        return [replace(each, found=enough.fastest_of(each.make())) if each.is_plain else each for each in meshes]
 
     def looks_for_stages(self, machine: Machine) -> bool:
         return self._meshes(machine).may_have_stages

@@ -14,7 +14,7 @@ from . import pipelining
 from .costing import cost
 from .costing.times import call_weights
 from .meshing import WITHOUT, Axes, Meshes
-from .planning.enough import are_enough
+from .planning.enough import Enough
 from .planning.meshes import MeshChoice
 from .probing import cache
 from .probing.host import free_memory_bytes
@@ -61,6 +61,7 @@ class _Profiling:
     def __init__(self, job: Job, machine: Machine, meshes: Meshes) -> None:
         self._job, self._machine, self._meshes = job, machine, meshes
         self._seconds = CALLS_SECONDS  # that are left for timing ops
+        self._enough = Enough(for_stages=meshes.may_have_stages)
 
     def base(self, *, for_plan: bool) -> Profile:
         found = self._made_of(self._traced(for_plan=for_plan))
@@ -70,7 +71,8 @@ class _Profiling:
         graphs = self._traced(for_plan=for_plan)
         if self._meshes.changed_by(graphs[0].loss):
             graphs = self._traced(for_plan=for_plan)
-        return self._meshes.choices(graphs, self._made_of(graphs), self._machine)
+        meshes = self._meshes.choices(graphs, self._made_of(graphs), self._machine)
+        return [replace(each, found=self._enough.fastest_of(each.make())) if each.is_plain else each for each in meshes]
 
     def _traced(self, *, for_plan: bool) -> list[Graph]:
         return traced(self._job, self._machine.device.kind, self._meshes.data_ranks, self._are_enough if for_plan else None)
@@ -78,8 +80,7 @@ class _Profiling:
     def _are_enough(self, graphs: Sequence[Graph]) -> bool:
         if not graphs[0].loss.may_be_cut:
             return True
-        least = self._meshes.least(graphs, self._made_of(graphs), self._machine)
-        return are_enough(least, for_stages=self._meshes.may_have_stages)
+        return self._enough(self._meshes.least(graphs, self._made_of(graphs), self._machine))
 
     def _made_of(self, graphs: Sequence[Graph]) -> Profile:
         began = time.perf_counter()

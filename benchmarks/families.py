@@ -39,7 +39,7 @@ from torch.nn.utils import clip_grad_norm_
 import anyfit
 from anyfit.measuring import measure_blocks
 from anyfit.planning import search
-from anyfit.planning.enough import are_enough
+from anyfit.planning.enough import Enough
 from anyfit.profiling import profiled, traced
 from anyfit.values.graph import Graph
 from anyfit.values.machine import Machine
@@ -185,7 +185,7 @@ def profile_for(training: anyfit.Job, graphs: list[Graph], machine: Machine) -> 
     def of_first(count: int) -> anyfit.Profile:
         return profiled(training, graphs[:count], machine, (1, 1), training.batch_size)
 
-    return next(filter(are_enough, map(of_first, range(1, len(graphs)))), None) or of_first(len(graphs))
+    return next(filter(Enough(), map(of_first, range(1, len(graphs)))), None) or of_first(len(graphs))
 
 
 def all_on_device_bytes(training: anyfit.Job, graphs: list[Graph], machine: Machine) -> int:

@@ -21,13 +21,28 @@ WAITED = 0.05  # of a step, for others or for the host
 WAITS = ("exposed communication", "exposed offload", "exposed update")
 
 
-def are_enough(profile: Profile, *, for_stages: bool = False) -> bool:
-    """Whether a smaller micro-batch than those of the profile, the largest first, is not worth a trace. `for_stages`: nor for a
-    pipeline, which is looked for too."""
-    sizes, share = [each.micro_batch for each in profile.passes], profile.batch_size // profile.ranks
-    if len(sizes) == 1 or any(share % size for size in sizes):
-        return False
-    return _is_enough(fastest(profile), sizes[-1], for_stages=for_stages)
+class Enough:
+    """Is asked after each trace whether a smaller micro-batch than those of the profile, the largest first, is not worth one.
+    `for_stages`: nor for a pipeline, which is looked for too."""
+
+    def __init__(self, *, for_stages: bool = False) -> None:
+        self._for_stages = for_stages
+        self._last: tuple[tuple[int, ...], Found | None] | None = None  # micro-batches, and the fastest of them
+
+    def __call__(self, profile: Profile) -> bool:
+        sizes, share = _sizes(profile), profile.batch_size // profile.ranks
+        if len(sizes) == 1 or any(share % size for size in sizes):
+            return False
+        self._last = sizes, fastest(profile)
+        return _is_enough(self._last[1], sizes[-1], for_stages=self._for_stages)
+
+    def fastest_of(self, profile: Profile) -> Found | None:
+        """Where that is the last one it was asked of; None where it is not, or where nothing fits."""
+        return self._last[1] if self._last is not None and self._last[0] == _sizes(profile) else None
+
+
+def _sizes(profile: Profile) -> tuple[int, ...]:
+    return tuple(each.micro_batch for each in profile.passes)
 
 
 def _is_enough(found: Found | None, smallest: int, *, for_stages: bool) -> bool:

@@ -61,6 +61,7 @@ class MeshChoice:
     figures: Mapping[str, CutFigures] = field(default_factory=dict)  # by path of a block that is cut
     # Of its largest and smallest micro-batch alone, which is made sooner: where nothing of these fits, nothing does.
     make_ends: Callable[[], Profile] | None = None
+    found: Found | None = None  # the fastest of it, where that is known
 
     @property
     def ends(self) -> Profile:
@@ -105,7 +106,7 @@ class MeshChoice:
 
     def changed(self, change: Callable[[Profile], Profile]) -> MeshChoice:
         """With another profile, that is not faster."""
-        return replace(self, make=cache(lambda: change(self.make())), make_ends=None)
+        return replace(self, make=cache(lambda: change(self.make())), make_ends=None, found=None)
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def tried_meshes(
     plain: Plan | None = None,
 ) -> list[Tried]:
     """`plain`: of the one that is along the data axis alone, where its plan is known."""
-    tried = [Tried(each, plain or searched(each.make(), finish, steps)) for each in meshes if each.is_plain]
+    tried = [Tried(each, plain or searched(each.make(), finish, steps, each.found)) for each in meshes if each.is_plain]
     others = sorted((each for each in meshes if not each.is_plain), key=lambda each: each.bound * _handicap(each))
     if not others:
         return tried
