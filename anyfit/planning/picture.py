@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from anyfit.values.picture import BlockPart, MemoryOver, Picture
+from anyfit.values.plan_names import Activations
 from anyfit.values.profile import Pass, Profile, Segment
+from anyfit.values.schedule import Span as Stretch
 
 from .candidate import Candidate
 from .evaluation import Evaluation, Offer
@@ -25,6 +27,7 @@ from .space import space_of
 NARROW = 1 / 400  # of what is drawn: what is shorter is joined with its neighbour of the same kind
 GAP = 1 / 1500  # of it, that may lie between such neighbours
 MOST_SPANS = 600  # of a lane
+MOST_LANES = 16  # of the places of a pipeline
 MOST_PASSES = 4  # that are drawn of a plan that was not simulated
 Row = tuple[float, float, str, str]
 # By lane and queue of the simulator, what the engine calls that in a timeline.
@@ -47,6 +50,26 @@ def pictured(found: Found) -> Picture:
         _memory(at.evaluation, offer),
         *_lanes(offer.candidate, at.evaluation),
     )
+
+
+def pictured_in_stages(
+    each: Pass, choices: Mapping[str, Activations], micro_batches: int, spans: Sequence[Sequence[Stretch]], after_seconds: float
+) -> Picture:
+    """Of a pipeline: what becomes of each block, and by rank when it makes which stage of which micro-batch, as far as that is
+    played; then the sums and updates of all. Ranks hold different things, so that no memory is drawn."""
+    last = max(row[-1].ends for row in spans)
+    lanes: dict[str, tuple[Row, ...]] = {}
+    rows: list[Row]
+    update = last, last + after_seconds, "update", "sums of gradients, norm and update"
+    for rank, row in enumerate(spans[:MOST_LANES]):
+        rows = [(begins, ends, of, f"stage {stage}, micro-batch {at}") for (_, of, stage, at), begins, ends in row]
+        lanes[f"rank {rank}"] = tuple(_joined([*rows, update], last + after_seconds))
+    count = max(one.action.micro_batch for one in spans[0]) + 1
+    of = "a step" if count == micro_batches else f"{count} of {micro_batches} micro-batches, and the update"
+    if len(spans) > MOST_LANES:
+        of += f", on the first {MOST_LANES} of {len(spans)} places"
+    names = {block.name: index for index, block in enumerate(each.blocks)}
+    return Picture(tuple(_part(each, names[path], choice) for path, choice in choices.items()), None, lanes, of)
 
 
 def _resident(found: Found) -> Picture:
@@ -146,13 +169,17 @@ def _update_seconds(profile: Profile, candidate: Candidate) -> float:
 
 
 def _lanes(candidate: Candidate, evaluation: Evaluation) -> tuple[Mapping[str, tuple[Row, ...]], str]:
-    spans, seconds = played(candidate, evaluation.rates)
+    spans, seconds, passes = played(candidate, evaluation.rates)
     lanes: dict[str, list[Row]] = {}
     for span in sorted(spans, key=lambda span: span[1]):
         lane, start, end, _, segment = span
         lanes.setdefault(lane, []).append((start, end, *_named(candidate, span, segment)))
     joined = {lane: tuple(_joined(rows, seconds)) for lane, rows in lanes.items()}
-    return _ordered(joined), "a step"
+    return _ordered(joined), _part_of_step(passes, candidate.accumulation)
+
+
+def _part_of_step(passes: int, of: int) -> str:
+    return "a step" if passes == of else f"{passes} of {of} passes, and the update"
 
 
 def _named(candidate: Candidate, span: Span, segment: Segment | None) -> tuple[str, str]:
@@ -174,8 +201,7 @@ def _one_after_another(each: Pass, passes: int, update_seconds: float) -> tuple[
             rows.append((now, now + segment.seconds, segment.phase, name))
             now += segment.seconds
     rows.append((now, now + update_seconds, "update", "all parameters"))
-    of = "a step" if passes <= MOST_PASSES else f"{MOST_PASSES} of {passes} passes, and the update"
-    return {"compute": tuple(_joined(rows, now + update_seconds))}, of
+    return {"compute": tuple(_joined(rows, now + update_seconds))}, _part_of_step(min(passes, MOST_PASSES), passes)
 
 
 def _joined(rows: Sequence[Row], seconds: float) -> Iterator[Row]:

@@ -34,7 +34,7 @@ from anyfit.values.doing import doing
 from anyfit.values.no_plan import NoPlan
 from anyfit.values.precision import SUM_BYTES
 from anyfit.values.profile import Division, Pass, Profile
-from anyfit.values.schedule import Table, ends, in_flight, refuse, table
+from anyfit.values.schedule import Span, Table, in_flight, played, refuse, table
 from anyfit.values.units import show_bytes
 
 from .stage_cuts import Call, Cutting, Held, calls_of
@@ -235,14 +235,21 @@ class StageSearch:
 
     def _ends(self, way: Way) -> list[float]:
         """By rank, when its passes are through."""
-        ranks, stages = self.pipeline.ranks, way.stages
-        forward, backward = [stage.forward for stage in stages], [stage.backward for stage in stages]
-        sends, few = self.pipeline.sending(way.each.micro_batch), _few(ranks, way.micro_batches)
-        played = [ends(self._table(len(stages), count), forward, backward, sends) for count in few]
+        few = _few(self.pipeline.ranks, way.micro_batches)
+        played = [[spans[-1].ends for spans in self._spans(way, count)] for count in few]
         if len(few) == 1:
-            return list(played[0])
+            return played[0]
         rounds = (way.micro_batches - few[1]) / (few[1] - few[0])
         return [late + rounds * (late - early) for early, late in zip(*played, strict=True)]
+
+    def _spans(self, way: Way, micro_batches: int) -> tuple[tuple[Span, ...], ...]:
+        stages = way.stages
+        seconds = [stage.forward for stage in stages], [stage.backward for stage in stages]
+        return played(self._table(len(stages), micro_batches), *seconds, self.pipeline.sending(way.each.micro_batch))
+
+    def drawn(self, way: Way) -> tuple[tuple[Span, ...], ...]:
+        """Of as many of its micro-batches as tell what a step looks like: by rank, who does what when."""
+        return self._spans(way, _few(self.pipeline.ranks, way.micro_batches)[0])
 
 
 @cache

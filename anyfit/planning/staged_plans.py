@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 
 from anyfit.values.called import Pipeline
 from anyfit.values.mesh import AXES
+from anyfit.values.picture import Picture
 from anyfit.values.plan import Alternative, Decision, Forecast, Plan, Stage
+from anyfit.values.plan_names import Activations
 from anyfit.values.profile import Division, Profile
 from anyfit.values.units import show_bytes, show_seconds
 
 from .forecast import start_seconds
+from .picture import pictured_in_stages
 from .pipelines import Played, StageSearch, Way
 from .reasons import NOT_KEPT, facts_of, passes_said, restrictions
 
@@ -44,7 +47,17 @@ def plan_of(search: StageSearch, best: Played, ways: Sequence[Way]) -> Plan:
         forecast=forecast,
         decisions=(*decisions, *restrictions(profile, forecast)),
         alternatives=alternatives,
+        picture=_pictured(search, best),
     )
+
+
+def _pictured(search: StageSearch, best: Played) -> Picture:
+    way, passes = best.way, ("compute", "recompute", "pipeline bubble")
+    after = best.step_seconds - sum(best.split[name] for name in passes)
+    choices: dict[str, Activations] = {}
+    for (first, last), held in zip(way.borders, way.stages, strict=True):
+        choices |= zip(search.called.paths[first : last + 1], held.choices, strict=True)
+    return pictured_in_stages(way.each, choices, way.micro_batches, search.drawn(way), after)
 
 
 def _stages(profile: Profile, pipeline: Pipeline, way: Way) -> list[Stage]:

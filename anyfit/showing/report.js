@@ -103,7 +103,7 @@ const overview = () => {
 const memory = () => {
   const inside = [heading("Memory of one GPU over one micro-batch")];
   if (D.device === "cpu") inside[0].textContent = "Memory over one micro-batch";
-  if (!D.memory) return [...inside, lacking(D.lacks.picture, D.lacks.again)];
+  if (!D.memory) return [...inside, D.lanes ? $("p", {}, D.lacks.memory) : lacking(D.lacks.picture, D.lacks.again)];
   const { moments, seconds: took, bytes: kinds } = D.memory, names = Object.keys(kinds), total = moments.map((_, at) => names.reduce((sum, name) => sum + kinds[name][at], 0));
   const starts = [0];
   took.forEach((time) => starts.push(starts.at(-1) + Math.max(time, 0)));

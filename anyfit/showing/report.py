@@ -147,7 +147,7 @@ def drawn(plan: Plan, source: Source, run: Recorded | None, timeline: Timeline |
         "kinds": KINDS,
         "blocks": _blocks(plan),
         "chunks": list(Counter(map(_placed, plan.chunks)).items()),
-        "lacks": _lacks(source, picture is None),
+        "lacks": _lacks(source, plan),
         "speeds": [_speed(each) for each in elsewhere.speeds] or None,
         "machines": [_machine(each) for each in elsewhere.machines] or None,
         "tokens": elsewhere.tokens,
@@ -213,13 +213,16 @@ def _placed(chunk: Placement) -> str:
     return f"weights on the {chunk.weights}, optimizer on the {chunk.optimizer}, updated on the {chunk.update}{ahead}{shards}"
 
 
-def _lacks(source: Source, has_no_picture: bool) -> dict[str, str]:
+def _lacks(source: Source, plan: Plan) -> dict[str, str]:
     job = " ".join((source.job or "MODEL", *source.options))
     file = shlex.quote(source.file)
     return {
-        "picture": "This plan has no picture of its step: it is of an earlier version, written by hand, or in stages."
-        if has_no_picture
+        "picture": "This plan has no picture of its step: it is of an earlier version, or written by hand."
+        if plan.picture is None
         else "",
+        "memory": "The ranks of a pipeline hold different things; the overview has what the fullest of them holds."
+        if plan.pipeline > 1
+        else "This plan has no picture of its memory.",
         "again": f"anyfit plan {job} -o {file}",
         "speeds": f"anyfit report {file} --job {job}",
         "machines": f"anyfit report {file} --job {job} --compare h100,h200,l40s --tokens 10B",
@@ -339,9 +342,7 @@ def _beside(metrics: Sequence[Mapping[str, Any]], plan: Plan) -> list[dict[str, 
 def trace(plan: Plan, recorded: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What the planner plays, as a trace for ui.perfetto.dev; beside a recorded one, where there is one."""
     if plan.picture is None:
-        raise ValueError(
-            "this plan has no picture of its step: it is of an earlier version, written by hand, or in stages; plan it again"
-        )
+        raise ValueError("this plan has no picture of its step: it is of an earlier version, or written by hand; plan it again")
     process = 0 if recorded is None else 1
     events: list[dict[str, Any]] = [] if recorded is None else list(recorded["traceEvents"])
     events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"{plan.title}, as planned"}})

@@ -114,31 +114,47 @@ def play(table: Table, forward: Sequence[float], backward: Sequence[float], send
     return max(ends(table, forward, backward, send))
 
 
+class Span(NamedTuple):
+    """An action, from and to by the clock."""
+
+    action: Action
+    begins: float
+    ends: float
+
+
 def ends(
     table: Table, forward: Sequence[float], backward: Sequence[float], send: float | Sequence[float] = 0.0
 ) -> tuple[float, ...]:
     """By rank, when it is through."""
+    return tuple(spans[-1].ends if spans else 0.0 for spans in played(table, forward, backward, send))
+
+
+def played(
+    table: Table, forward: Sequence[float], backward: Sequence[float], send: float | Sequence[float] = 0.0
+) -> tuple[tuple[Span, ...], ...]:
+    """By rank, when it does what."""
     stages, ranks = len(forward), len(table)
     sends = [send] * ranks if isinstance(send, float | int) else send
     over: Over = {}
-    now, at = [0.0] * ranks, [0] * ranks
+    spans: list[list[Span]] = [[] for _ in table]
     left = sum(map(len, table))
     while left:
         before = left
-        for rank, actions in enumerate(table):
-            while at[rank] < len(actions):
-                _, of, stage, micro_batch = actions[at[rank]]
-                begins = _arrives(over, of, stage, micro_batch, stages, ranks, sends)
-                if begins is None:
+        for actions, mine in zip(table, spans, strict=True):
+            while len(mine) < len(actions):
+                action = actions[len(mine)]
+                _, of, stage, micro_batch = action
+                arrives = _arrives(over, of, stage, micro_batch, stages, ranks, sends)
+                if arrives is None:
                     break
-                now[rank] = max(now[rank], begins) + (forward if of == "forward" else backward)[stage]
-                over[of, stage, micro_batch] = now[rank]
-                at[rank] += 1
+                begins = max(mine[-1].ends if mine else 0.0, arrives)
+                over[of, stage, micro_batch] = begins + (forward if of == "forward" else backward)[stage]
+                mine.append(Span(action, begins, over[of, stage, micro_batch]))
                 left -= 1
         if left == before:
-            waits = next(actions[at[rank]] for rank, actions in enumerate(table) if at[rank] < len(actions))
+            waits = next(actions[len(mine)] for actions, mine in zip(table, spans, strict=True) if len(mine) < len(actions))
             raise ValueError(f"no rank can go on: rank {waits.rank} waits to make {waits}")
-    return tuple(now)
+    return tuple(map(tuple, spans))
 
 
 def _arrives(

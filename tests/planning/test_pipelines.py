@@ -88,6 +88,20 @@ def test_of_equal_blocks_a_step_takes_what_the_closed_formula_says() -> None:
     assert interleaved.forecast.step_seconds <= of_a_rank * (16 + 1 / 2) * (1 + 1e-9)
 
 
+def test_the_picture_of_a_pipeline_has_every_rank_and_block_and_lasts_as_long_as_the_step() -> None:
+    for stages in (2, 4):
+        plan = pipelined(*base(stages))
+        assert plan.picture is not None
+        assert list(plan.picture.lanes) == [f"rank {rank}" for rank in range(stages)]
+        (end,) = {rows[-1][1] for rows in plan.picture.lanes.values()}
+        assert plan.picture.lanes_are_of == "a step"
+        assert end == pytest.approx(plan.forecast.step_seconds, rel=0.02)
+        assert {each.path: each.activations for each in plan.picture.blocks} == {
+            path: plan.activations.get(path, "keep") for path in base(stages)[1].called.paths
+        }
+        assert Plan.from_json(plan.to_json()) == plan
+
+
 def test_a_large_head_leaves_its_stage_fewer_blocks() -> None:
     profile, pipeline = base()
     plan = pipelined(profile, replace(pipeline, sends=()))

@@ -63,8 +63,9 @@ def redone_seconds(candidate: Candidate, rates: Rates, step_seconds: float) -> f
 Span = tuple[str, float, float, str, Segment | None]  # lane, from, to, what kind of work; of the computation, which stretch
 
 
-def played(candidate: Candidate, rates: Rates) -> tuple[list[Span], float]:
-    """What each server does in one step like all others, from its beginning on; and seconds of it, as far as it was played."""
+def played(candidate: Candidate, rates: Rates) -> tuple[list[Span], float, int]:
+    """What each server does in one step like all others, from its beginning on; seconds of it, as far as it was played; and of
+    how many passes that is."""
     computation, spans = Computation(candidate, rates), list[Span]()
     for lane, server in computation.servers.items():
         server.heard = partial(computation.note, spans, lane)
@@ -72,7 +73,7 @@ def played(candidate: Candidate, rates: Rates) -> tuple[list[Span], float]:
     began, *after = computation.beginnings[count - 1 : count + 1]
     ended = after[0] if after else computation.now
     found = [(lane, max(start, began) - began, end - began, kind, of) for lane, start, end, kind, of in spans]
-    return [each for each in found if each[2] > 0 and each[1] < ended - began], ended - began
+    return [each for each in found if each[2] > 0 and each[1] < ended - began], ended - began, computation.passes
 
 
 class Computation:
@@ -91,6 +92,7 @@ class Computation:
         self._start_seconds = rates.calibration.update_launch_seconds.value  # of the update of a chunk
         self._slowness, self._rates = candidate.slowness(rates), rates
         self._steps: list[float] = []
+        self.passes = 0  # of a step, that were played
         self.is_over = False  # a step takes longer than is of interest
         self._began = 0.0  # the step at hand
         self._forwards: list[float] = []  # by step, seconds up to its first backward
@@ -166,6 +168,7 @@ class Computation:
                     began -= (left - 1) * took
                     left = 1
                 if left == 0:
+                    self.passes = micro_batch + 1
                     break
             self._at = None
             yield from self._gradients.all_added()
