@@ -9,6 +9,9 @@
 
 The first of these that a file has is taken; columns that are not read are named in `Examples.unread`. Beside messages there may
 be `tools`, a list of JSON schemas, or the same as a string of JSON: what the assistant may call.
+
+JSON is read here, line by line, and parquet by datasets. A library that gives a column of JSON one type guesses it: strings that
+look like dates become dates, and one number among strings makes numbers of all that look like some.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,9 @@ BESIDE = {
     "prompt": ("tools",),
     "instruction": ("input",),
 }  # columns that a kind reads where they are there
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+JSON, PARQUET = (".jsonl", ".json"), ".parquet"
 INSTALL = "pip install 'anyfit[finetune]'"
+UTF, BOM = "utf-8-sig", b"\xef\xbb\xbf"
 LEAST_ALIKE = 0.7  # of 1: names of files that one may be meant for the other
 
 Message = Mapping[str, Any]
@@ -54,11 +57,21 @@ class Chat:
     answers_from: int = 0  # messages of the assistant before this one are read, and not learnt
     tools: Sequence[Mapping[str, Any]] = ()
 
+    @property
+    def answers(self) -> bool:
+        """Whether anything is answered; an empty answer is none."""
+        theirs = (each for each in self.messages[self.answers_from :] if each["role"] == "assistant")
+        return any(each.get("content") or each.get("tool_calls") for each in theirs)
+
 
 @dataclass(frozen=True)
 class Plain:
     prompt: str
     completion: str
+
+    @property
+    def answers(self) -> bool:
+        return bool(self.completion)
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class Examples:
     file: Path
     kind: str  # a key of KINDS
     unread: tuple[str, ...]  # columns
-    table: Any  # of datasets
+    table: JsonRows | Any  # or of datasets
 
     def __len__(self) -> int:
         return len(self.table)
@@ -82,43 +95,120 @@ class Examples:
 
     def where(self, index: int) -> str:
         """Its line, where it has one."""
-        if self.file.suffix == ".jsonl":
-            lines = (number for number, line in _lines(self.file) if line.strip())
-            number = next(islice(lines, index, None), None)
-            if number is not None:
-                return f"{self.file}, line {number}"
+        if isinstance(self.table, JsonRows) and (line := self.table.line(index)) is not None:
+            return f"{self.file}, line {line}"
         return f"{self.file}, example {index + 1}"
 
 
+class JsonRows:
+    """Of a file with an object a line, or with one list of objects. Lines stay on the disk."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._lines: list[tuple[int, int]] = []  # their numbers, and where they begin
+        self._listed = self._list()
+        columns: dict[str, None] = {}
+        for row in self._scanned() if self._listed is None else self._listed:
+            columns |= dict.fromkeys(row)
+        self.column_names = list(columns)
+
+    def __len__(self) -> int:
+        return len(self._lines if self._listed is None else self._listed)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """With None for what it has not."""
+        if self._listed is None:
+            with self.file.open("rb") as lines:
+                lines.seek(self._lines[index][1])
+                row = json.loads(lines.readline().decode(UTF))
+        else:
+            row = self._listed[index]
+        return {name: row.get(name) for name in self.column_names}
+
+    def line(self, index: int) -> int | None:
+        return self._lines[index][0] if self._listed is None else None
+
+    def _list(self) -> list[Mapping[str, Any]] | None:
+        """Of a file that is one; None where each line is a document."""
+        with self.file.open("rb") as lines:
+            first = next((line.strip() for line in lines if line.strip()), b"").removeprefix(BOM)
+        if not first.startswith(b"["):
+            return None
+        try:
+            found: Any = json.loads(self.file.read_bytes().decode(UTF))
+        except ValueError:  # lines that are lists, or not JSON: they are looked at one by one
+            return None
+        for index, row in enumerate(found, 1):
+            if not isinstance(row, dict):
+                said = f"it is a {_kind_of(row)}, not an object such as {SHOWN['messages']}"
+                raise ValueError(f"{self.file}, example {index}: {said}")
+        return found  # type: ignore[no-any-return]
+
+    def _scanned(self) -> Iterator[Mapping[str, Any]]:
+        begins = 0
+        with self.file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    self._lines.append((number, begins))
+                    yield self._parsed(number, line)
+                begins += len(line)
+
+    def _parsed(self, number: int, line: bytes) -> Mapping[str, Any]:
+        where = f"{self.file}, line {number}"
+        try:
+            row = json.loads(line.decode(UTF).rstrip())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: {_not_utf8(self.file, error)}") from error
+        except ValueError as error:
+            what = f"column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else str(error)
+            raise ValueError(
+                f"{where}: not JSON ({what}); every line is an object, such as {_line_of_its_kind(self.file)}"
+            ) from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: every line is an object, such as {_line_of_its_kind(self.file)}")
+        return row
+
+
+def _not_utf8(file: Path, error: UnicodeDecodeError) -> str:
+    byte = error.object[error.start]
+    return f"not UTF-8 (byte 0x{byte:02x} in column {error.start + 1}); convert it: iconv -f latin1 -t utf-8 {file} > new.jsonl"
+
+
 def read(file: Path) -> Examples:
-    """Opens a file of data; its examples stay on the disk, in the cache of datasets."""
-    try:
-        import datasets
-    except ImportError:
-        raise ImportError(f"fine-tuning reads data with datasets: {INSTALL}") from None
+    """Opens a file of data; its examples stay on the disk."""
     if file.is_dir():
         raise ValueError(f"{file} is a folder; data is one file, .jsonl or .parquet")
     if not file.is_file():
-        there = {each.stem: each.name for each in file.parent.glob("*") if each.suffix in READERS}
+        there = {each.stem: each.name for each in file.parent.glob("*") if each.suffix in (*JSON, PARQUET)}
         near = difflib.get_close_matches(file.stem, there, n=1, cutoff=LEAST_ALIKE)
         raise FileNotFoundError(f"no file {file}" + (f"; did you mean {there[near[0]]!r}?" if near else ""))
-    reader = READERS.get(file.suffix)
-    if reader is None:
+    if file.suffix not in (*JSON, PARQUET):
         raise ValueError(f"{file}: data is read from .jsonl, a JSON object a line, or from .parquet")
-    if file.stat().st_size == 0 or (reader == "json" and not any(line.strip() for _, line in _lines(file))):
+    if file.stat().st_size == 0:
         raise ValueError(f"{file} is empty; an example is {SHOWN['messages']}")
+    table = _parquet(file) if file.suffix == PARQUET else JsonRows(file)
+    if not len(table):
+        raise ValueError(f"{file} is empty; an example is {SHOWN['messages']}")
+    kind, unread = _kind(file, table.column_names)
+    return Examples(file, kind, unread, table)
+
+
+def _parquet(file: Path) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError(f"parquet is read with datasets: {INSTALL}") from None
     datasets.disable_progress_bars()
     log = logging.getLogger("datasets")
     before = log.level
-    log.setLevel(logging.CRITICAL)  # it would tell of a broken line first, by another number
+    log.setLevel(logging.CRITICAL)
     try:
-        table = datasets.load_dataset(reader, data_files=str(file), split="train")
+        return datasets.load_dataset("parquet", data_files=str(file), split="train")
     except Exception as error:  # of whichever library reads that format
-        raise ValueError(_unreadable(file, error)) from error
+        said = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise ValueError(f"{file} cannot be read: {said}") from error
     finally:
         log.setLevel(before)
-    kind, unread = _kind(file, table.column_names)
-    return Examples(file, kind, unread, table)
 
 
 def _kind(file: Path, columns: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -137,32 +227,9 @@ def _kind(file: Path, columns: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     raise ValueError(f"{file} has the columns {', '.join(columns)}, and an example is {known}{hint}")
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        yield from enumerate(lines, 1)
-
-
-def _unreadable(file: Path, error: Exception) -> str:
-    kinds: dict[str, tuple[str, int]] = {}  # of a column, and the line that it was first seen in
-    for number, line in _lines(file) if READERS[file.suffix] == "json" else ():
-        where = f"{file}, line {number}"
-        try:
-            document = json.loads(line.rstrip()) if line.strip() else {}
-        except ValueError as broken:
-            what = f"column {broken.colno}: {broken.msg}" if isinstance(broken, json.JSONDecodeError) else str(broken)
-            return f"{where}: not JSON ({what}); every line is an object, such as {_line_of_its_kind(file)}"
-        if not isinstance(document, dict):
-            return f"{where}: every line is an object, such as {_line_of_its_kind(file)}"
-        for name, value in document.items():
-            kind, first = kinds.setdefault(name, (_kind_of(value), number)) if value is not None else ("null", number)
-            if value is not None and _kind_of(value) != kind:
-                return f"{where}: {name} is a {_kind_of(value)}, and in line {first} it is a {kind}"
-    return f"{file} cannot be read: {str(error.__cause__ or error).strip().partition(chr(10))[0]}"
-
-
 def _line_of_its_kind(file: Path) -> str:
     """A line like the first of the file that can be read."""
-    for _, line in _lines(file):
+    for line in file.read_bytes().splitlines():
         try:
             document = json.loads(line)
         except ValueError:
@@ -174,8 +241,13 @@ def _line_of_its_kind(file: Path) -> str:
 
 
 def _kind_of(value: Any) -> str:
-    kinds: dict[type, str] = {str: "string", list: "list", dict: "object"}
-    return kinds.get(type(value), "number")
+    kinds: dict[type, str] = {str: "string", list: "list", dict: "object", int: "number", float: "number", bool: "boolean"}
+    return kinds.get(type(value), type(value).__name__)
+
+
+def _no_string(name: str, value: Any) -> ValueError:
+    quotes = "; put it in quotes" if isinstance(value, int | float) else ""
+    return ValueError(f"{name} is a {_kind_of(value)}, not a string{quotes}")
 
 
 # ---------------------------------------------------------------------- by kind
@@ -193,6 +265,9 @@ def _of_prompt(row: Mapping[str, Any]) -> Chat | Plain:
     if isinstance(prompt, str) and isinstance(completion, str):
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         return Chat(turns, tools=tools) if tools else Plain(prompt, completion)
+    for name in ("prompt", "completion"):
+        if not isinstance(row[name], str | list):
+            raise _no_string(name, row[name])
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("prompt and completion are two strings, or two lists of messages")
     asked, answered = _messages(prompt, "prompt"), _messages(completion, "completion")
@@ -201,9 +276,9 @@ def _of_prompt(row: Mapping[str, Any]) -> Chat | Plain:
 
 def _of_instruction(row: Mapping[str, Any]) -> Plain:
     instruction, output = _text(row, "instruction"), _text(row, "output")
-    given = row.get("input") or ""
+    given = "" if row.get("input") is None else row["input"]
     if not isinstance(given, str):
-        raise ValueError(f"input is a {_kind_of(given)}, not a string")
+        raise _no_string("input", given)
     return Plain(f"{instruction}\n\n{given}" if given else instruction, output)
 
 
@@ -216,8 +291,10 @@ _READ = {"messages": _of_messages, "prompt": _of_prompt, "instruction": _of_inst
 
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = row[name]
+    if value is None:
+        raise ValueError(f"it has no {name}")
     if not isinstance(value, str):
-        raise ValueError(f"it has no {name}" if value is None else f"{name} is a {_kind_of(value)}, not a string")
+        raise _no_string(name, value)
     return value
 
 
@@ -234,6 +311,8 @@ def _messages(value: Any, name: str) -> list[Message]:
             raise ValueError(f"{name}[{index}] has no role, such as user or assistant" + _sharegpt(message))
         if message.get("content") is None and not message.get("tool_calls"):
             raise ValueError(f"{name}[{index}], of the {message['role']}, has no content")
+        if not isinstance(message.get("content"), str | list | None):
+            raise _no_string(f"{name}[{index}].content", message["content"])
         found.append(_with_arguments(_without_empty(message), f"{name}[{index}]"))
     return found
 

@@ -90,7 +90,7 @@ def samples_of(examples: Examples, indices: Sequence[int], tokenizer: Any) -> tu
     for index in indices:
         example = examples[index]
         try:
-            samples = [each for each in _samples(example, tokenizer) if each.learnt]
+            samples = [each for each in _samples(example, tokenizer) if each.learnt] if example.answers else []
         except ValueError as error:
             raise ValueError(f"{examples.where(index)}: {error}") from None
         counted.split += len(samples) > 1

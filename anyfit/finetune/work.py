@@ -132,8 +132,12 @@ def _why_none(examples: Examples, samples: Sequence[Sample], length: int) -> str
     if examples.kind == "text":
         return "it is all empty"
     first = examples[0]
-    roles = ", ".join(dict.fromkeys(each["role"] for each in first.messages)) if isinstance(first, Chat) else ""
-    return "no message in it has the role assistant" + (f", the first chat has {roles}" if roles else "")
+    if not isinstance(first, Chat):
+        return "all of them are empty"
+    roles = dict.fromkeys(each["role"] for each in first.messages)
+    if "assistant" in roles:
+        return "the messages of the assistant are all empty"
+    return f"no message in it has the role assistant, the first chat has {', '.join(roles)}"
 
 
 def _length(options: Options, config: Any, samples: Sequence[Sample]) -> int:

@@ -52,7 +52,9 @@ def test_a_field_that_only_some_messages_have_is_not_given_to_the_others(tmp_pat
     ("content", "says"),
     [
         ('{"text": "a"}\n\n{"text": \n', "data.jsonl, line 3: not JSON (column 9: Expecting value); every line is an object"),
-        ('{"text": ["a"]}\n\n{"text": "a"}\n', "data.jsonl, line 3: text is a string, and in line 1 it is a list"),
+        ('{"text": "a"}\n\n{"text": ["a"]}\n', "data.jsonl, line 3: text is a list, not a string"),
+        ('["a"]\n["b"]\n', "data.jsonl, line 1: every line is an object"),
+        ('[{"text": "a"},\n 3]', "data.jsonl, example 2: it is a number, not an object"),
         ('{"text": "a"}\n["b"]\n', 'line 2: every line is an object, such as {"text": "…"}'),
         ('{"messages"\n{"messages": []}\n', 'an object, such as {"messages": [{"role": "user", "content": "…"}, {"role": "ass'),
         ('{"prompt": "a", "completion": "b"}\nhello\n', 'an object, such as {"prompt": "…", "completion": "…"}'),
@@ -69,7 +71,11 @@ def test_a_field_that_only_some_messages_have_is_not_given_to_the_others(tmp_pat
             "; rename conversations to messages, and in each of these from and value to role and content",
         ),
         ('{"prompt": "a", "response": "b"}\n', "'completion' is missing"),
-        ('{"text": "a"}\n{"text": 3}\n', "data.jsonl, line 2: text is a number, not a string"),
+        ('{"text": "1"}\n{"text": 3}\n', "data.jsonl, line 2: text is a number, not a string; put it in quotes"),
+        ('{"instruction": "a", "output": "1"}\n{"instruction": "a", "output": 2}\n', "line 2: output is a number, not a string"),
+        ('{"instruction": "a", "input": 0, "output": "1"}\n', "line 1: input is a number, not a string"),
+        ('{"prompt": "a", "completion": true}\n', "line 1: completion is a boolean, not a string; put it in quotes"),
+        ('{"messages": [{"role": "user", "content": 6.5}]}\n', "line 1: messages[0].content is a number, not a string; put it"),
         ('{"prompt": "a", "completion": "b"}\n{"text": "c"}\n', "line 2: it has no prompt"),
         ('{"prompt": "a", "completion": []}\n', "line 1: prompt and completion are two strings, or two lists of messages"),
         ('{"messages": [{"from": "human", "value": "a"}]}\n', "has no role, such as user or assistant; rename from and value"),
@@ -121,9 +127,34 @@ def test_other_files_and_missing_ones_are_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_without_datasets_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "data.parquet"
+    datasets.Dataset.from_list([{"text": "a"}]).to_parquet(data)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=re.escape("pip install 'anyfit[finetune]'")):
-        read(tiny.write(tmp_path / "data.jsonl", [{"text": "a"}]))
+        read(data)
+    assert read(tiny.write(tmp_path / "data.jsonl", [{"text": "a"}]))[0] == Plain("", "a")
+
+
+def test_strings_stay_as_they_are_written_whatever_they_look_like(tmp_path: Path) -> None:
+    """And whatever else is in their column."""
+    answers = ["2024-01-01T10:00:00Z", "2024-01-01", "000", "10.50", "true", "null", "1e3", " 7 ", "\u00e9\u2028x"]
+    chats = [[{"role": "user", "content": each}, {"role": "assistant", "content": each}] for each in answers]
+    rows = read(tiny.write(tmp_path / "chats.jsonl", [{"messages": chat, "id": index} for index, chat in enumerate(chats)]))
+    assert [rows[index] for index in range(len(rows))] == list(map(Chat, chats))
+    for kind in ("lines", "list"):
+        found = [{"instruction": each, "input": each, "output": each} for each in answers]
+        file = tmp_path / f"{kind}.jsonl"
+        file.write_text("\n".join(map(json.dumps, found)) if kind == "lines" else json.dumps(found, indent=1))
+        rows = read(file)
+        assert [rows[index] for index in range(len(rows))] == [Plain(f"{each}\n\n{each}", each) for each in answers]
+
+
+def test_a_file_in_another_encoding_is_refused_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(b'{"text": "cafe"}\n' + '{"text": "caf\u00e9"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"line 2: not UTF-8 \(byte 0xe9 in column 14\); convert it: iconv -f latin1 -t utf-8"):
+        read(tmp_path / "data.jsonl")
+    (tmp_path / "marked.jsonl").write_bytes('\ufeff{"text": "caf\u00e9"}\r\n'.encode())
+    assert read(tmp_path / "marked.jsonl")[0] == Plain("", "caf\u00e9")
 
 
 # ---------------------------------------------------------------------- tokens
