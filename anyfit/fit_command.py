@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import typer
 
 from . import fitting
 from .finetune import options as finetune
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from .running.launch import Launch
 
 KEEP = 2  # checkpoints
+NO_SCRIPTS = (".json", ".jsonl", ".parquet", ".safetensors", ".bin", ".yaml", ".txt")
 
 
 @dataclass
@@ -66,6 +70,7 @@ class Fit:
     any_file_system: bool
 
     def run(self) -> None:
+        self._launched: Launch | None = None
         self._team = fitting.joined(self.hang_seconds)
         self._count = fitting.ranks_asked_for(self.gpus, self.ranks) if self._team is None else 1
         self._reports = Reports(self._report_names)
@@ -75,7 +80,9 @@ class Fit:
         if self.resume is not None and self.folder is not None:
             raise ValueError("--resume goes on in its own folder; leave --folder out")
         if self.resume is not None and not self.resume.is_dir():
-            raise FileNotFoundError(f"no run folder {self.resume} to resume")
+            beside = sorted(str(each.parent) for each in self.resume.parent.glob("*/run.json"))
+            there = nearest(str(self.resume), beside) if beside else ""
+            raise FileNotFoundError(f"no run folder {self.resume} to resume{there}")
         if self.timeline is not None:
             fitting.refuse_timeline(self.timeline)
         self._axes = Axes.parse(self.mesh, self.layout)
@@ -92,8 +99,18 @@ class Fit:
                 fitting.fit_demo(options, self._launch(options), self.log_every)
             elif self.script is not None:
                 fitting.fit_script(self.script, self.arguments or [], self._launch(self), self.log_every)
+        except KeyboardInterrupt:
+            if self._count > 1 or self._has_stepped:
+                raise
+            if self._team is None or self._team.index == 0:
+                print("anyfit: stopped before the first step: nothing to save; the same command begins anew", file=sys.stderr)
+            raise typer.Exit(130) from None
         finally:
             self._reports.close()
+
+    @property
+    def _has_stepped(self) -> bool:
+        return self._launched is not None and bool(self._launched.runs)
 
     # ------------------------------------------------------------------ what goes with what
 
@@ -125,6 +142,11 @@ class Fit:
                 raise ValueError(f"{named} is an option of {kind}; give your script its own arguments after its name")
             if not self.script.is_file():
                 raise FileNotFoundError(f"no script {self.script}")
+            if self.script.suffix in NO_SCRIPTS:
+                raise ValueError(
+                    f"{self.script} is no script; a model is trained by its folder: anyfit fit {self.script.parent} "
+                    "--data data.jsonl"
+                )
         elif self.resume is not None:
             if not is_restarted:
                 self._refuse_changed(of_folder)
@@ -145,8 +167,9 @@ class Fit:
                     "hf download ORGANISATION/MODEL --local-dir FOLDER"
                 )
             near = nearest(str(self.script), folders_here())
+            named = self.script if "/" in str(self.script) else f"ORGANISATION/{self.script}"
             raise FileNotFoundError(
-                f"no folder {self.script}; a model on the hub is fetched first: hf download {self.script} --local-dir FOLDER"
+                f"no folder {self.script}; a model on the hub is fetched first: hf download {named} --local-dir FOLDER"
                 + (near if "?" in near else "")
             )
         if self.data is None:
@@ -189,7 +212,7 @@ class Fit:
     def _launch(self, told: Fit | fitting.DemoOptions | finetune.Options) -> Launch:
         from .running.launch import Launch
 
-        return Launch(
+        self._launched = Launch(
             folder=fitting.run_folder(self.resume, self.folder, self._team),
             resume=self.resume is not None,
             save_every=told.save_every or 0,
@@ -211,6 +234,7 @@ class Fit:
             rank=0 if self._team is None else self._team.index,
             on_start=self._reports.attach,
         )
+        return self._launched
 
     def _options(self) -> fitting.DemoOptions | finetune.Options | None:
         """Of the demo, or of a folder; those of a run that is resumed are its own. None for a script."""

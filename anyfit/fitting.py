@@ -312,7 +312,7 @@ def check_of(options: DemoOptions | FinetuneOptions) -> str:
 
 
 def _train_further(folder: Path, options: FinetuneOptions) -> str:
-    fit = f"--data {options.data} --epochs {options.epochs}"
+    fit = options.typed
     if options.lora is None:
         return f"go on from its weights: anyfit fit {folder / 'weights'} {fit}"
     return f"merge its adapter and go on from that: anyfit export --merge {folder} merged && anyfit fit merged {fit}"

@@ -16,12 +16,16 @@ from .values.best_batch import parse_batch
 from .values.precision import PRECISIONS
 from .values.units import parse_bytes
 
+LEAST_BARE = 2**16  # bytes: who asks for fewer has forgotten the unit
+
 
 def size(parameter: typer.CallbackParam, text: str | None) -> str | None:
     """A size of bytes above nothing, before anything is measured or traced."""
     try:
         if text is not None and parse_bytes(text) == 0:
             raise ValueError("give more than nothing, such as 24GiB")
+        if text is not None and text.isdecimal() and int(text) < LEAST_BARE:
+            raise ValueError(f"that is {text} bytes; did you mean {text}GiB?")
     except ValueError as error:
         raise ValueError(f"{parameter.opts[0]} {text}: {error}") from None
     return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -611,6 +612,7 @@ MENDABLE = [
     (("fit", ".", "--mesh", "pipeline=2"), "--mesh pipeline=2: a folder's samples are written by the whole model"),
     (("fit", "no_such_script.py"), "no script no_such_script.py"),
     (("fit", "--resume", "nothing"), "no run folder nothing to resume"),
+    (("fit", "--device-memory", "24"), "--device-memory 24: that is 24 bytes; did you mean 24GiB?"),
     (("fit", "--resume", "."), "no run to resume in .: it has no run.json"),
     (("fit", "--resume", ".", "--folder", "new"), "--resume goes on in its own folder; leave --folder out"),
     (("fit", "--resume", ".", "--steps", "9"), "a resumed run keeps its options; leave --steps out"),
@@ -896,3 +898,12 @@ def test_a_missing_import_of_the_users_keeps_its_traceback(
     monkeypatch.setattr(sys, "argv", ["anyfit", "plan", "careless.py:job"])
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         cli.main()
+
+
+def test_a_run_that_is_stopped_before_its_first_step_says_that_there_is_nothing_to_save(
+    anyfit: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anyfit.demo.job", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    ended = anyfit("fit", "--steps", "2")
+    assert ended.status == 130
+    assert "anyfit: stopped before the first step: nothing to save; the same command begins anew" in ended.err

@@ -292,7 +292,7 @@ _READ = {"messages": _of_messages, "prompt": _of_prompt, "instruction": _of_inst
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = row[name]
     if value is None:
-        raise ValueError(f"it has no {name}")
+        raise ValueError(f"it has no {name}, and a file holds one kind of example")
     if not isinstance(value, str):
         raise _no_string(name, value)
     return value

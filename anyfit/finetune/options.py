@@ -4,6 +4,7 @@ same run."""
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,16 @@ class Options:
         is_asked = self.steps is None  # else all was decided
         if is_asked and self.eval_every is not None and self.evaluation is None and not self.samples:
             raise ValueError("--eval-every: there is nothing to look at; give --eval 5%, or --samples 3")
+
+    @property
+    def typed(self) -> str:
+        """On a command line, but for the folder."""
+        told = {
+            "--data": self.data, "--epochs": self.epochs, "--eval": self.evaluation, "--batch": self.batch_size,
+            "--seq": self.length, "--lr": f"{self.learning_rate:g}", "--lora": self.lora,
+            "--report-to": ",".join(self.report_to) or None,
+        }  # fmt: skip
+        return " ".join(f"{name} {shlex.quote(str(value))}" for name, value in told.items() if value is not None)
 
     @property
     def evaluation_file(self) -> Path | None:

@@ -60,5 +60,6 @@ def part_of(whole: int, text: str, option: str) -> int:
     if share is not None and float(share[1]) > 100:
         raise ValueError(f"{option} {text}: there is no more than all of it; give a share such as 5%, or a number such as 100")
     if share is None:
-        raise ValueError(f"{option} {text}: give a share such as 5%, or a number such as 100")
+        or_file = ", or a file such as other.jsonl" if option == "--eval" else ""
+        raise ValueError(f"{option} {text}: give a share such as 5%, or a number such as 100{or_file}")
     return round(whole * float(share[1]) / 100)

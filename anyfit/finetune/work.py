@@ -157,7 +157,7 @@ def _decided(options: Options, rows: int, ranks: int) -> Options:
     steps = options.epochs * rows // batch
     if steps == 0:
         raise ValueError(
-            f"{number_of(options.epochs, 'epoch')} of {number_of(rows, 'row')} of {options.length} tokens make no batch of "
+            f"{number_of(rows, 'row')} of {options.length} tokens, {number_of(options.epochs, 'epoch')}: that makes no batch of "
             f"{batch}; use --batch "
             f"{options.epochs * rows // ranks * ranks or ranks}, more --epochs or a shorter --seq"
         )
@@ -183,7 +183,10 @@ def _summary(
     samples = [sample for part in made for sample in part.samples]
     tokens, learnt = sum(map(len, samples)), sum(each.learnt for each in samples)
     every, count = sum(map(len, made)), sum(each.examples for each in counted)
-    how = f"{number_of(every, 'row')} of {options.length} tokens, {tokens / (every * (options.length or 1)):.0%} full"
+    rows = number_of(every, "row")
+    if len(made) > 1:
+        rows = f"{number_of(len(made[0]), 'row')} to train on and {len(made[1])} to evaluate,"
+    how = f"{rows} of {options.length} tokens, {tokens / (every * (options.length or 1)):.0%} full"
     kinds = dict.fromkeys(" and ".join(KINDS[each.kind]) for each in read)
     how = f"packed into {how}" if options.packing else f"a row each, of at most {options.length} tokens"
     lines = [

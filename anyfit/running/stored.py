@@ -214,7 +214,9 @@ def _found(folder: Path) -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(f"no checkpoint at {folder}")
     if not (folder / MANIFEST).exists():
-        raise ValueError(f"{folder} is not an anyfit checkpoint: it has no {MANIFEST}")
+        is_of_run = (folder.parent / "checkpoints").is_dir()
+        exported = f"; those of the run are in {folder.parent / 'checkpoints'}" if is_of_run else ""
+        raise ValueError(f"{folder} is not an anyfit checkpoint: it has no {MANIFEST}{exported}")
     return folder
 
 

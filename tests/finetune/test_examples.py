@@ -218,6 +218,18 @@ def test_only_answers_are_learnt(row: Any, template: str | None, expected: Any, 
         assert learnt == (answer if answer is not None else tiny.tokenizer().decode(encoded(row, tmp_path)[0].ids[1:]))
 
 
+def test_an_empty_answer_is_none_and_is_counted(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
+    for name, empty, other in (
+        ("instructions", {"instruction": "a", "output": ""}, {"instruction": "a", "output": "b"}),
+        ("chats", {"messages": turns}, {"messages": CHAT}),
+        ("texts", {"text": ""}, {"text": "a"}),
+    ):
+        rows = read(tiny.write(tmp_path / f"{name}.jsonl", [empty, other]))
+        samples, counted = samples_of(rows, range(2), tiny.tokenizer())
+        assert (len(samples), counted.unanswered) == (1, 1)
+
+
 def test_a_long_text_is_cut_in_pieces_and_a_long_answer_ends_early(tmp_path: Path) -> None:
     pieces = encoded({"text": "abcdefghij"}, tmp_path, length=4)
     assert [told(piece)[0] for piece in pieces] == ["abcd", "efgh", "ij<|im_end|>"]

@@ -212,7 +212,10 @@ def test_tensorboard_has_every_loss_the_evaluations_and_the_samples(whole: Path)
 
 def test_it_says_what_became_of_the_data_and_where_the_best_weights_are(whole: Path, place: Path) -> None:
     said = (place / "said").read_text()
-    assert re.search(r"data +200 examples of messages: 200 samples, .* learnt; packed into \d+ rows of 64 tokens, 99% full", said)
+    assert re.search(
+        r"data +200 examples of messages: 200 samples, .* learnt; packed into \d+ rows to train on and \d+ to evaluate, ", said
+    )
+    assert "to evaluate, of 64 tokens, 99% full" in said
     assert "the best by evaluation" in said
 
 
@@ -458,7 +461,15 @@ def test_chats_without_an_answer_are_told_from_answers_that_are_cut_off(whole: P
             ["llama-8b", "--data", "chats.jsonl"],
             "llama-8b is a size to plan with, and has no weights; fetch a folder that has: hf",
         ),
-        (["missing", "--data", "chats.jsonl"], "no folder missing; a model on the hub is fetched first: hf download missing"),
+        (["missing", "--data", "chats.jsonl"], "on the hub is fetched first: hf download ORGANISATION/missing"),
+        (
+            ["one/missing", "--data", "chats.jsonl"],
+            "no folder one/missing; a model on the hub is fetched first: hf download one/missing",
+        ),
+        (
+            ["tiny-qwen3/config.json", "--data", "chats.jsonl"],
+            "config.json is no script; a model is trained by its folder: anyfit fit tiny-",
+        ),
         (["tiny-qwen", "--data", "chats.jsonl"], "--local-dir FOLDER; did you mean 'tiny-qwen3'?"),
         (["--resume", "old/checkpoints"], "no run to resume in old/checkpoints: it has no run.json; --resume old has"),
         (["--data", "chats.jsonl"], "--data is for a Hugging Face folder; name it: anyfit fit FOLDER --data data.jsonl"),
@@ -479,7 +490,7 @@ def test_chats_without_an_answer_are_told_from_answers_that_are_cut_off(whole: P
         (["tiny-qwen3", "--data", "chats.jsonl", "--lr", "0"], "--lr 0.0: give a learning rate above 0"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--dtype", "fp8"], "--dtype fp8: bf16 or fp32 today"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--seq", "512"], "--seq 512 is more than the 256 positions of the model"),
-        (["tiny-qwen3", "--data", "chats.jsonl", "--batch", "9999"], "make no batch of 9999; use --batch"),
+        (["tiny-qwen3", "--data", "chats.jsonl", "--batch", "9999"], "that makes no batch of 9999; use --batch"),
         (["tiny-qwen3", "--data", "chats.jsonl", "--samples", "0", "--eval-every", "5"], "there is nothing to look at"),
         (
             ["tiny-qwen3", "--data", "chats.jsonl", "--report-to", "tensorbord"],
