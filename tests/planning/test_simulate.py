@@ -198,3 +198,14 @@ def test_a_plan_in_little_memory_holds_what_it_says_and_keeps_both_limits() -> N
 def test_starting_takes_about_as_long_as_is_forecast(job: str) -> None:
     profile = replace(profile_in_little(), parameters=ROWS[job]["parameters"])
     assert start_seconds(profile, ROWS[job]["host_bytes"]) == pytest.approx(ROWS[job]["start_seconds"], rel=0.2)
+
+
+@given(candidates(), st.integers(5, 24))
+def test_passes_that_are_alike_are_played_once_and_counted_as_often_as_they_are(candidate: Candidate, count: int) -> None:
+    many = replace(candidate, accumulation=count)
+    with pytest.MonkeyPatch.context() as patch:
+        found = simulate(many, EASY)
+        patch.setattr(computation, "PASSES_ALIKE", -1.0)  # none is
+        whole = simulate(many, EASY)
+    assert found.step_seconds == pytest.approx(whole.step_seconds, rel=1e-5)
+    assert found.waits_seconds == pytest.approx(whole.waits_seconds, rel=1e-4, abs=1e-5 * whole.step_seconds)

@@ -93,7 +93,7 @@ class Computation:
         self._slowness, self._rates = candidate.slowness(rates), rates
         self._steps: list[float] = []
         self.passes = 0  # of a step, that were played
-        self.is_over = False  # a step takes longer than is of interest
+        self.is_over = False  # a step takes `under` seconds or more, which is not of interest
         self._began = 0.0  # the step at hand
         self._forwards: list[float] = []  # by step, seconds up to its first backward
         self.beginnings: list[float] = []  # of steps, by the clock
