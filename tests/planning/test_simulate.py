@@ -200,12 +200,22 @@ def test_starting_takes_about_as_long_as_is_forecast(job: str) -> None:
     assert start_seconds(profile, ROWS[job]["host_bytes"]) == pytest.approx(ROWS[job]["start_seconds"], rel=0.2)
 
 
-@given(candidates(), st.integers(5, 24))
-def test_passes_that_are_alike_are_played_once_and_counted_as_often_as_they_are(candidate: Candidate, count: int) -> None:
-    many = replace(candidate, accumulation=count)
+@given(candidates(), st.integers(5, 24), st.sampled_from([1.0, 0.03, 0.001]))
+def test_passes_that_are_alike_are_played_once_and_counted_as_often_as_they_are(
+    candidate: Candidate, count: int, speed: float
+) -> None:
+    """Also where the host falls behind by more in every pass, and no two are alike."""
+    many, host = replace(candidate, accumulation=count), EASY.host
+    host = replace(
+        host,
+        updates_per_second=speed * host.updates_per_second,
+        up_bytes_per_second=speed**0.5 * host.up_bytes_per_second,
+        down_bytes_per_second=speed**0.5 * host.down_bytes_per_second,
+    )
+    rates = replace(EASY, host=host)
     with pytest.MonkeyPatch.context() as patch:
-        found = simulate(many, EASY)
+        found = simulate(many, rates)
         patch.setattr(computation, "PASSES_ALIKE", -1.0)  # none is
-        whole = simulate(many, EASY)
+        whole = simulate(many, rates)
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=1e-5)
     assert found.waits_seconds == pytest.approx(whole.waits_seconds, rel=1e-4, abs=1e-5 * whole.step_seconds)
