@@ -10,7 +10,8 @@ what is left here is to compare:
 The one without a tensor axis comes first. Another can only be taken if it is faster by RANKS_TIE, so that it is not even profiled
 where its `bound` says that it is not: what its passes compute and exchange at the least, with nothing recomputed, updated or
 waited for but the first and last micro-batch of a pipeline. The others are searched with nothing on the host, over all ways to
-shard the state; with part of it there only if nothing fits otherwise, whatever the mesh, and then the most promising ones.
+shard the state. Where the best so far has part of it there, or nothing fits, those that need the host are searched too, one for
+each length of the tensor axis.
 
 Stages count as slower by STAGES_TIE, as what is left out of their forecast comes to about as much. They draw random numbers by
 key: where that makes others of them than a run without stages draws, they are only weighed, and offered (`Pipeline.against`).
@@ -18,6 +19,7 @@ key: where that makes others of them than a run without stages draws, they are o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -32,14 +34,13 @@ from anyfit.values.units import show_bytes, show_seconds
 
 from . import searched
 from .answers import Typed, in_python, no_plan, shortfall
-from .fastest import RANKS_TIE, Found, fastest, fastest_over_devices, most_sharded, quickly
+from .fastest import RANKS_TIE, Found, fastest, fastest_over_devices, most_sharded
 from .reasons import explained
 from .space import WORTH_LEAVING, Space
 from .staged_plans import pipelined
 
 ASKED = "as asked for"
 STAGES_TIE = 0.05  # a pipeline is taken unasked only where it is faster by this
-WITH_HOST = 2  # meshes that are searched with part of the state there, where nothing fits without
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Tried:
     verdict: NoPlan | None = None  # of stages
     against: str = ""  # why it is not taken, but where it is asked for
     refused: str = ""  # why there can be no stages
+    lacked_bytes: int | None = None  # of the device, where nothing fits with nothing on the host, and the rest was not looked at
 
     @property
     def is_offered(self) -> bool:
@@ -147,7 +149,7 @@ class Tried:
     def handicapped(self) -> float:
         """Seconds to compare by."""
         if self.seconds is None:
-            return float("inf")
+            return math.inf
         return self.seconds * _handicap(self.mesh) / (1 - WORTH_LEAVING if self.uses_host else 1.0)
 
 
@@ -214,11 +216,22 @@ def tried_meshes(
                 if asked:
                     raise
                 tried += [Tried(mesh, refused=str(refusal))] * (mesh.stages > 1)
-        if all(each.found is None or each.is_offered for each in tried):
-            cut = [each for each in others if each.stages == 1]
-            may = [each for each in cut[:WITH_HOST] if quickly(each.make()) is not None]
-            tried = [Tried(each, fastest(each.make())) for each in may] + tried
-    return tried
+        return _with_host(tried)
+
+
+def _with_host(tried: list[Tried]) -> list[Tried]:
+    """The same where the best does without the host; else with the meshes that need it too searched: of each length of the tensor
+    axis the layout that lacks least, as its ranks leave least to the host."""
+    best = _best(tried)
+    if best is not None and not best.uses_host:
+        return tried
+    least = math.inf if best is None else best.handicapped
+    lacking = [at for at, each in enumerate(tried) if each.lacked_bytes is not None and each.mesh.bound < least]
+    nearest: dict[int, int] = {}
+    for at in sorted(lacking, key=lambda at: tried[at].lacked_bytes or 0):
+        nearest.setdefault(tried[at].mesh.tensor, at)
+    found = {at: Tried(tried[at].mesh, fastest(tried[at].mesh.make())) for at in nearest.values()}
+    return [found.get(at, each) for at, each in enumerate(tried)]
 
 
 def best_of(tried: Sequence[Tried], finish: Callable[[Found], Plan], *, asked: bool = False) -> Plan | None:
@@ -245,8 +258,8 @@ def offers_of(tried: Sequence[Tried]) -> tuple[Change, ...]:
 
 def _tried(mesh: MeshChoice, before: Sequence[Tried], *, asked: bool) -> Tried:
     taken = [each for each in before if not each.is_offered]
-    simpler = min((each.handicapped for each in taken if each.mesh.parts < mesh.parts), default=float("inf"))
-    least, bound = min((each.handicapped for each in before), default=float("inf")), mesh.bound * _handicap(mesh)
+    simpler = min((each.handicapped for each in taken if each.mesh.parts < mesh.parts), default=math.inf)
+    least, bound = min((each.handicapped for each in before), default=math.inf), mesh.bound * _handicap(mesh)
     if bound * (1 + RANKS_TIE) >= simpler or bound >= least:
         return Tried(mesh, least_seconds=mesh.bound)
     if mesh.pipeline is not None:
@@ -257,8 +270,8 @@ def _tried(mesh: MeshChoice, before: Sequence[Tried], *, asked: bool) -> Tried:
         except NoPlan as verdict:
             return Tried(mesh, verdict=verdict)
     ends = most_sharded(mesh.ends)
-    fits = Space(ends).least_needed_bytes() <= ends.device_limit_bytes
-    return Tried(mesh, fastest_over_devices(mesh.make()) if fits else None)
+    lacked = Space(ends).least_needed_bytes() - ends.device_limit_bytes
+    return Tried(mesh, lacked_bytes=lacked) if lacked > 0 else Tried(mesh, fastest_over_devices(mesh.make()))
 
 
 def _best(tried: Sequence[Tried]) -> Tried | None:
@@ -275,7 +288,9 @@ def decided(plan: Plan, mesh: MeshChoice, others: Sequence[Tried], *, asked: boo
     """The plan with the decision `layout`, before all others."""
     cut = f"{mesh.layouts} in {mesh.blocks} block{'s' * (mesh.blocks != 1)}" if mesh.blocks else "all blocks whole"
     cut += ", vocabulary divided" * bool(mesh.tables)
-    why = "; ".join(filter(None, (ASKED if asked else "", _why(plan, mesh, others)))) or "no other could take less"
+    none_fits = any(each.found is None and each.least_seconds is None for each in others)
+    usual = "no other fits" if none_fits else "no other could take less"
+    why = "; ".join(filter(None, (ASKED if asked else "", _why(plan, mesh, others)))) or usual
     weighed = tuple(
         Alternative("layout", each.mesh.said, each.seconds, each.needed_bytes, fits=True)
         for each in others
