@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +58,7 @@ def test_a_gpu_without_bfloat16_is_planned_for_in_fp32_alone(anyfit: Command) ->
 
 @pytest.mark.full
 def test_all_presets_are_compared_for_llama_each_as_it_is_planned_alone(anyfit: Command) -> None:
-    before = cpu_seconds()
     document = json.loads(anyfit("plan", "llama-8b", "--compare", "all", "--tokens", "10B", "--json").out)
-    print(f"{cpu_seconds() - before:.0f} s of all cores")
     rows = document["machines"]
     assert {row["machine"] for row in rows} == {name for name in Machine.presets() if name != "laptop-cpu"}
     for row in rows:
@@ -70,11 +66,6 @@ def test_all_presets_are_compared_for_llama_each_as_it_is_planned_alone(anyfit: 
             made = Plan.from_json(row["plan"])
             asked = ("plan", "llama-8b", "--machine", row["machine"], "--batch", str(row["batch"]), "--json")
             assert numbers(made) == numbers(Plan.from_json(json.loads(anyfit(*asked).out))), row["machine"]
-
-
-def cpu_seconds() -> float:
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 # ---------------------------------------------------------------------- the best batch
